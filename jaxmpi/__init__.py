@@ -1,0 +1,52 @@
+"""jaxmpi: data-parallel training for JAX and Flax, as pure functions on pytrees and one optax transform."""
+
+from jaxmpi._collectives import (
+    tree_allgather,
+    tree_allreduce,
+    tree_alltoall,
+    tree_bcast,
+    tree_reduce,
+    tree_reduce_scatter,
+)
+from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
+from jaxmpi._objects import allgather_object, barrier, broadcast_object
+from jaxmpi._optim import average_gradients, distributed
+from jaxmpi._synchronize import synchronize
+from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
+from jaxmpi.console import average_metrics, get_logger, print, progress
+from jaxmpi.data import batches, rank_key, shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MPIError",
+    "NotInitializedError",
+    "RankMismatchError",
+    "World",
+    "allgather_object",
+    "average_gradients",
+    "average_metrics",
+    "barrier",
+    "batches",
+    "broadcast_object",
+    "distributed",
+    "finalize",
+    "get_logger",
+    "init",
+    "initialized",
+    "local_rank",
+    "local_size",
+    "print",
+    "progress",
+    "rank",
+    "rank_key",
+    "shard",
+    "size",
+    "synchronize",
+    "tree_allgather",
+    "tree_allreduce",
+    "tree_alltoall",
+    "tree_bcast",
+    "tree_reduce",
+    "tree_reduce_scatter",
+]

@@ -1,0 +1,74 @@
+"""What carries the messages.
+
+A backend is an object with the attributes and methods of `Backend`. `run` stands in traced code; the rest is called from
+Python, outside of it. The layers above know nothing else of how ranks talk to each other.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+__all__ = ["Backend", "Collective", "Place"]
+
+
+class Collective(NamedTuple):
+    """One collective operation on a list of arrays.
+
+    With n = size and x of shape s, `kind` gives
+    allreduce [s] -> [s], y = op_r x_r;
+    bcast [s] -> [s], y = x_root;
+    allgather [s] -> [n, s], y[r] = x_r;
+    alltoall [n, s] -> [n, s], y_q[r] = x_r[q];
+    reduce_scatter [n, s] -> [s], y_q = op_r x_r[q].
+    """
+
+    kind: str
+    op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter
+    root: int = 0  # of bcast
+
+    def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """The shape that an operand of shape `shape` comes back with."""
+        if self.kind == "allgather":
+            return (size, *shape)
+        return shape[1:] if self.kind == "reduce_scatter" else shape
+
+
+class Place(NamedTuple):
+    """Where this process stands among the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+
+
+class Backend(Protocol):
+    """The ranks of one job, and how they talk."""
+
+    name: str
+    place: Place
+
+    @property
+    def effects(self) -> frozenset[Hashable]:
+        """The JAX effects of `run`."""
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out `call` on every array of `xs`, in traced code."""
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """All ranks' picklable objects, in the order of the ranks."""
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The object of rank `root`."""
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite a `[n]` uint8 array with that of rank `root`."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def close(self) -> None:
+        """Free what `init` took."""

@@ -1,0 +1,40 @@
+"""One process: every collective is the identity, and MPI is neither needed nor started."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._backends import Collective, Place
+
+__all__ = ["Single"]
+
+
+class Single:
+    """The backend of a job of one rank."""
+
+    name = "single"
+    place = Place()
+    effects: frozenset[Hashable] = frozenset()
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give back the only rank's arrays, in the shapes that `call` promises."""
+        return [x.reshape(call.out_shape(x.shape, 1)) for x in xs]
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """A list of one."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The object itself."""
+        return obj
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Leave it as it is."""
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Nothing was taken."""

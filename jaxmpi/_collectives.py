@@ -1,0 +1,264 @@
+"""The collectives on pytrees.
+
+All are pure functions: eagerly, under `jit`, `grad`, `vmap`, `scan`, `cond` and `while_loop`. A leaf is a JAX or NumPy array
+or a Python number and comes back as a JAX array of the same dtype; PRNG keys move but cannot be reduced. `None` and empty
+containers are structure and send nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import _jaxcompat, _primitive, _world
+from jaxmpi._backends import Backend, Collective
+from jaxmpi._leaves import as_array, check_rows, is_key
+
+__all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
+
+OPS = ("mean", "sum", "max", "min", "prod")
+WIDE: list[tuple[Any, Any, Any]] = [
+    (jnp.floating, jnp.finfo, np.float32),
+    (jnp.signedinteger, jnp.iinfo, np.int32),
+    (jnp.unsignedinteger, jnp.iinfo, np.uint32),
+]
+
+
+def tree_allreduce(tree: Any, op: str = "mean") -> Any:
+    """Reduce a pytree over all ranks; every rank gets the result.
+
+    out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
+    rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are summed in 32 bits and rounded once; wider
+    integers wrap as NumPy's do.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
+    **Communication:** small leaves of one dtype share a message, large ones go alone; about 2 (p-1)/p · bytes sent per rank.
+
+    Args:
+      tree: any pytree of arrays and numbers.
+      op: "mean", "sum", "max", "min" or "prod". Booleans take "max" (or) and "min" (and) only.
+
+    Returns:
+      A pytree of JAX arrays, equal on all ranks.
+
+    Raises:
+      ValueError: an unknown op.
+      TypeError: a leaf that cannot be reduced so, with its path.
+
+    >>> tree_allreduce({"loss": 2.0}, op="sum")
+    {'loss': Array(2., dtype=float32, weak_type=True)}
+    """
+    return _apply("tree_allreduce", partial(_allreduce, op=op), tree, op=op)
+
+
+def tree_bcast(tree: Any, root: int = 0) -> Any:
+    """Give every rank the pytree of rank `root`.
+
+    out = tree_root. For parameters and optimizer states `synchronize` is the safe way: it checks the structure first.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and root.
+    **Communication:** each leaf's bytes once, from root.
+
+    Raises:
+      ValueError: root is not a rank.
+      TypeError: a leaf that is no array, with its path; a root that is no Python int.
+    """
+    _world.check_root("tree_bcast", root)
+    return _apply("tree_bcast", partial(_move, call=Collective("bcast", root=root)), tree)
+
+
+def tree_reduce(tree: Any, op: str = "mean", root: int = 0) -> Any:
+    """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
+
+    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes, op and root.
+    **Communication:** that of `tree_allreduce`.
+
+    Raises:
+      ValueError: an unknown op, or root is not a rank.
+      TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
+    """
+    _world.check_root("tree_reduce", root)
+    return _apply("tree_reduce", partial(_reduce, op=op, root=root), tree, op=op)
+
+
+def tree_allgather(tree: Any) -> Any:
+    """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
+
+    out[r] = tree_r.
+
+    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
+    **Communication:** about (p-1) · bytes received per rank.
+
+    Raises:
+      TypeError: a leaf that is no array, with its path.
+    """
+    return _apply("tree_allgather", partial(_move, call=Collective("allgather")), tree)
+
+
+def tree_reduce_scatter(tree: Any, op: str = "mean") -> Any:
+    """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
+
+    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
+    **Communication:** about (p-1)/p · bytes sent per rank.
+
+    Raises:
+      ValueError: an unknown op, or a leaf whose first axis is not size, with its path.
+      TypeError: a leaf that cannot be reduced so, with its path.
+    """
+    return _apply("tree_reduce_scatter", partial(_reduce_scatter, op=op), tree, op=op, rows=True)
+
+
+def tree_alltoall(tree: Any) -> Any:
+    """Send row q of every leaf to rank q: `[size, ...]` stays `[size, ...]`.
+
+    out_q[r] = tree_r[q], a transposition of ranks and rows.
+
+    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
+    **Communication:** (p-1)/p · bytes sent per rank.
+
+    Raises:
+      ValueError: a leaf whose first axis is not size, with its path.
+      TypeError: a leaf that is no array, with its path.
+    """
+    return _apply("tree_alltoall", partial(_move, call=Collective("alltoall")), tree, rows=True)
+
+
+# from trees to lists of arrays
+
+ListFunction = Callable[[list[jax.Array], Backend], list[jax.Array]]
+
+
+def _apply(function: str, work: ListFunction, tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
+    """Check every leaf, then apply `work` to the list of those that hold numbers."""
+    backend = _world.current(function)
+    if op is not None and op not in OPS:
+        raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
+    if rows:
+        for (path, _), x in zip(paths, leaves, strict=True):
+            check_rows(function, path, x, backend.place.size)
+    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+    for i in keys:
+        leaves[i] = jax.random.key_data(leaves[i])
+    sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
+    outs = iter(_dispatch(work, [leaves[i] for i in sent], backend))
+    for i in sent:
+        leaves[i] = next(outs)
+    for i, impl in keys.items():
+        leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
+    return treedef.unflatten(leaves)
+
+
+def _dispatch(work: ListFunction, xs: list[jax.Array], backend: Backend) -> list[jax.Array]:
+    if backend.place.size == 1 or _jaxcompat.tracing():
+        return work(xs, backend)
+    return _eager(xs, work=_Hashable(work), backend=backend)
+
+
+class _Hashable:
+    """A `partial` that equals another of the same function and arguments, so that eager calls compile once per signature."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+        self.key = (work.func, tuple(sorted(work.keywords.items()))) if isinstance(work, partial) else (work,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@partial(jax.jit, static_argnames=("work", "backend"))
+def _eager(xs: list[jax.Array], *, work: _Hashable, backend: Backend) -> list[jax.Array]:
+    return work.work(xs, backend)
+
+
+# on lists of arrays
+
+
+def _move(xs: Sequence[jax.Array], backend: Backend, *, call: Collective) -> list[jax.Array]:
+    return _run(call, xs, backend)
+
+
+def _run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax.Array]:
+    return backend.run(call, xs) if backend.place.size == 1 else _primitive.run(call, xs, backend)
+
+
+def _allreduce(xs: Sequence[jax.Array], backend: Backend, *, op: str) -> list[jax.Array]:
+    if backend.place.size == 1:
+        return list(xs)
+    if op in ("max", "min", "prod"):
+        return _nonlinear(op, backend, list(xs))
+    return _divide(_run(Collective("allreduce", op="sum"), _widen(xs, op), backend), xs, op, backend)
+
+
+def _reduce(xs: Sequence[jax.Array], backend: Backend, *, op: str, root: int) -> list[jax.Array]:
+    if backend.place.size == 1:
+        return list(xs)
+    # a choice in the data, not in Python: the program, and so its derivative's messages, is the same on every rank
+    is_root = jnp.asarray(backend.place.rank == root)
+    return [jnp.where(is_root, y, x) for x, y in zip(xs, _allreduce(xs, backend, op=op), strict=True)]
+
+
+def _reduce_scatter(xs: Sequence[jax.Array], backend: Backend, *, op: str) -> list[jax.Array]:
+    if op in ("max", "min", "prod"):
+        rank = backend.place.rank
+        return [x[rank] for x in _allreduce(xs, backend, op=op)]
+    return _divide(_run(Collective("reduce_scatter", op="sum"), _widen(xs, op), backend), xs, op, backend)
+
+
+def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
+    """Short floats as float32, so that the sum is rounded once; for the mean, short integers in 32 bits, so that it fits."""
+    return [x.astype(_wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x for x in xs]
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    for kind, info, wide in WIDE:
+        if jnp.issubdtype(dtype, kind) and info(dtype).bits < 32:
+            return np.dtype(wide)
+    return dtype
+
+
+def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, backend: Backend) -> list[jax.Array]:
+    size = backend.place.size
+    if op == "mean" and size > 1:
+        sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
+    return [s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _nonlinear(op: str, backend: Backend, xs: list[jax.Array]) -> list[jax.Array]:
+    """max, min and prod over ranks."""
+    return _run(Collective("allreduce", op=op), xs, backend)
+
+
+@_nonlinear.defjvp
+def _nonlinear_jvp(op: str, backend: Backend, primals: Any, tangents: Any) -> Any:
+    """Dy = Σ_r w_r dx_r: for max and min w = 1/k on the k ranks that hold the extreme; for prod w_r = Π_{s≠r} x_s."""
+    (xs,), (dxs,) = primals, tangents
+    outs = _nonlinear(op, backend, xs)
+    live = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if op == "prod":
+        weights = [_product_of_others(x, backend) for x in _run(Collective("allgather"), [xs[i] for i in live], backend)]
+    else:
+        holds = [(xs[i] == outs[i]).astype(xs[i].dtype) for i in live]
+        counts = _run(Collective("allreduce", op="sum"), holds, backend)
+        weights = [h / c for h, c in zip(holds, counts, strict=True)]
+    sums = iter(_run(Collective("allreduce", op="sum"), [w * dxs[i] for w, i in zip(weights, live, strict=True)], backend))
+    zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in xs]
+    return outs, [next(sums) if i in live else zeros[i] for i in range(len(xs))]
+
+
+def _product_of_others(stack: jax.Array, backend: Backend) -> jax.Array:
+    """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
+    rank = backend.place.rank
+    return jnp.prod(stack[:rank], axis=0, dtype=stack.dtype) * jnp.prod(stack[rank + 1 :], axis=0, dtype=stack.dtype)

@@ -1,0 +1,189 @@
+"""No rank waits for one that is gone.
+
+MPI does not end a job when one rank raises or exits: the others wait in their next collective for ever. On every rank of more
+than one, `install` therefore sees to it that
+- an exception that nobody handles is printed with its rank and ends the whole job;
+- a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
+- an interrupt ends a rank that stands inside MPI and cannot react to it.
+A thread does the watching, by messages that cost nothing while nothing happens. `Guard.print` uses its channel.
+"""
+
+import atexit
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+
+from jaxmpi import _jaxcompat, _registry
+from jaxmpi._rounds import Key, Rounds
+
+__all__ = ["Guard", "active", "install", "remove"]
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
+INTERRUPT_SECONDS = 2.0
+
+_guard: "Guard | None" = None
+
+
+def install(backend: Any) -> None:
+    """Guard this rank from now on; a job of one rank needs no guard."""
+    global _guard
+    if backend.place.size > 1 and _guard is None:
+        _guard = Guard(backend)
+
+
+def remove() -> None:
+    """Wait for the other ranks, as at the end of the script, and stop guarding."""
+    global _guard
+    if _guard is not None:
+        _guard.leave()
+        _guard = None
+
+
+def active() -> "Guard | None":
+    """The guard of this rank, where there is one that can talk to the others'."""
+    return _guard if _guard is not None and _guard.listening else None
+
+
+class Guard:
+    """One rank's watch over the others."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.listening = backend.threads()  # without MPI_THREAD_MULTIPLE there is nobody to watch
+        self.rounds = Rounds(backend.place.size)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
+        self._waiting_since: float | None = None
+        self._interrupted = 0.0
+        self._waits = _jaxcompat.watch_communication()
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self._wakeup, self._signals = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._sigint: Any = None
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            self._sigint = signal.getsignal(signal.SIGINT)
+            if self._sigint is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._on_interrupt)
+        atexit.register(self.leave)
+        self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
+        if self.listening:
+            self._thread.start()
+
+    # messages
+
+    def print(self, key: Key, text: str) -> None:
+        """Show this rank's text on rank 0, with the other ranks' of the same round."""
+        if self.backend.place.rank != 0:
+            self.send(0, "print", (key, text))
+            return
+        self.rounds.add(0, key, text)
+        while self.rounds.pending(key):
+            self.poll()
+            time.sleep(0.001)
+        self.rounds.flush()
+
+    def send(self, rank: int, topic: str, message: Any) -> None:
+        """Send a picklable object to another rank's guard; returns at once."""
+        with self._lock:
+            self.backend.send(rank, (topic, message))
+
+    def poll(self) -> None:
+        """Hand over what has arrived."""
+        with self._lock:
+            for rank, (topic, message) in self.backend.receive():
+                if topic == "print":
+                    self.rounds.add(rank, *message)
+                else:
+                    self._left = (rank, message)
+
+    # the thread
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            if select.select([self._signals], [], [], POLL_SECONDS)[0] and signal.SIGINT in self._signals.recv(64):
+                self._interrupted = self._interrupted or time.monotonic()
+            self.poll()
+            self.rounds.flush()
+            if self._left is not None and self._waits_for_ever(*self._left):
+                self.end(
+                    1,
+                    f"rank {self._left[0]} has exited while this rank waits for it in a collective. "
+                    "Every rank must make the same calls.",
+                )
+            if self._interrupted and time.monotonic() - self._interrupted > INTERRUPT_SECONDS:
+                self.end(130, "interrupted while it waited inside a collective.")
+
+    def _waits_for_ever(self, rank: int, entered: int) -> bool:
+        if self.backend.inside and self.backend.entered > entered:
+            return True
+        if not self._waits():
+            self._waiting_since = None
+            return False
+        self._waiting_since = self._waiting_since or time.monotonic()
+        return time.monotonic() - self._waiting_since > GRACE_SECONDS
+
+    # the ends
+
+    def end(self, code: int, why: str) -> None:
+        """End the whole job with a line that says which rank and why."""
+        place = self.backend.place
+        sys.stdout.flush()
+        sys.stderr.write(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {why} The job ends.\n")
+        sys.stderr.flush()
+        time.sleep(0.1)  # let the launcher pass the lines on
+        self.backend.abort(code)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+        label = f"[{self.backend.place.rank}] "
+        sys.stderr.write("".join(label + line for line in lines))
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        self.end(130 if interrupted else 1, f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}.")
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = 0.0  # this rank can react by itself
+        signal.default_int_handler(number, frame)
+
+    def leave(self) -> None:
+        """Wait until every rank has come to its end; tell the next rank when that takes long."""
+        if self._stop.is_set():
+            return
+        jax.effects_barrier()
+        self._stop.set()
+        if self.listening:
+            self._thread.join()
+        self._wait(self.backend.sent, self.backend.place.size)
+        self._wait(self.backend.everyone_leaves(), self.backend.place.size)
+        self.poll()
+        self.rounds.flush(all_rounds=True)
+        sys.excepthook = self._excepthook
+        if self._sigint is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, self._sigint)
+        atexit.unregister(self.leave)
+        if directory := os.environ.get("JAXMPI_RUN_DIR"):
+            _registry.leave(directory, self.backend.place.rank)
+
+    def _wait(self, done: Callable[[], bool], size: int) -> None:
+        """Sleep until `done`; after a second tell the next rank that this one has left."""
+        start, told, pause = time.monotonic(), False, 0.0005
+        while not done():
+            self.poll()
+            if not told and time.monotonic() - start > 1.0:
+                told = True
+                self.send((self.backend.place.rank + 1) % size, "left", self.backend.entered)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)

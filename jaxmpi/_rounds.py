@@ -1,0 +1,59 @@
+"""Lines of text from many ranks, put in the order of the ranks."""
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["WAIT_SECONDS", "Key", "Rounds"]
+
+WAIT_SECONDS = 0.2  # how long a round waits for ranks that do not print
+
+
+class Key(NamedTuple):
+    """The n-th call from one line of the source: the same round on every rank."""
+
+    file: str
+    line: int
+    call: int
+
+
+class Rounds:
+    """Collects the ranks' lines by round, and writes a round when it is complete or has waited long enough."""
+
+    def __init__(self, size: int, write: Callable[[str], object] | None = None) -> None:
+        self._size = size
+        self._write = write or _write
+        self._texts: dict[Key, dict[int, str]] = defaultdict(dict)
+        self._since: dict[Key, float] = {}
+        self._lock = threading.RLock()
+
+    def add(self, rank: int, key: Key, text: str) -> None:
+        """Take one rank's text."""
+        with self._lock:
+            self._texts[key][rank] = text
+            self._since.setdefault(key, time.monotonic())
+            if len(self._texts[key]) == self._size:
+                self._flush(key)
+
+    def pending(self, key: Key) -> bool:
+        """Whether the round still waits for ranks, and may."""
+        return key in self._since and time.monotonic() - self._since[key] < WAIT_SECONDS
+
+    def flush(self, *, all_rounds: bool = False) -> None:
+        """Write the rounds that have waited long enough, or all."""
+        with self._lock:
+            for key in list(self._since):
+                if all_rounds or not self.pending(key):
+                    self._flush(key)
+
+    def _flush(self, key: Key) -> None:
+        del self._since[key]
+        self._write("".join(text for _, text in sorted(self._texts.pop(key).items())))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

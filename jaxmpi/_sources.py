@@ -1,0 +1,113 @@
+"""Random-access sources of samples behind one face: arrays, and sequences of samples.
+
+Each has a length, `sample(row)`, `view(rows)` for a slice and `gather(rows)` for a batch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Arrays", "Samples", "open_source"]
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class BulkAccess(Protocol):
+    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
+
+
+class Arrays:
+    """A pytree of arrays: a sample is the pytree of their rows."""
+
+    def __init__(self, function: str, tree: Any) -> None:
+        leaves = [(jax.tree_util.keystr(path) or "data", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+        if not leaves:
+            raise TypeError(f"{function}: data is {tree!r}, which holds no arrays. Pass arrays or a list of samples.")
+        for name, leaf in leaves:
+            if not isinstance(leaf, np.ndarray | jax.Array) or leaf.ndim == 0:
+                raise TypeError(
+                    f"{function}: leaf {name} is of type {type(leaf).__name__} and shape {np.shape(leaf)}, "
+                    "not an array of samples. Pass a NumPy or JAX array there, or a list of samples as the data."
+                )
+            if len(leaf) != len(leaves[0][1]):
+                raise ValueError(
+                    f"{function}: leaf {name} has {len(leaf)} samples, and leaf {leaves[0][0]} has "
+                    f"{len(leaves[0][1])}. Give all leaves the same leading axis."
+                )
+        self._tree, self._n = tree, len(leaves[0][1])
+
+    def __len__(self) -> int:
+        return self._n
+
+    def sample(self, row: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[row], self._tree)
+
+    def view(self, rows: range) -> Any:
+        # A range that counts down to row 0 stops at -1, which a slice would take for the last row.
+        index = slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step) if rows else slice(0)
+        return jax.tree.map(lambda leaf: leaf[index], self._tree)
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Any:
+        return jax.tree.map(lambda leaf: leaf[rows], self._tree)
+
+
+class Samples:
+    """A sequence of samples: a batch is their leaves, stacked."""
+
+    def __init__(self, function: str, data: RandomAccess) -> None:
+        self._function, self._data = function, data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def sample(self, row: int) -> Any:
+        return self._data[row]
+
+    def view(self, rows: Iterable[int]) -> list[Any]:
+        rows = list(rows)
+        if not isinstance(self._data, BulkAccess):
+            return [self._data[row] for row in rows]
+        samples = list(self._data.__getitems__(rows))
+        if len(samples) != len(rows):
+            raise ValueError(
+                f"{self._function}: {type(self._data).__name__}.__getitems__ returned {len(samples)} samples for "
+                f"{len(rows)} indices. Return a list with one sample for each."
+            )
+        return samples
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Any:
+        samples = self.view(rows.tolist())
+        samples = [jax.tree.map(np.asarray, sample, is_leaf=lambda x: isinstance(x, list)) for sample in samples]
+        layout = _layout(samples[0])
+        for row, sample in zip(rows, samples, strict=True):
+            if _layout(sample) != layout:
+                raise ValueError(
+                    f"{self._function}: sample {row} has the shapes {jax.tree.map(np.shape, sample)}, and sample "
+                    f"{rows[0]} has {jax.tree.map(np.shape, samples[0])}. Pad or crop the samples to one shape."
+                )
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+
+
+def _layout(sample: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(sample)
+    return structure, [leaf.shape for leaf in leaves]
+
+
+def open_source(function: str, data: Any) -> Arrays | Samples:
+    """The adapter for `data`, or an error in the name of `function` that says what can be passed."""
+    if isinstance(data, np.ndarray | jax.Array) or not (isinstance(data, list) or jax.tree_util.all_leaves([data])):
+        return Arrays(function, data)
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, RandomAccess):
+        raise TypeError(
+            f"{function}: data is of type {type(data).__name__}. "
+            "Pass arrays that share their leading axis, or anything with __len__ and __getitem__."
+        )
+    return Samples(function, data)

@@ -1,0 +1,218 @@
+"""Run MPI's launcher to its end: pass its output on, stop it on a signal, name the rank that failed, leave nothing behind.
+
+Every process of the job carries JAXMPI_RUN_DIR in its environment: by that it is told from all others.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO
+
+from jaxmpi import _registry
+from jaxmpi._registry import Member
+
+__all__ = ["blame", "say", "supervise"]
+
+GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
+TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
+
+# What the launchers say when a job fails, white space collapsed; the first pattern that matches counts.
+_VERDICTS = (
+    r"MPI_ABORT was invoked on rank .{1,200}? Proc: \[\[\d+,\d+\],(?P<rank>\d+)\] Errorcode: (?P<abort>-?\d+)",
+    r"Abort\((?P<abort>-?\d+)\) on node (?P<rank>\d+)",
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exited on signal (?P<signal>\d+)",
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exiting improperly",
+    r"Process name: \[\S+,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
+    r"PID (?P<pid>\d+) RUNNING AT \S+ = EXIT CODE: (?P<code>\d+)(?:.{1,400}? \(signal (?P<signal>\d+)\))?",
+)
+
+_RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
+
+
+def say(text: str) -> None:
+    """Write one line of the launcher's own to stderr."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"jaxmpi run: {text}\n")
+        sys.stderr.flush()
+
+
+def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> int:
+    """Run MPI's launcher until it ends, and return the exit code of the job.
+
+    That is the launcher's own, but 1 where it is 0 and a rank never left in order, and 128 + n where signal n stopped the job.
+    Afterwards neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
+    """
+    started = time.time()
+    received: list[tuple[int, float]] = []  # signals, and when
+    # An ignored SIGHUP is nohup's doing and stays ignored.
+    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    handlers = {n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers}
+    code, tails, ended = 1, (bytearray(), bytearray()), list[Member]()
+    try:
+        process = _start(command, environ)
+        assert process.stdout and process.stderr
+        readers = [_tee(process.stdout, 1, tails[0]), _tee(process.stderr, 2, tails[1])]
+        ended = _wait(process, run_dir, received)
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    finally:
+        joined = [m for m in _registry.members(run_dir) if m.host == os.uname().nodename]
+        in_order = not code and not received and all(m.left for m in joined)
+        _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
+        _registry.remove_segments({path for m in joined for path in m.segments}, started)
+        shutil.rmtree(run_dir, ignore_errors=True)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for reader in readers:
+        reader.join(timeout=GRACE_SECONDS)
+
+    if received:
+        say(f"the job was stopped by {signal.Signals(received[0][0]).name}")
+        return 128 + received[0][0]
+    if not in_order:
+        say("the job failed: " + blame(b"\n".join(tails).decode(errors="replace"), joined, ended, code))
+    return code if code or in_order else 1
+
+
+def blame(text: str, joined: Sequence[Member], ended: Sequence[Member], code: int) -> str:
+    """Say which rank failed, and how.
+
+    Args:
+        text: The last of what the launcher and the ranks wrote.
+        joined: The ranks that joined on this host.
+        ended: Those of them that were seen to end, in that order.
+        code: The exit code of the launcher.
+    """
+    matches = (re.search(pattern, " ".join(text.split())) for pattern in _VERDICTS)
+    groups = next((m.groupdict() for m in matches if m), {})
+    said = {key: int(value) for key, value in groups.items() if value is not None}
+    missing = {m.pid: m for m in joined if not m.left}
+    first = next((m for m in ended if m.pid in missing), None)
+    if first and "rank" not in said and said.get("pid") != first.pid:
+        said = {"rank": first.rank}  # MPICH names any of the dead, even one that it killed itself
+    rank, pid = said.get("rank"), said.get("pid")
+    member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
+    if not said:
+        listed = ", ".join(f"{m.rank} (pid {m.pid} on {m.host})" for m in missing.values())
+        return f"the launcher ended with code {code}" + (f"; these ranks did not end in order: {listed}" if listed else "")
+    who = f"rank {member.rank} (pid {member.pid} on {member.host})" if member else f"rank {rank}"
+    who = who if member or rank is not None else f"the rank with pid {pid}"
+    names = {int(number): number.name for number in signal.Signals}
+    if "signal" in said:
+        return f"{who} was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
+    if "abort" in said:
+        return f"{who} called MPI_Abort with code {said['abort']}"
+    if "code" in said:
+        return f"{who} exited with code {said['code']}"
+    return f"{who} ended first, and not in order" + ("" if code else ", though the launcher reported success")
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the launcher so that it ends with us, and in a session of its own, where Ctrl-C reaches it through us only.
+
+    With a terminal as stdin it stays in our session: Open MPI reads a terminal only from the terminal's foreground group.
+    """
+    libc = ctypes.CDLL(None)  # loaded before the fork
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=not os.isatty(0),
+        preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),  # 1: PR_SET_PDEATHSIG
+    )
+
+
+def _tee(source: IO[bytes], sink: int, tail: bytearray) -> threading.Thread:
+    """Copy a stream as it comes, in a thread, and keep its last bytes in `tail`."""
+
+    def copy(sink: int) -> None:
+        while chunk := os.read(source.fileno(), TAIL_BYTES):
+            tail.extend(chunk)
+            del tail[:-TAIL_BYTES]
+            try:
+                while chunk:
+                    select.select([], [sink], [])
+                    chunk = chunk[os.write(sink, chunk) :]
+            except OSError:  # nobody reads any more: the job goes on, so its output must still be drained
+                sink = os.open(os.devnull, os.O_WRONLY)
+
+    thread = threading.Thread(target=copy, args=(sink,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tuple[int, float]]) -> list[Member]:
+    """Wait for the launcher, stop it when a signal was received, and return the ranks in the order in which they ended."""
+    watch = _Watch(run_dir)
+    step, due = 0, 0.0
+    while process.poll() is None:
+        watch.look(0.05)
+        impatient = step == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
+        if not received or (time.monotonic() < due and not impatient):
+            continue
+        if step == 0:
+            number = received[0][0]
+            if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
+                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
+            _kill(pid for pid, environ in _registry.processes(run_dir).items() if _RANK.search(environ))
+        else:
+            _kill([process.pid, *_registry.processes(run_dir)])
+        step, due = step + 1, time.monotonic() + GRACE_SECONDS
+    watch.look(0.0)
+    watch.close()
+    return watch.ended
+
+
+class _Watch:
+    """Sees in which order the ranks of this host end; MPI's launcher kills the others within a millisecond of the first."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.ended: list[Member] = []
+        self._run_dir = run_dir
+        self._joined: set[int] = set()
+        self._open: dict[int, Member] = {}  # by pidfd
+        self._epoll = select.epoll()  # its ready list is first in, first out
+
+    def look(self, timeout_seconds: float) -> None:
+        joined = _registry.members(self._run_dir) if len(os.listdir(self._run_dir)) > len(self._joined) else []
+        for member in joined:
+            if member.rank not in self._joined and member.host == os.uname().nodename:
+                self._joined.add(member.rank)
+                with contextlib.suppress(OSError):  # a kernel without pidfd, or the rank is gone already
+                    fd = os.pidfd_open(member.pid)
+                    self._open[fd] = member
+                    self._epoll.register(fd, select.EPOLLIN)
+        while events := self._epoll.poll(timeout_seconds, maxevents=1):
+            fd = events[0][0]
+            self._epoll.unregister(fd)
+            os.close(fd)
+            self.ended.append(self._open.pop(fd))
+            timeout_seconds = 0.0
+
+    def close(self) -> None:
+        for fd in (*self._open, self._epoll.fileno()):
+            os.close(fd)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_all(run_dir: str, only: set[int] | None) -> None:
+    """Kill what is left of the job, and wait until it is gone; `only` these, where the job ended in order."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and (pids := [p for p in _registry.processes(run_dir) if only is None or p in only]):
+        _kill(pids)
+        time.sleep(0.02)

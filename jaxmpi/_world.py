@@ -1,0 +1,184 @@
+"""The one World: which ranks there are, which one this is, and how they talk."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmpi import _devices, _guard, _registry
+from jaxmpi._backends import Backend
+from jaxmpi._backends.single import Single
+from jaxmpi._errors import NotInitializedError
+
+__all__ = ["World", "check_root", "current", "finalize", "init", "initialized", "local_rank", "local_size", "rank", "size"]
+
+BACKENDS = ("auto", "single", "mpi")
+LAUNCHERS = (  # what each launcher tells its ranks about their number
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MPI_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PALS_SIZE",
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """What `init` found out: this process's place among the ranks.
+
+    Attributes:
+      rank: 0 to size - 1, over all nodes.
+      size: the number of ranks.
+      local_rank: 0 to local_size - 1, within the node; the device is chosen by it.
+      local_size: the number of ranks on this node.
+      node: the number of this node; nodes are numbered by their lowest rank.
+      backend: "single" or "mpi".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    backend: str
+
+    @property
+    def device(self) -> jax.Device:
+        """The device that this rank computes on."""
+        return jax.local_devices()[0]
+
+
+class _State:
+    backend: Backend | None = None
+    world: World | None = None
+
+
+def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose: bool = False) -> World:
+    """Find the other ranks and this rank's device; call it once, at the top of the script.
+
+    A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
+
+    **Collective:** every rank calls it.
+
+    Args:
+      backend: "auto" (one rank: "single"; under mpirun, srun or `jaxmpi run`: "mpi"), "single" or "mpi". The environment
+        variable JAXMPI_BACKEND overrides "auto".
+      devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
+      verbose: print, on rank 0, what was chosen.
+
+    Returns:
+      The World: rank, size, local_rank, local_size, node, device, backend.
+
+    Raises:
+      ValueError: an unknown backend, or one that differs from that of the first call.
+      MPIError: MPI is needed and missing, or its parts don't belong together.
+
+    >>> import jaxmpi
+    >>> world = jaxmpi.init()
+    >>> world.rank, world.size
+    (0, 1)
+    """
+    backend = os.environ.get("JAXMPI_BACKEND", "auto") if backend == "auto" else backend
+    if backend not in BACKENDS:
+        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
+    if _State.world is not None:
+        if backend not in ("auto", _State.world.backend):
+            raise ValueError(
+                f"init: the backend is {_State.world.backend!r} since the first call, and now {backend!r} was asked for. "
+                "Call jaxmpi.finalize() first."
+            )
+        return _State.world
+    launched = launched_ranks()
+    if backend == "auto":
+        backend = "mpi" if launched > 1 else "single"
+    if backend == "single":
+        chosen: Backend = Single()
+    else:
+        from jaxmpi._backends.mpi import Mpi
+
+        chosen = Mpi(launched)
+    device = _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
+    _State.backend, _State.world = chosen, World(*chosen.place, backend=backend)
+    if directory := os.environ.get("JAXMPI_RUN_DIR"):
+        _registry.join(directory, _State.world.rank)
+    _guard.install(chosen)
+    if _State.world.size > 1:
+        _warn_if_shared(chosen, device)
+    if verbose and _State.world.rank == 0:
+        sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}\n")
+    return _State.world
+
+
+def initialized() -> bool:
+    """Whether `init` was called, and `finalize` not since."""
+    return _State.world is not None
+
+
+def finalize() -> None:
+    """Forget the World, so that `init` can be called again; not needed at the end of a script.
+
+    **Collective:** every rank calls it.
+    """
+    if _State.backend is not None:
+        _guard.remove()
+        _State.backend.close()
+    _State.backend = _State.world = None
+
+
+def current(function: str) -> Backend:
+    """The backend in use, for `function`, whose name the error carries when there is none yet."""
+    if _State.backend is None:
+        raise NotInitializedError(function)
+    return _State.backend
+
+
+def check_root(function: str, root: Any) -> None:
+    """Raise a TypeError or a ValueError that names `function` unless root is a rank."""
+    size = current(function).place.size
+    if isinstance(root, bool) or not isinstance(root, int):
+        raise TypeError(f"{function}: root is a {type(root).__name__}, and must be a Python int, equal on all ranks.")
+    if not 0 <= root < size:
+        raise ValueError(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
+
+
+def rank() -> int:
+    """This rank's number, 0 to size - 1: a Python int, which may stand in a differentiated function."""
+    return current("rank").place.rank
+
+
+def size() -> int:
+    """The number of ranks: a Python int, which may stand in a differentiated function."""
+    return current("size").place.size
+
+
+def local_rank() -> int:
+    """This rank's number within its node, 0 to local_size - 1. (In FluxMPI and Lux this name is the global rank.)"""
+    return current("local_rank").place.local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this node."""
+    return current("local_size").place.local_size
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
+    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
+    return max((int(number) for number in numbers if number.isdigit()), default=1)
+
+
+def _warn_if_shared(backend: Backend, device: str | None) -> None:
+    everyone = backend.allgather_object((backend.place.node, device))
+    mine = [rank for rank, other in enumerate(everyone) if other == (backend.place.node, device)]
+    if device is not None and len(mine) > 1 and mine[0] == backend.place.rank:
+        warnings.warn(
+            f"init: ranks {mine} share GPU {device} of node {backend.place.node}. They take turns and share its memory: "
+            "start one rank per GPU, or set XLA_PYTHON_CLIENT_PREALLOCATE=false.",
+            stacklevel=3,
+        )

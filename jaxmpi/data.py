@@ -1,0 +1,246 @@
+"""Each rank's part of the data, the same global batches for every number of ranks, and a random stream per rank.
+
+    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋)          N items over p ranks: contiguous, in rank order, sizes within 1
+    order         = 0..N-1, or a permutation drawn from Philox(seed, epoch)
+    step k        = order[lo : hi],  lo = start + k·B,  hi = min(lo + B, N)
+    rank r's rows = order[lo + part(hi - lo, r, p)]
+
+Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and one integer, `hi`, says
+where an epoch was left, for any p and any B.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxmpi import _world
+from jaxmpi._sources import Arrays, Samples, open_source
+
+__all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
+
+
+def shard(data: Any) -> "Shard":
+    """Return this rank's part of the data, as a sequence.
+
+    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N and p; a part can be
+    empty. For training use `batches`, which gives every rank the same number of steps.
+
+    **Collective:** no; but the parts fit together only if every rank has the same data.
+    **Communication:** none: nothing is sent, and NumPy arrays are not copied.
+
+    Args:
+        data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass or a bare array; a
+            sample is the pytree of their rows), or anything with `__len__` and `__getitem__` (a list of samples, a
+            torch, Hugging Face or Grain source).
+
+    Returns:
+        A sequence; a slice of it is a pytree of sliced arrays, or a list of samples.
+
+    Raises:
+        TypeError: `data` is neither, or is a `Shard` already.
+        ValueError: The leaves differ in length.
+
+    >>> import jaxmpi, numpy as np
+    >>> part = jaxmpi.shard({"x": np.arange(18.0).reshape(9, 2), "y": np.arange(9) % 4})
+    >>> len(part), part[-1]["x"], part[2:5]["y"]
+    (9, array([16., 17.]), array([2, 3, 0]))
+    """
+    place = _world.current("shard").place
+    return Shard(data, rank=place.rank, size=place.size)
+
+
+def batches(
+    data: Any,
+    batch_size: int,
+    *,
+    seed: int | None = None,
+    epoch: int = 0,
+    start: int = 0,
+    remainder: Literal["drop", "mask"] = "drop",
+) -> "Batches":
+    """Iterate over this rank's rows of every global batch of one epoch.
+
+    step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi - lo, r, p) of it.
+
+    Every rank takes the same number of steps, with the same shapes in every step.
+
+    **Collective:** no; but every rank must give the same arguments, or the ranks will take different steps.
+    **Communication:** none: nothing is sent.
+
+    Args:
+        data: The whole data, as for `shard`. Arrays are gathered by row; samples come from `__getitems__` where there
+            is one, else one by one, and are stacked leaf by leaf as NumPy arrays (a list in a sample is one array).
+        batch_size: B, the samples per step over all ranks.
+        seed: None keeps the order of the data; an int shuffles it by (seed, epoch, N), whatever the number of ranks.
+        epoch: The number of the epoch, from 0: each has a permutation of its own.
+        start: Where to begin: the `position` of an earlier run, on any number of ranks and with any batch size.
+        remainder: "drop" leaves the last incomplete batch out and needs a batch size that the ranks divide. "mask"
+            takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows each, where rows with a False mask
+            repeat a sample and do not count.
+
+    Returns:
+        An iterable whose `len` is the number of steps from `start`, and whose `position` says where it is.
+
+    Raises:
+        TypeError: As for `shard`, or an argument is not an int.
+        ValueError: An argument is out of its range, the ranks do not divide `batch_size`, or samples do not stack.
+
+    >>> import jaxmpi, numpy as np
+    >>> epoch = jaxmpi.batches(np.arange(10.0), 4, seed=0)
+    >>> [(batch.shape, epoch.position) for batch in epoch]
+    [((4,), 4), ((4,), 8)]
+    >>> [float(batch[mask].sum()) for batch, mask in jaxmpi.batches(np.arange(10.0), 4, remainder="mask")]
+    [6.0, 22.0, 17.0]
+    """
+    place = _world.current("batches").place
+    return Batches(
+        data,
+        batch_size,
+        rank=place.rank,
+        size=place.size,
+        seed=seed,
+        epoch=epoch,
+        start=start,
+        remainder=remainder,
+    )
+
+
+def rank_key(key: jax.Array) -> jax.Array:
+    """Derive this rank's own PRNG key.
+
+    key_r = fold_in(key, r)
+
+    Use it for what must differ between the ranks: dropout, noise, augmentation. Use the plain key for what must be the
+    same on all of them: initial parameters, or a choice that all ranks make together. Works inside a traced step.
+
+    **Collective:** no; every rank should pass the same key.
+    **Communication:** none: nothing is sent.
+
+    Args:
+        key: A key from `jax.random.key` or `jax.random.PRNGKey`.
+
+    Returns:
+        A key of the same kind; on one rank, too, it is not `key` itself.
+
+    >>> import jax, jaxmpi
+    >>> key = jax.random.key(0)
+    >>> bool(jaxmpi.rank_key(key) == jax.random.fold_in(key, jaxmpi.rank()))
+    True
+    """
+    _world.current("rank_key")  # so that before init the error names this function, not rank
+    key_r: jax.Array = jax.random.fold_in(key, _world.rank())
+    return key_r
+
+
+class Shard(Sequence[Any]):
+    """One rank's part of the data: what `shard` returns, for any rank and size."""
+
+    def __init__(self, data: Any, *, rank: int, size: int) -> None:
+        self._source = _open("shard", data)
+        self._rows = _part(len(self._source), rank, size)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        try:
+            rows = self._rows[index]
+        except IndexError:
+            raise IndexError(f"shard: index {index} is outside the {len(self)} samples of this rank.") from None
+        return self._source.view(rows) if isinstance(rows, range) else self._source.sample(rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Sequence's own would take an IndexError of the source for the end.
+        return (self._source.sample(row) for row in self._rows)
+
+
+class Batches(Iterable[Any]):
+    """One rank's rows of every global batch: what `batches` returns, for any rank and size.
+
+    Attributes:
+        position: Samples of this epoch handed out so far, over all ranks. Save it, and give it back as `start`. While
+            the step with a batch runs, it counts that batch; a prefetcher that runs ahead moves it ahead.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        rank: int,
+        size: int,
+        seed: int | None = None,
+        epoch: int = 0,
+        start: int = 0,
+        remainder: Literal["drop", "mask"] = "drop",
+    ) -> None:
+        self._source = _open("batches", data)
+        self._batch_size = _int("batch_size", batch_size, 1, "Pass the samples per step over all ranks.")
+        self._start = _int("start", start, 0, "Pass the position of an earlier run over this data, or 0.")
+        self._order = _order(len(self._source), seed, epoch)
+        self._rank, self._size, self._remainder = rank, size, remainder
+        if self._start > len(self._order):
+            raise ValueError(
+                f"batches: start is {self._start}, and the data has {len(self._order)} samples. "
+                "Pass the position of an earlier run over this data, or 0."
+            )
+        if remainder not in ("drop", "mask"):
+            raise ValueError(f'batches: remainder is {remainder!r}. Pass "drop" or "mask".')
+        if remainder == "drop" and self._batch_size % size:
+            raise ValueError(
+                f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share equally. "
+                f'Use a multiple of {size}, or remainder="mask".'
+            )
+        self.position = self._start
+
+    def __len__(self) -> int:
+        left = len(self._order) - self._start
+        return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(len(self)):
+            lo = self._start + step * self._batch_size
+            hi = min(lo + self._batch_size, len(self._order))
+            rows, mask = self._rows(lo, hi)
+            batch = self._source.gather(rows)
+            self.position = hi
+            yield (batch, mask) if self._remainder == "mask" else batch
+
+    def _rows(self, lo: int, hi: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        part = _part(hi - lo, self._rank, self._size)
+        n_rows = -(-self._batch_size // self._size)
+        rows = np.full(n_rows, self._order[lo], np.int64)
+        rows[: len(part)] = self._order[lo + part.start : lo + part.stop]
+        return rows, np.arange(n_rows) < len(part)
+
+
+def _part(n: int, rank: int, size: int) -> range:
+    return range(rank * n // size, (rank + 1) * n // size)
+
+
+def _order(n: int, seed: int | None, epoch: int) -> range | npt.NDArray[np.int64]:
+    epoch = _int("epoch", epoch, 0, "Pass the number of the epoch, from 0.")
+    if seed is None:
+        return range(n)
+    seed = _int("seed", seed, 0, "Pass None to keep the order of the data, or an int to shuffle it.")
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n)
+
+
+def _int(argument: str, value: int, least: int, advice: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"batches: {argument} is {value!r}, not an int. {advice}") from None
+    if number < least:
+        raise ValueError(f"batches: {argument} is {number}, less than {least}. {advice}")
+    return number
+
+
+def _open(function: str, data: Any) -> Arrays | Samples:
+    if isinstance(data, Shard):
+        raise TypeError(f"{function}: data is a Shard, which is split over the ranks already. Pass the whole data.")
+    return open_source(function, data)

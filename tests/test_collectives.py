@@ -1,0 +1,316 @@
+"""The tree collectives against NumPy, on 1 to 4 ranks."""
+
+import dataclasses
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import jaxmpi
+from jaxmpi.testing import run_ranks
+
+RANKS = (1, 2, 3, 4)
+INTEGERS = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+COMBINE = {"mean": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+
+
+def stack(dtype, shape, size):
+    """The inputs of all ranks, `[size, *shape]`: small numbers that differ by rank and by position."""
+    count = int(np.prod(shape))
+    numbers = (np.arange(size)[:, None] * 2 + np.arange(count)[None] * 3) % 5 + 1
+    if dtype in COMPLEX:
+        numbers = numbers + 1j * np.flip(numbers)
+    return (
+        np.asarray(jnp.asarray(numbers.reshape(size, *shape)).astype(dtype))
+        if dtype != "bool"
+        else numbers.reshape(size, *shape) % 2 == 0
+    )
+
+
+def expected(inputs, op):
+    """Reduce over the first axis: exactly, then rounded once into the dtype."""
+    dtype = inputs.dtype
+    exact = (
+        inputs
+        if dtype.kind in "iub" and dtype.itemsize > 1
+        else inputs.astype(
+            np.complex128
+            if dtype.kind == "c"
+            else np.int64
+            if jnp.issubdtype(dtype, jnp.integer)
+            else np.bool_
+            if dtype == np.bool_
+            else np.float64
+        )
+    )
+    out = reduce(COMBINE[op], exact)
+    if op == "mean":
+        out = out // len(inputs) if jnp.issubdtype(dtype, jnp.integer) else out / len(inputs)
+    if jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+        out = np.asarray(out).astype(np.int64) & ((1 << bits) - 1) if bits < 64 else out  # wrap as the dtype does
+        if bits < 64 and jnp.iinfo(dtype).min < 0:
+            out = np.where(out >= 1 << (bits - 1), out - (1 << bits), out)
+    return np.asarray(out).astype(dtype)
+
+
+def check(got, want):
+    got = np.asarray(got)
+    assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, got.shape, want.dtype, want.shape)
+    np.testing.assert_allclose(got.astype(np.complex128), want.astype(np.complex128), rtol=1e-6)
+
+
+@run_ranks(*RANKS)
+@pytest.mark.parametrize("op", list(COMBINE))
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_allreduce_every_dtype(op, jit):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    dtypes = INTEGERS + FLOATS
+    dtypes = [*dtypes, "bool"] if op in ("max", "min") else dtypes + COMPLEX
+    with jax.enable_x64(True):
+        inputs = {f"{dtype}{shape}": stack(dtype, shape, n) for dtype in dtypes for shape in [(), (3,), (2, 0), (2, 3)]}
+        mine = {name: jnp.asarray(x[r]) for name, x in inputs.items()}
+        allreduce = lambda tree: jaxmpi.tree_allreduce(tree, op)
+        got = (jax.jit(allreduce) if jit else allreduce)(mine)
+        for name, x in inputs.items():
+            check(got[name], expected(x, op)) if n > 1 else check(got[name], x[0])
+
+
+@run_ranks(*RANKS)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_moves_every_dtype(jit):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    maybe_jit = jax.jit if jit else lambda f: f
+    root = n - 1
+    with jax.enable_x64(True):
+        for shape in [(), (3,), (2, 0), (2, 3)]:
+            inputs = {dtype: stack(dtype, shape, n) for dtype in [*INTEGERS, *FLOATS, *COMPLEX, "bool"]}
+            mine = {dtype: jnp.asarray(x[r]) for dtype, x in inputs.items()}
+            bcast = maybe_jit(lambda t: jaxmpi.tree_bcast(t, root))(mine)
+            gathered = maybe_jit(jaxmpi.tree_allgather)(mine)
+            rows = {dtype: jnp.asarray(np.stack([x[(r + q) % n] for q in range(n)])) for dtype, x in inputs.items()}
+            swapped = maybe_jit(jaxmpi.tree_alltoall)(rows)
+            for dtype, x in inputs.items():
+                check(bcast[dtype], x[root])
+                check(gathered[dtype], x)
+                check(swapped[dtype], np.stack([x[(q + r) % n] for q in range(n)]))
+
+
+@run_ranks(*RANKS)
+@pytest.mark.parametrize("op", list(COMBINE))
+def test_reduce_scatter_then_allgather_is_allreduce(op):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    tree = {d: jnp.asarray(stack(d, (n, 2), n)[r]) for d in ["int32", "uint8", "bfloat16", "float16", "float32", "complex64"]}
+    if op in ("max", "min"):
+        del tree["complex64"]
+    scattered = jaxmpi.tree_reduce_scatter(tree, op)
+    for name, x in jaxmpi.tree_allgather(scattered).items():
+        check(x, np.asarray(jaxmpi.tree_allreduce(tree, op)[name]))
+        check(scattered[name], expected(stack(name, (n, 2), n), op)[r] if n > 1 else stack(name, (n, 2), n)[0][0])
+
+
+@run_ranks(*RANKS)
+def test_alltoall_marks_source_and_target():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    out = jaxmpi.tree_alltoall(jnp.arange(n) + 100 * r)  # row q for rank q
+    np.testing.assert_array_equal(out, 100 * np.arange(n) + r)
+
+
+@run_ranks(*RANKS)
+def test_reduce_gives_the_others_their_own():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    for root in range(n):
+        out = jaxmpi.tree_reduce({"x": jnp.array([r + 1.0, 5.0 * r])}, "sum", root=root)["x"]
+        total = np.array([n * (n + 1) / 2, 5.0 * n * (n - 1) / 2])
+        np.testing.assert_array_equal(out, total if r == root else [r + 1.0, 5.0 * r])
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    weight: object
+    name: str = dataclasses.field(default="r", metadata={"static": True})
+
+
+@run_ranks(*RANKS)
+def test_allreduce_keeps_every_kind_of_tree():
+    r = jaxmpi.rank()
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(r))
+    trees = {
+        "dict": {"b": jnp.full(2, r), "a": [1.0 * r, (np.arange(3) * r, None)]},
+        "namedtuple": Pair(jnp.array(r), {"x": np.float32(r)}),
+        "dataclass": Record(jnp.array([1.0 * r])),
+        "frozen": FrozenDict({"w": jnp.array([1.0 * r])}),
+        "nnx": nnx.state(model),
+        "optax": optax.adam(0.1).init({"w": jnp.array([1.0])}),
+        "none": None,
+        "empty": {},
+        "scalar": 2.0 * r,
+    }
+    for name, tree in trees.items():
+        out = jaxmpi.tree_allreduce(tree, "sum")
+        assert jax.tree.structure(out) == jax.tree.structure(tree), name
+        everyone = jaxmpi.allgather_object(jax.tree.map(np.asarray, jax.tree.leaves(tree)))
+        for got, *parts in zip(jax.tree.leaves(out), *everyone, strict=True):
+            np.testing.assert_allclose(got, sum(parts), rtol=1e-6)
+
+
+@run_ranks(*RANKS)
+def test_prng_keys_move_and_do_not_reduce():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    key = jax.random.split(jax.random.key(r + 5), 2)
+    root = n - 1
+    assert (jaxmpi.tree_bcast({"k": key}, root)["k"] == jax.random.split(jax.random.key(root + 5), 2)).all()
+    gathered = jax.jit(jaxmpi.tree_allgather)(key)
+    assert gathered.shape == (n, 2) and (gathered[0] == jax.random.split(jax.random.key(5), 2)).all()
+    with pytest.raises(TypeError, match=r"tree_allreduce: leaf \['k'\] is a PRNG key"):
+        jaxmpi.tree_allreduce({"k": key})
+
+
+@run_ranks(*RANKS)
+def test_allreduce_in_scan_cond_while_and_vmap():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    mean = lambda x: jaxmpi.tree_allreduce(x)
+    ranks = np.arange(n)
+
+    def body(c, x):
+        c = mean(c + x * (r + 1))
+        return c, mean(x * r)
+
+    carry, ys = jax.jit(lambda xs: jax.lax.scan(body, 0.0, xs))(jnp.arange(4.0))
+    np.testing.assert_allclose(carry, 6.0 * (ranks + 1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(ys, np.arange(4) * ranks.mean(), rtol=1e-6)
+
+    both = jax.jit(lambda p, x: jax.lax.cond(p, mean, lambda x: mean(2 * x), x))
+    np.testing.assert_allclose(both(True, 1.0 * r), ranks.mean(), rtol=1e-6)
+    np.testing.assert_allclose(both(False, 1.0 * r), 2 * ranks.mean(), rtol=1e-6)
+
+    power = jax.jit(lambda x: jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (mean(s[0]) + r, s[1] + 1), (x, 0))[0])
+    np.testing.assert_allclose(power(1.0 * r), 3 * ranks.mean() + r, rtol=1e-6)
+
+    batch = jnp.arange(6.0).reshape(3, 2) * (r + 1)
+    for axis in (0, 1):
+        np.testing.assert_allclose(
+            jax.vmap(mean, axis, axis)(batch), np.arange(6).reshape(3, 2) * (ranks + 1).mean(), rtol=1e-6
+        )
+    stacked = jax.vmap(jaxmpi.tree_allgather, 0, 1)(batch)
+    np.testing.assert_allclose(stacked, np.arange(6).reshape(3, 2) * (ranks + 1)[:, None, None])
+    rows = jnp.arange(3.0 * n * 2).reshape(3, n, 2) * (r + 1)
+    np.testing.assert_allclose(
+        jax.vmap(lambda x: jaxmpi.tree_reduce_scatter(x, "sum"))(rows),
+        (np.arange(3.0 * n * 2).reshape(3, n, 2) * (ranks + 1).sum())[:, r],
+    )
+
+
+@run_ranks(2, 3)
+def test_vmap_sends_one_message():
+    batched = jax.make_jaxpr(jax.vmap(lambda x: jaxmpi.tree_allreduce(x, "sum")))(jnp.ones((50, 3)))
+    assert str(batched).count("jaxmpi_collective") == 1
+
+
+@run_ranks(2, 3)
+def test_rank_and_size_are_constants_of_a_loss():
+    loss = lambda x: (jaxmpi.rank() + 1) * jnp.sum(x**2) / jaxmpi.size()
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(3.0), 6.0 * (jaxmpi.rank() + 1) / jaxmpi.size(), rtol=1e-6)
+
+
+@run_ranks(1, 2, 3)
+def test_donated_arguments_are_reduced_and_gone():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    x = jnp.arange(1000.0) + r
+    out = jax.jit(lambda x: jaxmpi.tree_allreduce(x) + 1, donate_argnums=0)(x)
+    assert x.is_deleted()
+    np.testing.assert_allclose(out, np.arange(1000.0) + (n - 1) / 2 + 1, rtol=1e-6)
+
+
+@run_ranks(2, 3)
+def test_eager_calls_compile_once_per_signature():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    tree = {"a": jnp.arange(3.0), "b": jnp.float32(jaxmpi.rank())}
+    for op in ("mean", "max"):
+        jax.block_until_ready(jaxmpi.tree_allreduce(tree, op))
+    first = len(compiled)
+    assert first > 0
+    for _ in range(3):
+        for op in ("mean", "max"):
+            jax.block_until_ready(jaxmpi.tree_allreduce(tree, op))
+    assert len(compiled) == first
+
+
+@run_ranks(2, 3)
+def test_collectives_without_data_between_them_keep_their_order():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+
+    def step(x):  # 20 independent collectives, the ranks busy for different times before each
+        work = [jnp.sum(jnp.sin(jnp.outer(x + i, x))) * 0 for i in range((r + 1) * 3)]
+        return [jaxmpi.tree_allreduce(x[i] * (r + 1) + (work[i % len(work)]), "sum" if i % 2 else "max") for i in range(20)]
+
+    f = jax.jit(step)
+    for repeat in range(20):
+        out = f(jnp.arange(20.0) + repeat)
+        want = [(i + repeat) * (n * (n + 1) / 2 if i % 2 else n) for i in range(20)]
+        np.testing.assert_allclose(out, want, rtol=1e-6)
+
+
+@run_ranks(2)
+def test_programs_run_in_the_order_of_their_dispatch():
+    r = jaxmpi.rank()
+    slow = jax.jit(lambda x: jaxmpi.tree_allreduce(jnp.sum(jnp.sin(jnp.outer(x, x))) * 0 + x[0] + r, "sum"))
+    fast = jax.jit(lambda y: jaxmpi.tree_allreduce(y * 10 + r, "max"))
+    x = jnp.arange(400.0) + 1
+    for i in range(30):
+        a, b = slow(x + i), fast(jnp.float32(i))
+        np.testing.assert_allclose([a, b], [2 * (1 + i) + 1, 10 * i + 1])
+
+
+# bad input
+
+
+@run_ranks(1, 2)
+def test_bad_input_raises_before_anything_is_sent():
+    n = jaxmpi.size()
+    one = {"w": jnp.ones(2)}
+    bools = {"mask": jnp.array([True])}
+    cases = [
+        (lambda: jaxmpi.tree_allreduce(one, "avg"), ValueError, "tree_allreduce: op 'avg' is unknown"),
+        (lambda: jaxmpi.tree_reduce(one, "avg"), ValueError, "tree_reduce: op 'avg' is unknown"),
+        (lambda: jaxmpi.tree_bcast(one, n), ValueError, f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}"),
+        (lambda: jaxmpi.tree_bcast(one, -1), ValueError, "root is -1"),
+        (lambda: jaxmpi.tree_bcast(one, 0.0), TypeError, "root is a float"),
+        (lambda: jaxmpi.tree_bcast(one, [0]), TypeError, "root is a list"),
+        (lambda: jax.jit(lambda r: jaxmpi.tree_bcast(one, r))(0), TypeError, "must be a Python int"),
+        (lambda: jaxmpi.tree_allreduce(bools, "sum"), TypeError, r"leaf \['mask'\] is bool, which has no sum"),
+        (lambda: jaxmpi.tree_allreduce(bools), TypeError, r"leaf \['mask'\] is bool, which has no mean"),
+        (lambda: jax.jit(jaxmpi.tree_allreduce)(bools), TypeError, r"leaf \['mask'\] is bool"),
+        (lambda: jaxmpi.tree_allreduce({"c": 1j}, "max"), TypeError, "which has no order"),
+        (lambda: jaxmpi.tree_allreduce({"a": "text"}), TypeError, r"leaf \['a'\] is a str"),
+        (lambda: jaxmpi.tree_allreduce({"a": object()}), TypeError, r"leaf \['a'\] is a object"),
+        (lambda: jaxmpi.tree_allreduce({"a": np.array([None])}), TypeError, r"leaf \['a'\] has dtype object"),
+        (lambda: jaxmpi.tree_allreduce({"a": np.array(["x"])}), TypeError, r"leaf \['a'\] has dtype <U1"),
+        (lambda: jaxmpi.tree_alltoall({"a": jnp.ones((n + 1, 2))}), ValueError, rf"leaf \['a'\] has shape \[{n + 1}, 2\]"),
+        (lambda: jaxmpi.tree_reduce_scatter(jnp.ones(())), ValueError, "the argument has shape"),
+        (lambda: jaxmpi.broadcast_object(1, n), ValueError, "broadcast_object: root"),
+        (lambda: jax.jit(lambda x: jaxmpi.synchronize(x))(1.0), RuntimeError, "inside a traced function"),
+        (lambda: jax.jit(lambda x: jaxmpi.broadcast_object(x))(1.0), RuntimeError, "inside a traced function"),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), op="avg"), ValueError, "distributed: op 'avg'"),
+        (lambda: jaxmpi.distributed(lambda g: g), TypeError, "inner is a function"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error, match=text):
+            call()

@@ -1,0 +1,116 @@
+"""What many ranks show on one screen."""
+
+import logging
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi._rounds import Key, Rounds
+from jaxmpi.testing import run_ranks
+
+
+def test_rounds_come_in_the_order_of_the_ranks():
+    written = []
+    rounds = Rounds(3, written.append)
+    first, second = Key("f", 1, 1), Key("f", 1, 2)
+    for rank, key in [(2, first), (1, second), (0, first), (1, first), (0, second), (2, second)]:
+        rounds.add(rank, key, f"{key.call}{rank} ")
+    assert written == ["10 11 12 ", "20 21 22 "]
+
+
+def test_rounds_do_not_wait_for_ranks_that_never_print(monkeypatch):
+    written = []
+    rounds = Rounds(3, written.append)
+    key = Key("f", 1, 1)
+    rounds.add(1, key, "one")
+    rounds.flush()
+    assert written == [] and rounds.pending(key)
+    monkeypatch.setattr("jaxmpi._rounds.WAIT_SECONDS", 0.0)
+    rounds.flush()
+    assert written == ["one"]
+
+
+PRINTING = """
+import jaxmpi
+jaxmpi.print("before")
+r = jaxmpi.init().rank
+for i in range(5):
+    jaxmpi.print("line", i, "of", r)
+if r == 1:
+    jaxmpi.print("only one")
+jaxmpi.print("two\\nlines")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_print_of_a_job(ranks, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PRINTING)
+    launch = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else [sys.executable]
+    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    texts = [line[9:] for line in lines]
+    assert texts.count("before") == ranks
+    ordered = [t for t in texts if t.startswith("[") and "only" not in t]
+    want = [f"[{r}/{ranks}] line {i} of {r}" for i in range(5) for r in range(ranks)]
+    want += [f"[{r}/{ranks}] {word}" for r in range(ranks) for word in ("two", "lines")]
+    assert ordered == want
+    assert ("[1/3] only one" in texts) == (ranks == 3)
+
+
+@run_ranks(1, 2, 3)
+def test_get_logger_speaks_on_rank_0_and_writes_files_on_request(tmp=None):
+    import tempfile
+
+    r = jaxmpi.rank()
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    logger = jaxmpi.get_logger("jaxmpi-test", directory)
+    assert jaxmpi.get_logger("jaxmpi-test", directory) is logger and len(logger.handlers) == 2
+    screen, file = logger.handlers
+    shown = [
+        bool(screen.filter(logging.LogRecord("n", level, "p", 1, "m", None, None))) for level in (logging.INFO, logging.ERROR)
+    ]
+    assert shown == [r == 0, True]
+    logger.info("written by %d", r)
+    file.flush()
+    with open(file.baseFilename) as f:
+        assert f"[{r}] INFO jaxmpi-test: written by {r}" in f.read()
+    logger.handlers.clear()
+
+
+def test_get_logger_needs_init_for_files(tmp_path):
+    if not jaxmpi.initialized():
+        with pytest.raises(jaxmpi.NotInitializedError, match="get_logger"):
+            jaxmpi.get_logger("early", str(tmp_path))
+
+
+@run_ranks(1, 2)
+def test_progress_is_quiet_without_a_terminal(capsys=None):
+    bar = jaxmpi.progress([jaxmpi.rank(), 5], desc="items")
+    assert list(bar) == [jaxmpi.rank(), 5] and bar.disable
+
+
+@run_ranks(1, 2, 3, 4)
+def test_average_metrics_counts_every_sample_once():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    part = jaxmpi.shard(np.arange(10.0))
+    values = part[:]  # parts of different sizes
+    mean = float(values.mean()) if len(values) else float("nan")
+    out = jaxmpi.average_metrics({"mean": mean, "vector": jnp.array([mean, 1.0]), "count": np.int32(len(values))}, len(values))
+    np.testing.assert_allclose(out["mean"], 4.5, rtol=1e-6)
+    np.testing.assert_allclose(out["vector"], [4.5, 1.0], rtol=1e-6)
+    sizes = [len(range(q * 10 // n, (q + 1) * 10 // n)) for q in range(n)]
+    np.testing.assert_allclose(out["count"], sum(s * s for s in sizes) / 10, rtol=1e-6)
+    only_last = jaxmpi.average_metrics(1.0 * r if r == n - 1 else float("nan"), weight=float(r == n - 1))
+    np.testing.assert_allclose(only_last, n - 1)
+    with pytest.raises(ValueError, match=r"average_metrics: weight has shape \[2\]"):
+        jaxmpi.average_metrics(1.0, weight=np.ones(2))
+    with pytest.raises(TypeError, match=r"average_metrics: leaf \['name'\] is a str"):
+        jaxmpi.average_metrics({"name": "x"})

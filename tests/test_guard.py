@@ -1,0 +1,118 @@
+"""A rank that is gone ends the job, with its name, in seconds, and leaves nothing running: also under plain mpirun."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp
+import jaxmpi
+rank = jaxmpi.init().rank
+what, where = sys.argv[1:]
+step = jax.jit(lambda x: jaxmpi.tree_allreduce(x) + jnp.sum(jnp.sin(x)) * 0)
+x = jnp.arange(float(1_000_000 if where == "jit-large" else 10))
+for i in range(10_000):
+    if rank == 1 and i == 5:
+        if what == "raise":
+            raise ValueError("boom on one")
+        if what.startswith("exit"):
+            sys.exit(int(what[4:]))
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    x = jaxmpi.tree_allreduce(x) if where == "eager" else step(x)
+    if where == "objects":
+        jaxmpi.allgather_object(i)
+"""
+
+
+def mpirun(ranks, *args):
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [str(Path(sys.executable).parent / "mpirun"), *root, "--oversubscribe", "-n", str(ranks), sys.executable, *args]
+
+
+def jaxmpi_run(ranks, *args):
+    return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *args]
+
+
+def end(command, marker, timeout=40):
+    """Run to the end; returns exit code, output, seconds, and the processes that are left."""
+    environ = {**os.environ, "JAXMPI_TEST_MARKER": marker}
+    start = time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+    ) as job:
+        try:
+            output, _ = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            for pid in left(marker):
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"still running after {timeout} s:\n{job.communicate()[0].decode(errors='replace')}")
+    seconds = time.monotonic() - start
+    deadline = time.monotonic() + 3.0
+    while left(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return job.returncode, output.decode(errors="replace"), seconds, left(marker)
+
+
+def left(marker):
+    """The processes of a job, told by a variable in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"JAXMPI_TEST_MARKER={marker}".encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("launch", [mpirun, jaxmpi_run], ids=["mpirun", "jaxmpi-run"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("what", "where", "words"),
+    [
+        ("raise", "jit", [r"\[1\] ValueError: boom on one", r"rank 1/\d on \S+\] ValueError: boom on one. The job ends"]),
+        ("raise", "eager", [r"\[1\] Traceback"]),
+        ("exit0", "jit", ["rank 1 has exited while this rank waits"]),
+        ("exit3", "eager", ["rank 1 has exited while this rank waits"]),
+        ("exit0", "objects", ["rank 1 has exited while this rank waits"]),
+        ("exit3", "jit-large", ["rank 1 has exited while this rank waits"]),
+        ("kill", "jit", [r"(?i)rank 1\b.*signal 9"]),
+    ],
+)
+def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    code, output, seconds, processes = end(launch(ranks, str(script), what, where), str(tmp_path))
+    assert code != 0, output
+    assert processes == []
+    for word in words:
+        assert re.search(word, output.replace("\n", " ") if "signal" in word else output), output
+    assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
+
+
+FINE = """
+import sys, time
+import jax.numpy as jnp
+import jaxmpi
+rank = jaxmpi.init().rank
+total = jaxmpi.tree_allreduce(jnp.float32(rank), "sum")
+time.sleep(8.0 * (rank == 0))  # rank 0 saves for a while; the others have nothing left to do
+print("end of", rank, float(total), flush=True)
+"""
+
+
+def test_a_slow_rank_at_the_end_is_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FINE)
+    code, output, _, processes = end(mpirun(3, str(script)), str(tmp_path))
+    assert code == 0 and processes == [], output
+    assert sorted(re.findall(r"end of \d 3.0", output)) == ["end of 0 3.0", "end of 1 3.0", "end of 2 3.0"]

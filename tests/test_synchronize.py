@@ -1,0 +1,116 @@
+"""synchronize and the object collectives."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmpi
+from jaxmpi.testing import run_ranks
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@run_ranks(1, 2, 3, 4)
+def test_synchronize_gives_roots_values_and_keeps_kinds():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    for root in range(n):
+        make = lambda r: {
+            "jax": jnp.arange(3.0) + r,
+            "bf16": jnp.full((2, 2), r, jnp.bfloat16),
+            "int4": jnp.array([r, 1], jnp.int4),
+            "numpy": np.arange(4, dtype=np.float64) * r,
+            "scalar": np.int16(r),
+            "empty": jnp.zeros((0, 2)),
+            "key": jax.random.split(jax.random.key(r), 2),
+            "old_key": jax.random.PRNGKey(r),
+            "numbers": [r, 1.5 * r, 1j * r, r % 2 == 0],
+            "adam": optax.adam(0.1).init({"w": jnp.full(2, 1.0 * r)}),
+            "nothing": None,
+            "same": ["text", jnp.tanh, Color.RED, lambda x: x in {"a", "b"}, frozenset({"a", "b", "c"})],
+        }
+        mine, want = make(r), make(root)
+        got = jaxmpi.synchronize(mine, root)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            if "same" in str(path):
+                continue
+            assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None), path
+            if jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key) if isinstance(a, jax.Array) else False:
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            assert np.array_equal(np.asarray(a), np.asarray(b)), path
+        assert got["same"][:3] == mine["same"][:3]
+
+
+@run_ranks(1, 2, 3)
+def test_synchronize_nnx_module_and_state():
+    model = nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(jaxmpi.rank())), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    state = jaxmpi.synchronize(nnx.state(model))
+    nnx.update(model, state)
+    reference = nnx.Linear(2, 4, rngs=nnx.Rngs(0)).kernel[...]
+    np.testing.assert_array_equal(model.layers[0].kernel[...], reference)
+    again = jaxmpi.synchronize(nnx.Linear(2, 4, rngs=nnx.Rngs(jaxmpi.rank() + 3)), root=0)
+    np.testing.assert_array_equal(again.kernel[...], nnx.Linear(2, 4, rngs=nnx.Rngs(3)).kernel[...])
+
+
+DIFFERENCES = [  # rank r's tree, and what every rank reads
+    (
+        lambda r, last: {"w": jnp.ones(2 + (r == last))},
+        r"leaf \['w'\] is float32 \[3\] on rank {last} and float32 \[2\] on rank 0",
+    ),
+    (
+        lambda r, last: {"w": jnp.ones(2, jnp.int32 if r == last else jnp.float32)},
+        r"leaf \['w'\] is int32 \[2\] on rank {last}",
+    ),
+    (lambda r, last: {"w": 1.0} | ({"b": 2.0} if r == last else {}), r"leaf \['b'\] is on rank {last} \(number\) and missing"),
+    (lambda r, last: {"w": 1.0} | ({} if r == last else {"b": 2.0}), r"leaf \['b'\] is on rank 0 \(number\) and missing"),
+    (lambda r, last: {"w": "text" if r == last else 1.0}, r"leaf \['w'\] is str on rank {last} and number on rank 0"),
+    (lambda r, last: [1.0] if r == last else (1.0,), "the tree is PyTreeDef"),
+    (lambda r, last: {"s": f"rank{r // last}"}, r"leaf \['s'\], a str, cannot be sent and is 'rank1' on rank {last}"),
+    (lambda r, last: {"c": Color.BLUE if r == last else Color.RED}, r"leaf \['c'\], a Color"),
+    (lambda r, last: {"f": jnp.sin if r == last else jnp.cos}, r"leaf \['f'\]"),
+    (lambda r, last: {"f": (lambda x: x + 1) if r == last else (lambda x: x + 2)}, r"leaf \['f'\], a function"),
+]
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("case", range(len(DIFFERENCES)))
+def test_synchronize_names_the_difference_on_every_rank(case):
+    r, last = jaxmpi.rank(), jaxmpi.size() - 1
+    tree, text = DIFFERENCES[case]
+    with pytest.raises(jaxmpi.RankMismatchError, match=text.replace("{last}", str(last))):
+        jaxmpi.synchronize(tree(r, last))
+    assert jaxmpi.synchronize({"x": 10.0 * r}) == {"x": 0.0}  # the job goes on
+
+
+@run_ranks(1, 2, 3)
+def test_synchronize_not_strict_keeps_each_ranks_own():
+    r = jaxmpi.rank()
+    out = jaxmpi.synchronize({"name": f"rank {r}", "x": r + 5}, strict=False)
+    assert out == {"name": f"rank {r}", "x": 5}
+
+
+@run_ranks(1, 2, 3, 4)
+def test_objects_travel():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    assert jaxmpi.broadcast_object({"from": r, "set": {1, r}}, n - 1) == {"from": n - 1, "set": {1, n - 1}}
+    assert jaxmpi.allgather_object(("r", r)) == [("r", q) for q in range(n)]
+    jaxmpi.barrier()
+
+
+@run_ranks(1, 2, 3)
+def test_many_collectives_of_both_kinds_in_turn():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    step = jax.jit(lambda x: jaxmpi.tree_allreduce(x + r))
+    x = jnp.zeros(50_000)
+    for i in range(20):
+        x = step(x)  # still running when the next line starts
+        assert jaxmpi.allgather_object(i + r) == [i + q for q in range(n)]
+    np.testing.assert_allclose(x, 20 * (n - 1) / 2, rtol=1e-6)

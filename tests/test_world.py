@@ -1,0 +1,214 @@
+"""init, the World, and what must hold before any of it."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi import _devices, _world
+from jaxmpi.testing import run_ranks
+
+PACKAGE = Path(jaxmpi.__file__).parent
+
+
+def python(code, **environ):
+    clean = {k: v for k, v in os.environ.items() if k not in _world.LAUNCHERS}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**clean, **environ})
+
+
+def test_import_starts_neither_mpi_nor_a_backend():
+    code = """
+import sys, jaxmpi, jaxmpi.testing
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert not [name for name in sys.modules if name.split(".")[0] in ("mpi4py", "mpi4jax")]
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_rank_needs_no_mpi(tmp_path):
+    for package in ("mpi4py", "mpi4jax"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')")
+    code = "import jaxmpi; w = jaxmpi.init(); assert (w.size, w.backend) == (1, 'single'); print(jaxmpi.tree_allreduce(3.0))"
+    done = python(code, PYTHONPATH=str(tmp_path))
+    assert done.stdout.strip() == "3.0", done.stderr
+
+
+def test_before_init_every_function_says_what_to_call():
+    code = """
+import jax, numpy as np, optax, jaxmpi
+calls = {
+    "tree_allreduce": lambda: jaxmpi.tree_allreduce(1.0), "tree_bcast": lambda: jaxmpi.tree_bcast(1.0),
+    "tree_reduce": lambda: jaxmpi.tree_reduce(1.0), "tree_allgather": lambda: jaxmpi.tree_allgather(1.0),
+    "tree_alltoall": lambda: jaxmpi.tree_alltoall(np.ones(1)),
+    "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(np.ones(1)),
+    "synchronize": lambda: jaxmpi.synchronize(1.0), "broadcast_object": lambda: jaxmpi.broadcast_object(1),
+    "allgather_object": lambda: jaxmpi.allgather_object(1), "barrier": jaxmpi.barrier, "rank": jaxmpi.rank, "size": jaxmpi.size,
+    "local_rank": jaxmpi.local_rank, "local_size": jaxmpi.local_size, "shard": lambda: jaxmpi.shard([1]),
+    "batches": lambda: jaxmpi.batches([1], 1), "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except jaxmpi.NotInitializedError as error:
+        assert f"{name} was called before jaxmpi.init()" in str(error), (name, error)
+    else:
+        raise AssertionError(name)
+assert not jaxmpi.initialized()
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@run_ranks(1, 2, 3, 4)
+def test_world_of_one_node():
+    world = jaxmpi.init()
+    n = world.size
+    assert (world.rank, world.local_rank, world.local_size, world.node) == (jaxmpi.rank(), jaxmpi.local_rank(), n, 0)
+    assert jaxmpi.allgather_object((world.rank, world.local_rank)) == [(r, r) for r in range(n)]
+    assert world.backend == ("mpi" if n > 1 else "single") and world.device in jax.local_devices()
+    assert jaxmpi.init() is world and jaxmpi.init("auto") is world
+    other = "single" if n > 1 else "mpi"
+    with pytest.raises(ValueError, match=r"init: the backend is .* since the first call"):
+        jaxmpi.init(other)
+
+
+@run_ranks(1, 2, 3)
+def test_finalize_then_init_again():
+    n = jaxmpi.size()
+    jaxmpi.finalize()
+    assert not jaxmpi.initialized()
+    with pytest.raises(jaxmpi.NotInitializedError):
+        jaxmpi.rank()
+    jaxmpi.init()
+    assert jaxmpi.size() == n
+    np.testing.assert_array_equal(jaxmpi.tree_allgather(jaxmpi.rank()), np.arange(n))
+
+
+@run_ranks(2)
+def test_tree_functions_after_finalize_use_the_new_communicator():
+    step = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum"))
+    assert step(1.0 * jaxmpi.rank()) == 1.0
+    jaxmpi.finalize()
+    jaxmpi.init()
+    assert step(2.0 * jaxmpi.rank()) == 2.0
+
+
+def test_unknown_backend():
+    done = python("import jaxmpi; jaxmpi.init('nccl')")
+    assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi." in done.stderr
+    done = python("import jaxmpi; jaxmpi.init()", JAXMPI_BACKEND="nccl")
+    assert "ValueError: init: backend 'nccl' is unknown" in done.stderr
+
+
+def test_launched_without_mpi_says_what_to_install(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('not installed')")
+    done = python("import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4")
+    assert "MPIError: 4 ranks were launched, but mpi4py does not work here" in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_launched_by_another_mpi_says_so():
+    done = python("import jaxmpi; jaxmpi.init()", PMI_SIZE="3")  # what MPICH's mpiexec sets; the library starts alone
+    assert "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
+    assert "Start the job with the mpirun of that MPI" in done.stderr
+
+
+def test_mpi4jax_of_another_mpi_says_so(tmp_path):
+    (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
+    done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path))
+    assert "MPIError: The mpi backend was asked for, but mpi4jax does not work here: MPI ABI incompatibility" in done.stderr
+    assert "--no-build-isolation --no-cache-dir" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "local_rank", "local_size", "chosen"),
+    [
+        ("0,1,2,3", None, 2, 4, ("2", "2")),
+        ("4,5", None, 3, 4, ("1", "5")),  # two ranks a GPU
+        ("4,5,6", [2, 0], 1, 2, ("0", "4")),
+        ("0", None, 0, 1, (None, None)),
+        ("", None, 1, 2, (None, None)),
+    ],
+)
+def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, local_size, chosen):
+    updates = {}
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object())
+    monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    index, name = chosen
+    assert _devices.choose(local_rank, local_size, devices) == name
+    assert updates.get("jax_cuda_visible_devices") == index
+
+
+def test_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(ValueError, match=r"init: devices=\[2\], and this node shows GPUs 0 to 1"):
+        _devices.choose(0, 2, [2])
+
+
+@run_ranks(2, 3)
+def test_ranks_that_share_a_gpu_are_named_once():
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _world._warn_if_shared(_world.current("test"), "7")
+    everyone = list(range(jaxmpi.size()))
+    assert [str(w.message).startswith(f"init: ranks {everyone} share GPU 7 of node 0") for w in caught] == [True] * (
+        jaxmpi.rank() == 0
+    )
+
+
+LAYERS = [
+    {"_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices"},
+    {"_backends", "_backends.single", "_backends.mpi"},
+    {"_primitive", "_guard", "_world"},
+    {"_collectives", "_objects", "_synchronize"},
+    {"_optim", "data", "console"},
+    {"testing", "_launch", "_supervise", "__main__", "__init__"},
+]
+
+
+def test_modules_import_from_their_own_layer_or_below():
+    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for imported in jaxmpi_imports(path):
+            assert layer[imported] <= layer[name], f"{name} imports {imported}, which is above it"
+
+
+def jaxmpi_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxmpi":
+            yield from (alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists())
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmpi."):
+            yield node.module.removeprefix("jaxmpi.")
+
+
+@pytest.mark.parametrize(
+    ("words", "home"), [(("mpi4py", "mpi4jax"), "_backends/mpi.py"), (("jax._src",), "_jaxcompat.py")], ids=["mpi", "jax._src"]
+)
+def test_what_is_imported_in_one_file_only(words, home):
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            if isinstance(node, ast.Import | ast.ImportFrom) and any(name.startswith(word) for name in names for word in words):
+                assert path == PACKAGE / home
+
+
+def test_public_functions_take_few_parameters_and_are_documented():
+    assert optax.__name__  # the model: transforms are documented functions, too
+    for name in jaxmpi.__all__:
+        assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
