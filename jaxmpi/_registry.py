@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,10 +45,11 @@ def leave(directory: str, rank: int) -> None:
     _write(directory, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
 
 
-def members(directory: str) -> list[Member]:
-    """All ranks that joined, by rank; an empty list when none did or the directory is gone."""
-    found = [json.loads(path.read_text()) for path in Path(directory).glob("rank-*.json")]
-    return sorted((Member(**{**entry, "segments": tuple(entry["segments"])}) for entry in found), key=lambda m: m.rank)
+def members(directory: str, skip: Container[int] = ()) -> list[Member]:
+    """Read the ranks that joined, by rank, but for those to skip; none when the directory is gone."""
+    files = {int(path.stem.removeprefix("rank-")): path for path in Path(directory).glob("rank-*.json")}
+    entries = [json.loads(files[rank].read_text()) for rank in sorted(files) if rank not in skip]
+    return [Member(**{**entry, "segments": tuple(entry["segments"])}) for entry in entries]
 
 
 def segments(pid: int | str = "self") -> tuple[str, ...]:

@@ -184,10 +184,9 @@ class _Watch:
         self._epoll = select.epoll()  # its ready list is first in, first out
 
     def look(self, timeout_seconds: float) -> None:
-        joined = _registry.members(self._run_dir) if len(os.listdir(self._run_dir)) > len(self._joined) else []
-        for member in joined:
-            if member.rank not in self._joined and member.host == os.uname().nodename:
-                self._joined.add(member.rank)
+        for member in _registry.members(self._run_dir, skip=self._joined):
+            self._joined.add(member.rank)
+            if member.host == os.uname().nodename:
                 with contextlib.suppress(OSError):  # a kernel without pidfd, or the rank is gone already
                     fd = os.pidfd_open(member.pid)
                     self._open[fd] = member

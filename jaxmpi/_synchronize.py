@@ -57,7 +57,7 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
       RuntimeError: called in traced code.
 
     >>> synchronize({"w": np.ones(2), "step": 3, "name": "mlp"})
-    {'w': array([1., 1.]), 'step': 3, 'name': 'mlp'}
+    {'name': 'mlp', 'step': 3, 'w': array([1., 1.])}
     """
     backend = untraced("synchronize")
     _world.check_root("synchronize", root)

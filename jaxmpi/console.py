@@ -117,7 +117,7 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
       TypeError: a leaf that is no real number, with its path.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
-    {'loss': Array(0.5, dtype=float32), 'accuracy': Array(1., dtype=float32)}
+    {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
     if jnp.ndim(weight) != 0:
         raise ValueError(f"average_metrics: weight has shape {list(jnp.shape(weight))}. Pass one number for the rank.")

@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 import sys
+import tempfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,9 +67,7 @@ def test_print_of_a_job(ranks, tmp_path):
 
 
 @run_ranks(1, 2, 3)
-def test_get_logger_speaks_on_rank_0_and_writes_files_on_request(tmp=None):
-    import tempfile
-
+def test_get_logger_speaks_on_rank_0_and_writes_files_on_request():
     r = jaxmpi.rank()
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     logger = jaxmpi.get_logger("jaxmpi-test", directory)
@@ -85,14 +84,8 @@ def test_get_logger_speaks_on_rank_0_and_writes_files_on_request(tmp=None):
     logger.handlers.clear()
 
 
-def test_get_logger_needs_init_for_files(tmp_path):
-    if not jaxmpi.initialized():
-        with pytest.raises(jaxmpi.NotInitializedError, match="get_logger"):
-            jaxmpi.get_logger("early", str(tmp_path))
-
-
 @run_ranks(1, 2)
-def test_progress_is_quiet_without_a_terminal(capsys=None):
+def test_progress_is_quiet_without_a_terminal():
     bar = jaxmpi.progress([jaxmpi.rank(), 5], desc="items")
     assert list(bar) == [jaxmpi.rank(), 5] and bar.disable
 
