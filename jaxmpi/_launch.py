@@ -5,6 +5,7 @@ The launching process imports neither jax nor MPI; _supervise.py runs what is de
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -36,6 +37,10 @@ name, version = MPI.get_vendor()
 paths = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
 print("jaxmpi", name, ".".join(map(str, version)), (paths or ["?"])[0], sep="\\t")
 """
+
+# Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
+# both MPIs split at a colon. So arguments that look like options travel as one that does not.
+_UNPACK = "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
 
 
 class LaunchError(Exception):
@@ -225,8 +230,9 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
     threads = request.threads or share
     wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}  # XLA's CPU client reads NPROC
     told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
-    wanted["PYTHONUNBUFFERED"] = "1"
-    if open_mpi and crowded:
+    if not open_mpi:
+        wanted["PYTHONUNBUFFERED"] = "1"  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
+    elif crowded:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
     where = {"core": f"bound to {_count(share, 'core')} each", "none": "not bound"} if not placed else {}
@@ -251,6 +257,8 @@ def command(request: Request, launcher: Launcher, flags: Sequence[str], exported
     """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
     exports = [word for name in exported for word in ("-x", name) if launcher.vendor == "Open MPI"]  # the others export all
     mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
+    if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
+        return [*mpi, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
     return [*mpi, sys.executable, *request.program]
 
 

@@ -35,6 +35,12 @@ def join(directory: str, rank: int) -> None:
 
     Does nothing where the directory does not exist, which is the case on hosts other than the launcher's.
     """
+    with contextlib.suppress(OSError):
+        pipe = Path(directory, f"rank-{rank}.pipe")
+        os.mkfifo(pipe)
+        # Held until the process ends. The kernel closes the files of a process last opened first, so the launcher sees this
+        # one close before MPI's daemon misses the rank and kills the others.
+        os.open(pipe, os.O_RDWR)
     _write(directory, Member(rank, os.getpid(), os.uname().nodename, segments()))
 
 

@@ -5,22 +5,24 @@ Every process of the job carries JAXMPI_RUN_DIR in its environment: by that it i
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 from jaxmpi import _registry
 from jaxmpi._registry import Member
 
-__all__ = ["blame", "say", "supervise"]
+__all__ = ["End", "blame", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
 TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
@@ -36,6 +38,13 @@ _VERDICTS = (
 )
 
 _RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
+
+
+class End(NamedTuple):
+    """The end of a rank that was seen: its wait status, where the kernel tells (Linux 6.15 or later)."""
+
+    member: Member
+    status: int | None
 
 
 def say(text: str) -> None:
@@ -56,7 +65,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     # An ignored SIGHUP is nohup's doing and stays ignored.
     numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
     handlers = {n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers}
-    code, tails, ended = 1, (bytearray(), bytearray()), list[Member]()
+    code, tails, ended = 1, (bytearray(), bytearray()), list[End]()
     try:
         process = _start(command, environ)
         assert process.stdout and process.stderr
@@ -73,6 +82,8 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
             signal.signal(number, handler)
     for reader in readers:
         reader.join(timeout=GRACE_SECONDS)
+    if tails[1] and not tails[1].endswith(b"\n"):  # half a line, such as a progress bar
+        sys.stderr.write("\n")
 
     if received:
         say(f"the job was stopped by {signal.Signals(received[0][0]).name}")
@@ -82,7 +93,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     return code if code or in_order else 1
 
 
-def blame(text: str, joined: Sequence[Member], ended: Sequence[Member], code: int) -> str:
+def blame(text: str, joined: Sequence[Member], ended: Sequence[End], code: int) -> str:
     """Say which rank failed, and how.
 
     Args:
@@ -95,24 +106,35 @@ def blame(text: str, joined: Sequence[Member], ended: Sequence[Member], code: in
     groups = next((m.groupdict() for m in matches if m), {})
     said = {key: int(value) for key, value in groups.items() if value is not None}
     missing = {m.pid: m for m in joined if not m.left}
-    first = next((m for m in ended if m.pid in missing), None)
-    if first and "rank" not in said and said.get("pid") != first.pid:
-        said = {"rank": first.rank}  # MPICH names any of the dead, even one that it killed itself
-    rank, pid = said.get("rank"), said.get("pid")
-    member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
+    suspects = [end for end in ended if end.member.pid in missing]
+    # After the first has ended, MPICH kills the others, and one of those may be seen sooner: look for another end than that.
+    first = next((end for end in suspects if end.status not in (None, signal.SIGKILL)), next(iter(suspects), None))
+    if first and "rank" not in said:  # Open MPI names the rank; MPICH names any of the dead
+        exact = _outcome(first.status) or (said if said.get("pid") == first.member.pid else {})
+        said = {**exact, "rank": first.member.rank}
     if not said:
         listed = ", ".join(f"{m.rank} (pid {m.pid} on {m.host})" for m in missing.values())
         return f"the launcher ended with code {code}" + (f"; these ranks did not end in order: {listed}" if listed else "")
-    who = f"rank {member.rank} (pid {member.pid} on {member.host})" if member else f"rank {rank}"
-    who = who if member or rank is not None else f"the rank with pid {pid}"
-    names = {int(number): number.name for number in signal.Signals}
+
+    rank, pid = said.get("rank"), said.get("pid")
+    member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
+    who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"
+    how = "ended first, and not in order"
     if "signal" in said:
-        return f"{who} was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
-    if "abort" in said:
-        return f"{who} called MPI_Abort with code {said['abort']}"
-    if "code" in said:
-        return f"{who} exited with code {said['code']}"
-    return f"{who} ended first, and not in order" + ("" if code else ", though the launcher reported success")
+        names = {int(number): number.name for number in signal.Signals}
+        how = f"was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
+    elif "abort" in said:
+        how = f"called MPI_Abort with code {said['abort']}"
+    elif "code" in said:
+        how = f"exited with code {said['code']}" + ("" if said["code"] else ", and not in order")
+    whole = f"rank {member.rank} (pid {member.pid} on {member.host}) {how}" if member else f"{who} {how}"
+    return whole if code else f"{whole}, though the launcher reported success"
+
+
+def _outcome(status: int | None) -> dict[str, int]:
+    if status is None:
+        return {}
+    return {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -150,7 +172,7 @@ def _tee(source: IO[bytes], sink: int, tail: bytearray) -> threading.Thread:
     return thread
 
 
-def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tuple[int, float]]) -> list[Member]:
+def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tuple[int, float]]) -> list[End]:
     """Wait for the launcher, stop it when a signal was received, and return the ranks in the order in which they ended."""
     watch = _Watch(run_dir)
     step, due = 0, 0.0
@@ -168,39 +190,54 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
         else:
             _kill([process.pid, *_registry.processes(run_dir)])
         step, due = step + 1, time.monotonic() + GRACE_SECONDS
-    watch.look(0.0)
-    watch.close()
-    return watch.ended
+    return watch.close()
 
 
 class _Watch:
-    """Sees in which order the ranks of this host end; MPI's launcher kills the others within a millisecond of the first."""
+    """Sees in which order the ranks of this host end, though MPI's launcher kills the others as soon as it misses the first."""
 
     def __init__(self, run_dir: str) -> None:
-        self.ended: list[Member] = []
         self._run_dir = run_dir
-        self._joined: set[int] = set()
-        self._open: dict[int, Member] = {}  # by pidfd
-        self._epoll = select.epoll()  # its ready list is first in, first out
+        self._seen: set[int] = set()
+        self._open: dict[int, Member] = {}  # by file descriptor: of the rank's pipe, and of the process
+        self._process: dict[Member, int] = {}
+        self._ended: dict[Member, None] = {}  # in order
+        self._epoll = select.epoll()  # what comes first is returned first
 
     def look(self, timeout_seconds: float) -> None:
-        for member in _registry.members(self._run_dir, skip=self._joined):
-            self._joined.add(member.rank)
+        for member in _registry.members(self._run_dir, skip=self._seen):
+            self._seen.add(member.rank)
             if member.host == os.uname().nodename:
-                with contextlib.suppress(OSError):  # a kernel without pidfd, or the rank is gone already
-                    fd = os.pidfd_open(member.pid)
-                    self._open[fd] = member
-                    self._epoll.register(fd, select.EPOLLIN)
+                with contextlib.suppress(OSError):  # the rank is gone already, or the kernel has no pidfd
+                    self._follow(os.open(f"{self._run_dir}/rank-{member.rank}.pipe", os.O_RDONLY | os.O_NONBLOCK), member)
+                    self._process[member] = os.pidfd_open(member.pid)
+                    self._follow(self._process[member], member)  # a child may hold the pipe
         while events := self._epoll.poll(timeout_seconds, maxevents=1):
-            fd = events[0][0]
-            self._epoll.unregister(fd)
-            os.close(fd)
-            self.ended.append(self._open.pop(fd))
+            self._epoll.unregister(events[0][0])
+            self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
 
-    def close(self) -> None:
+    def _follow(self, fd: int, member: Member) -> None:
+        self._open[fd] = member
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def close(self) -> list[End]:
+        self.look(0.0)
+        ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
         for fd in (*self._open, self._epoll.fileno()):
             os.close(fd)
+        return ended
+
+
+def _exit_status(pidfd: int) -> int | None:
+    """Ask for the wait status of a process that is no child of ours: ioctl PIDFD_GET_INFO with PIDFD_INFO_EXIT."""
+    info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 11, 0))
+    try:
+        fcntl.ioctl(pidfd, 0xC040FF0B, info)
+    except (OSError, ValueError):
+        return None
+    mask, *_, status = struct.unpack("=QQ11Ii", info)
+    return status if mask & (1 << 3) else None
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -4,6 +4,8 @@ This is the only file that imports mpi4py and mpi4jax. Each kind of traffic has 
 programs', the objects', and that of the guard's thread.
 """
 
+import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _plan
+from jaxmpi import _plan, _registry
 from jaxmpi._backends import Collective, Place
 from jaxmpi._errors import MPIError
 
@@ -52,6 +54,7 @@ class Mpi:
         leaders = world.allgather(node_comm.bcast(world.rank))
         node = sorted(set(leaders)).index(leaders[world.rank])
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
+        _unlink_shared_memory(node_comm)
         node_comm.Free()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
         self.entered = 0  # object collectives that this rank has entered, for the guard
@@ -211,6 +214,19 @@ def _import(launched: int) -> tuple[Any, Any]:
             raise
         raise MPIError(f"mpi4jax was built for another jaxlib than the one that runs: {error}\n{INSTALL}") from error
     return MPI, mpi4jax
+
+
+def _unlink_shared_memory(node_comm: Any) -> None:
+    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
+
+    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
+    rank that is alone has nobody to share Open MPI's with.
+    """
+    named = [path for path in _registry.segments() if "mpich_shm" in path or node_comm.size == 1]
+    node_comm.Barrier()
+    for path in named:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _carrier(x: jax.Array, call: Collective) -> jax.Array:

