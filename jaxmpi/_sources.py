@@ -15,12 +15,16 @@ __all__ = ["Arrays", "Samples", "open_source"]
 
 @runtime_checkable
 class RandomAccess(Protocol):
+    """What a sequence of samples needs at least."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 @runtime_checkable
 class BulkAccess(Protocol):
+    """A source that fetches many samples at once, as torch and Hugging Face ones do."""
+
     def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
 
 

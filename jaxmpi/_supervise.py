@@ -106,29 +106,33 @@ def blame(text: str, joined: Sequence[Member], ended: Sequence[End], code: int) 
     groups = next((m.groupdict() for m in matches if m), {})
     said = {key: int(value) for key, value in groups.items() if value is not None}
     missing = {m.pid: m for m in joined if not m.left}
-    suspects = [end for end in ended if end.member.pid in missing]
-    # After the first has ended, MPICH kills the others, and one of those may be seen sooner: look for another end than that.
-    first = next((end for end in suspects if end.status not in (None, signal.SIGKILL)), next(iter(suspects), None))
-    if first and "rank" not in said:  # Open MPI names the rank; MPICH names any of the dead
-        exact = _outcome(first.status) or (said if said.get("pid") == first.member.pid else {})
-        said = {**exact, "rank": first.member.rank}
+    first = next((end for end in ended if end.member.pid in missing), None)
+    if first and "abort" not in said and said.get("rank", first.member.rank) == first.member.rank:
+        # MPICH names no rank, and the pid of any of the dead: what it says counts when that is this one's.
+        confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
+        said = {**confirmed, **_outcome(first.status), "rank": first.member.rank}
     if not said:
         listed = ", ".join(f"{m.rank} (pid {m.pid} on {m.host})" for m in missing.values())
         return f"the launcher ended with code {code}" + (f"; these ranks did not end in order: {listed}" if listed else "")
 
     rank, pid = said.get("rank"), said.get("pid")
     member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
-    who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"
-    how = "ended first, and not in order"
+    if member:
+        who = f"rank {member.rank} (pid {member.pid} on {member.host})"
+    else:
+        who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"
+    return f"{who} {_how(said)}" + ("" if code else ", though the launcher reported success")
+
+
+def _how(said: Mapping[str, int]) -> str:
+    if "abort" in said:
+        return f"called MPI_Abort with code {said['abort']}"
     if "signal" in said:
         names = {int(number): number.name for number in signal.Signals}
-        how = f"was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
-    elif "abort" in said:
-        how = f"called MPI_Abort with code {said['abort']}"
-    elif "code" in said:
-        how = f"exited with code {said['code']}" + ("" if said["code"] else ", and not in order")
-    whole = f"rank {member.rank} (pid {member.pid} on {member.host}) {how}" if member else f"{who} {how}"
-    return whole if code else f"{whole}, though the launcher reported success"
+        return f"was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
+    if "code" in said:
+        return f"exited with code {said['code']}" + ("" if said["code"] else ", and not in order")
+    return "ended first, and not in order"
 
 
 def _outcome(status: int | None) -> dict[str, int]:

@@ -173,11 +173,11 @@ def test_ranks_that_share_a_gpu_are_named_once():
 
 LAYERS = [
     {"_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices"},
-    {"_backends", "_backends.single", "_backends.mpi"},
+    {"_backends", "_backends.single", "_backends.mpi", "_backends.carriers"},
     {"_primitive", "_guard", "_world"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
-    {"testing", "_launch", "_supervise", "__main__", "__init__"},
+    {"testing", "_pool", "_launch", "_supervise", "__main__", "__init__"},
 ]
 
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxmpi import _plan, _registry
 from jaxmpi._backends import Collective, Place
+from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._errors import MPIError
 
 __all__ = ["Mpi"]
@@ -26,7 +27,6 @@ INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
     "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps mpi4jax"
 )
-LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
 
 class Mpi:
@@ -73,11 +73,11 @@ class Mpi:
         """Carry out `call`: one MPI call for each of the messages of `_plan.messages`."""
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall"), xs)
-            return [_reduce_rows(x, call.op) for x in rows]
+            return [reduce_rows(x, call.op) for x in rows]
         size = self.place.size
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast") else size
-        carried = [_carrier(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
+        carried = [to_carrier(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
         received: dict[int, list[jax.Array]] = defaultdict(list)
         for dtype in sorted({x.dtype for x in carried if x is not None}, key=str):
             columns = [x.shape[1] if x is not None and x.dtype == dtype else 0 for x in carried]
@@ -97,7 +97,7 @@ class Mpi:
                 outs.append(jnp.zeros(shape, x.dtype))
                 continue
             whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-            outs.append(_restore(whole.reshape(shape), x.dtype, call))
+            outs.append(from_carrier(whole.reshape(shape), x.dtype, call))
         return outs
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
@@ -227,36 +227,3 @@ def _unlink_shared_memory(node_comm: Any) -> None:
     for path in named:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-
-
-def _carrier(x: jax.Array, call: Collective) -> jax.Array:
-    """`x` in a dtype that MPI knows: widened where numbers are reduced, the same bits where they only move."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    if _is_sub_byte(x.dtype):
-        return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int8)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype in (jnp.float32, jnp.float64):
-        return x
-    if call.kind == "allreduce":
-        return x.astype(jnp.float32)
-    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
-
-
-def _restore(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
-    """The inverse of `_carrier`."""
-    if x.dtype == dtype:
-        return x
-    moved = x.dtype in (jnp.uint16, jnp.uint8) and jnp.issubdtype(dtype, jnp.floating) and not _is_sub_byte(dtype)
-    return lax.bitcast_convert_type(x, dtype) if moved else x.astype(dtype)
-
-
-def _is_sub_byte(dtype: np.dtype) -> bool:
-    numbers = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else None
-    return numbers is not None and numbers(dtype).bits < 8
-
-
-def _reduce_rows(x: jax.Array, op: str) -> jax.Array:
-    """Reduce `[size, ...]` over its first axis: 16-bit floats in float32, every dtype as itself otherwise."""
-    wide = _carrier(x, Collective("allreduce"))
-    reduced = LOCAL_REDUCE[op](wide, axis=0, **({"dtype": wide.dtype} if op in ("sum", "prod") else {}))
-    return reduced.astype(x.dtype)

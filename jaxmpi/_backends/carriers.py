@@ -1,0 +1,47 @@
+"""Every dtype of JAX in one that MPI knows, and back."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi._backends import Collective
+
+__all__ = ["from_carrier", "reduce_rows", "to_carrier"]
+
+LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
+
+
+def to_carrier(x: jax.Array, call: Collective) -> jax.Array:
+    """`x` in a dtype that MPI knows: widened where numbers are reduced, the same bits where they only move."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if _is_sub_byte(x.dtype):
+        return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int8)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype in (jnp.float32, jnp.float64):
+        return x
+    if call.kind == "allreduce":
+        return x.astype(jnp.float32)
+    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
+
+
+def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
+    """The inverse of `to_carrier`."""
+    if x.dtype == dtype:
+        return x
+    moved = x.dtype in (jnp.uint16, jnp.uint8) and jnp.issubdtype(dtype, jnp.floating) and not _is_sub_byte(dtype)
+    return lax.bitcast_convert_type(x, dtype) if moved else x.astype(dtype)
+
+
+def _is_sub_byte(dtype: np.dtype) -> bool:
+    numbers = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else None
+    return numbers is not None and numbers(dtype).bits < 8
+
+
+def reduce_rows(x: jax.Array, op: str) -> jax.Array:
+    """Reduce `[size, ...]` over its first axis: 16-bit floats in float32, every dtype as itself otherwise."""
+    wide = to_carrier(x, Collective("allreduce"))
+    reduced = LOCAL_REDUCE[op](wide, axis=0, **({"dtype": wide.dtype} if op in ("sum", "prod") else {}))
+    return reduced.astype(x.dtype)

@@ -1,0 +1,195 @@
+"""Jobs of several ranks that wait for functions to run: the outer process, and the ranks (`python -m jaxmpi._pool`)."""
+
+import atexit
+import faulthandler
+import importlib.util
+import inspect
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Pool", "RankFailure", "Task", "pool"]
+
+ADDRESS = "JAXMPI_TESTING_ADDRESS"
+START_SECONDS = 60.0
+GONE = "the rank is gone: it exited, crashed or was killed"
+GRACE_SECONDS = 3.0  # after one rank failed, the others may be waiting for it
+
+
+class RankFailure(AssertionError):
+    """A test failed on some rank; the text holds every failing rank's traceback and output."""
+
+
+class Task(NamedTuple):
+    path: str
+    qualname: str
+    kwargs: dict[str, Any]
+    timeout_seconds: float
+
+
+class _Result(NamedTuple):
+    rank: int
+    error: str | None
+    output: str
+
+
+# the outer process
+
+_pools: dict[int, "Pool"] = {}
+
+
+def pool(ranks: int) -> "Pool":
+    if ranks not in _pools or not _pools[ranks].alive():
+        _pools[ranks] = Pool(ranks)
+    return _pools[ranks]
+
+
+class Pool:
+    """A job of `ranks` ranks that waits for tasks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="jaxmpi-testing-")
+        self.log = open(Path(self.directory.name, "log"), "a+b")
+        address = str(Path(self.directory.name, "socket"))
+        launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
+        with Listener(address, "AF_UNIX") as listener:
+            self.process = subprocess.Popen(
+                [sys.executable, *launch, "-m", "jaxmpi._pool"],
+                env={**os.environ, ADDRESS: address},
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            atexit.register(self.end)
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+            self.ranks = dict(sorted(self._accept(listener) for _ in range(ranks)))
+
+    def _accept(self, listener: Listener) -> tuple[int, Connection]:
+        deadline = time.monotonic() + START_SECONDS
+        while self.alive() and time.monotonic() < deadline:
+            try:
+                connection = listener.accept()
+            except TimeoutError:
+                continue
+            return connection.recv(), connection
+        self.end()
+        raise RankFailure(f"the ranks did not start:\n{self.printed()}")
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def printed(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def run(self, task: Task) -> None:
+        """Run one task on every rank; raise a RankFailure with every failing rank's words."""
+        self.log.truncate(0)
+        for connection in self.ranks.values():
+            connection.send(task)
+        waiting, failed = dict(self.ranks), []
+        deadline = time.monotonic() + task.timeout_seconds
+        while waiting and time.monotonic() < deadline:
+            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+            for rank in [r for r, c in waiting.items() if c in ready]:
+                result = _receive(rank, waiting.pop(rank))
+                if result.error:
+                    failed.append(result)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if waiting or any(result.error == GONE for result in failed):
+            self.end()
+        if waiting or failed:
+            raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
+
+    def _report(self, failed: list[_Result], waiting: list[int], timeout_seconds: float) -> str:
+        lines = [f"failed on {len(failed)} of {len(self.ranks)} ranks"]
+        for result in sorted(failed):
+            lines += [f"---- rank {result.rank}", result.error or "", result.output]
+        if waiting:
+            lines += [
+                f"---- ranks {waiting} did not end within {timeout_seconds} s, or wait for one that failed",
+                self.printed(),
+            ]
+        return "\n".join(lines)
+
+    def end(self) -> None:
+        """End all ranks; those that hang say first where they stand."""
+        if self.alive():
+            for connection in self.ranks.values() if hasattr(self, "ranks") else ():
+                connection.close()
+            try:
+                self.process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                self.process.send_signal(signal.SIGTERM)
+                try:
+                    self.process.wait(10.0)
+                except subprocess.TimeoutExpired:
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                    self.process.wait()
+        atexit.unregister(self.end)
+
+
+def _receive(rank: int, connection: Connection) -> _Result:
+    try:
+        return _Result(*connection.recv())
+    except (EOFError, OSError):
+        return _Result(rank, GONE, "")
+
+
+# a rank
+
+
+def _work() -> None:
+    """Take tasks until the outer process is gone."""
+    import jaxmpi
+
+    world = jaxmpi.init()
+    with Client(os.environ[ADDRESS], "AF_UNIX") as outer:
+        outer.send(world.rank)
+        while True:
+            try:
+                task = outer.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
+            outer.send(tuple(_run(task, world.rank)))
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _run(task: Task, rank: int) -> _Result:
+    output, error = io.StringIO(), None
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            _find(task)(**task.kwargs)
+        except BaseException:  # pytest's own failures are no Exceptions; the rank lives on for the next task
+            error = traceback.format_exc()
+    return _Result(rank, error, output.getvalue())
+
+
+def _find(task: Task) -> Callable[..., None]:
+    name = Path(task.path).stem
+    if name not in sys.modules:
+        sys.path.insert(0, str(Path(task.path).parent))
+        spec = importlib.util.spec_from_file_location(name, task.path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    function: Any = sys.modules[name]
+    for part in task.qualname.split("."):
+        function = getattr(function, part)
+    return inspect.unwrap(function)
+
+
+if __name__ == "__main__":
+    _work()
