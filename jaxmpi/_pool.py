@@ -58,22 +58,26 @@ class Pool:
     """A job of `ranks` ranks that waits for tasks."""
 
     def __init__(self, ranks: int) -> None:
-        self.directory = tempfile.TemporaryDirectory(prefix="jaxmpi-testing-")
-        self.log = open(Path(self.directory.name, "log"), "a+b")
-        address = str(Path(self.directory.name, "socket"))
+        self.ranks: dict[int, Connection] = {}
+        self._printed = ""
+        self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-")
+        self._log = open(Path(self._directory.name, "log"), "a+b")
+        address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         with Listener(address, "AF_UNIX") as listener:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, *launch, "-m", "jaxmpi._pool"],
                 env={**os.environ, ADDRESS: address},
                 stdin=subprocess.DEVNULL,
-                stdout=self.log,
+                stdout=self._log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             atexit.register(self.end)
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-            self.ranks = dict(sorted(self._accept(listener) for _ in range(ranks)))
+            for _ in range(ranks):
+                rank, connection = self._accept(listener)
+                self.ranks[rank] = connection
 
     def _accept(self, listener: Listener) -> tuple[int, Connection]:
         deadline = time.monotonic() + START_SECONDS
@@ -84,18 +88,15 @@ class Pool:
                 continue
             return connection.recv(), connection
         self.end()
-        raise RankFailure(f"the ranks did not start:\n{self.printed()}")
+        raise RankFailure(f"the ranks did not start:\n{self._printed}")
 
     def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def printed(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+        """Whether it can take a task."""
+        return self._process.poll() is None
 
     def run(self, task: Task) -> None:
         """Run one task on every rank; raise a RankFailure with every failing rank's words."""
-        self.log.truncate(0)
+        self._log.truncate(0)
         for connection in self.ranks.values():
             connection.send(task)
         waiting, failed = dict(self.ranks), []
@@ -119,24 +120,27 @@ class Pool:
         if waiting:
             lines += [
                 f"---- ranks {waiting} did not end within {timeout_seconds} s, or wait for one that failed",
-                self.printed(),
+                self._printed,
             ]
         return "\n".join(lines)
 
     def end(self) -> None:
-        """End all ranks; those that hang say first where they stand."""
-        if self.alive():
-            for connection in self.ranks.values() if hasattr(self, "ranks") else ():
-                connection.close()
+        """End all ranks, and keep what they printed."""
+        for connection in self.ranks.values():
+            connection.close()  # ranks that wait for a task end by themselves
+        try:
+            self._process.wait(3.0)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(3.0)
+                self._process.wait(10.0)
             except subprocess.TimeoutExpired:
-                self.process.send_signal(signal.SIGTERM)
-                try:
-                    self.process.wait(10.0)
-                except subprocess.TimeoutExpired:
-                    os.killpg(self.process.pid, signal.SIGKILL)
-                    self.process.wait()
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._log.seek(0)
+        self._printed = self._log.read().decode(errors="replace")
+        self._log.close()
+        self._directory.cleanup()
         atexit.unregister(self.end)
 
 
