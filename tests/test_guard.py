@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import _launch
+from jaxmpi import _mpiexec
 
 SCRIPT = """
 import os, signal, sys, time
@@ -35,7 +35,7 @@ for i in range(10_000):
 
 
 def mpirun(ranks, *args):
-    launcher = _launch.identify(_launch.find_launcher(None, os.environ))
+    launcher = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
     flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
     return [launcher.path, *flags, "-n", str(ranks), sys.executable, *args]
 

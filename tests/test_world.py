@@ -177,7 +177,7 @@ LAYERS = [
     {"_primitive", "_guard", "_world"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
-    {"testing", "_pool", "_launch", "_supervise", "__main__", "__init__"},
+    {"testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},
 ]
 
 

@@ -1,0 +1,116 @@
+"""examples/digits.py with flax.linen instead of nnx: it differs in the model and in how it is called.
+
+    python examples/digits_linen.py
+    jaxmpi run -n 2 examples/digits_linen.py
+
+Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss curve.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jaxmpi
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser.add_argument("--epochs", type=int, default=30, help="passes over the 1437 training images")
+parser.add_argument("--batch-size", type=int, default=48, help="images per step, over all ranks together, at most 1437")
+parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+parser.add_argument("--warmup", type=float, default=0.1, help="share of all steps in which the learning rate rises, 0 to 1")
+parser.add_argument("--seed", type=int, default=0, help="of parameters, order and augmentation; the test images stay the same")
+parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="shift images by up to 1 pixel")
+args = parser.parse_args()
+
+jaxmpi.init(verbose=True)
+log = jaxmpi.get_logger("digits-linen")
+
+# The data: small enough that every rank holds all of it. `number` is the sample's own, whichever rank it is on.
+pixels, labels = load_digits(return_X_y=True)
+order = np.random.default_rng(0).permutation(len(pixels))
+images = (pixels[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+data = {"image": images, "label": labels[order].astype(np.int32), "number": np.arange(len(order))}
+train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1437:], data)
+
+
+class CNN(nn.Module):
+    """[batch, 8, 8, 1] to [batch, 10]."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(32, (3, 3))(x))
+        x = nn.max_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(x)
+
+
+steps = len(jaxmpi.batches(train, args.batch_size))
+schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps)
+optimizer = jaxmpi.distributed(optax.adamw(schedule))  # AdamW on the mean of all ranks' gradients
+
+model = CNN()
+params = model.init(jax.random.key(args.seed), images[:1])
+params, state = jaxmpi.synchronize((params, optimizer.init(params)))  # rank 0's, on every rank
+
+
+def shift(image, key):
+    """Move an image by -1, 0 or 1 pixel in each direction."""
+    row, column = jax.random.randint(key, (2,), 0, 3)
+    return jax.lax.dynamic_slice(jnp.pad(image, ((1, 1), (1, 1), (0, 0))), (row, column, 0), image.shape)
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def step(params, state, batch, key):
+    x = batch["image"]
+    if args.augment:  # a key for every image: with one for every rank the images would depend on the number of ranks
+        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(x, batch["number"])
+
+    def loss_of(params):
+        logits = model.apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+@jax.jit
+def count_correct(params, batch, mask):
+    return jnp.sum(mask & (model.apply(params, batch["image"]).argmax(-1) == batch["label"]))
+
+
+def evaluate(params):
+    """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
+    correct = total = 0
+    for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):  # 360 = 2·128 + 104: a mask covers what is missing
+        correct, total = correct + count_correct(params, batch, mask), total + mask.sum()
+    correct, total = jaxmpi.tree_allreduce((correct, total), op="sum")
+    return int(correct), int(total)
+
+
+rates = []  # images/s over all ranks, for each epoch
+for epoch in range(args.epochs):
+    key, losses, start = jax.random.fold_in(jax.random.key(args.seed), epoch), [], time.perf_counter()
+    batches = jaxmpi.batches(train, args.batch_size, seed=args.seed, epoch=epoch)
+    for batch in jaxmpi.progress(batches, desc=f"epoch {epoch + 1}", leave=False):
+        params, state, loss = step(params, state, batch, key)
+        losses.append(loss)
+    losses = jax.device_get(losses)  # waits for the last step
+    rates.append(steps * args.batch_size / (time.perf_counter() - start))
+    loss = jaxmpi.average_metrics(np.mean(losses))
+    correct, total = evaluate(params)
+    log.info(
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.6e}  "
+        f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
+    )
+
+if jaxmpi.rank() == 0:
+    rate = np.median(rates[1:] or rates)  # the first epoch compiles
+    ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
+    print(f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s on {ranks}")

@@ -1,0 +1,96 @@
+"""The examples and the notebook do what they say, on one rank and on more."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+from jaxmpi import _mpiexec
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(command, **environ):
+    """The output of a command that must succeed; its whole process group ends with it."""
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environ},
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"{command} did not end:\n{process.communicate()[0]}")
+    assert process.returncode == 0, output
+    return output
+
+
+def on_ranks(ranks, *program):
+    return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program] if ranks > 1 else [sys.executable, *program]
+
+
+def test_quickstart_ends_with_the_same_loss_however_it_is_started():
+    launcher = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
+    flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
+    commands = {
+        1: on_ranks(1, "examples/quickstart.py"),
+        3: [launcher.path, *flags, "-n", "3", sys.executable, "examples/quickstart.py"],
+        4: on_ranks(4, "examples/quickstart.py"),
+    }
+    losses = []
+    for ranks, command in commands.items():
+        found = re.search(r"loss after 100 epochs: (\S+) \(ranks: (\d)\)", run(command))
+        assert found and int(found[2]) == ranks
+        losses.append(float(found[1]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("script", ["digits.py", "digits_linen.py"])
+def test_digits_has_the_same_loss_curve_on_any_number_of_ranks(script):
+    curves, counts = [], []
+    for ranks in (1, 2, 3):  # the batch of 48 is divided by all
+        output = run(on_ranks(ranks, f"examples/{script}", "--epochs", "3"))
+        curves.append([float(x) for x in re.findall(r"train loss (\S+)", output)])
+        counts.append(re.search(r"test accuracy \S+ % \((\d+) of (\d+)\), \d+ images/s on (\d) rank", output).groups())
+        assert len(curves[-1]) == 3 and counts[-1][1:] == ("360", str(ranks))
+    np.testing.assert_allclose(curves, [curves[0]] * 3, rtol=2e-4)  # float32 sums in another order, over 87 steps
+    assert curves[0][-1] < 0.5 * curves[0][0]
+    assert np.ptp([int(correct) for correct, *_ in counts]) <= 1
+
+
+def test_digits_reaches_98_percent():
+    found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
+    assert found and float(found[1]) >= 98.0
+
+
+NO_MPI = "raise ImportError('no MPI in this test')"
+
+
+def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
+    for package in ("mpi4py", "mpi4jax"):
+        (tmp_path / f"{package}.py").write_text(NO_MPI)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    check = "import sys; print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
+    notebook.cells.append(nbformat.v4.new_code_cell(check))
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    assert notebook.cells[-1].outputs[0].text.strip() == "[]"
+
+
+def test_notebook_is_stored_without_outputs():
+    cells = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
+
+
+def test_readme_shows_the_quickstart():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks[0] == (ROOT / "examples" / "quickstart.py").read_text()
+    assert len(blocks[0].splitlines()) <= 40
