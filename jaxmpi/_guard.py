@@ -66,7 +66,7 @@ class Guard:
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
         self._waiting_since: float | None = None
-        self._interrupted = 0.0
+        self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
         self._waits = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self._wakeup, self._signals = socket.socketpair()
@@ -114,7 +114,7 @@ class Guard:
     def _watch(self) -> None:
         while not self._stop.is_set():
             if select.select([self._signals], [], [], POLL_SECONDS)[0] and signal.SIGINT in self._signals.recv(64):
-                self._interrupted = self._interrupted or time.monotonic()
+                self._interrupted = time.monotonic()
             self.poll()
             self.rounds.flush()
             if self._left is not None and self._waits_for_ever(*self._left):
@@ -124,7 +124,9 @@ class Guard:
                     "Every rank must make the same calls.",
                 )
             if self._interrupted and time.monotonic() - self._interrupted > INTERRUPT_SECONDS:
-                self.end(130, "interrupted while it waited inside a collective.")
+                if self._reacted < self._interrupted - 2 * POLL_SECONDS:
+                    self.end(130, "interrupted while it waited inside a collective.")
+                self._interrupted = 0.0
 
     def _waits_for_ever(self, rank: int, entered: int) -> bool:
         if self.backend.inside and self.backend.entered > entered:
@@ -154,7 +156,7 @@ class Guard:
         self.end(130 if interrupted else 1, f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}.")
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = 0.0  # this rank can react by itself
+        self._reacted = time.monotonic()
         signal.default_int_handler(number, frame)
 
     def leave(self) -> None:
@@ -173,6 +175,8 @@ class Guard:
         if self._sigint is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGINT, self._sigint)
+        self._wakeup.close()
+        self._signals.close()
         atexit.unregister(self.leave)
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             _registry.leave(directory, self.backend.place.rank)

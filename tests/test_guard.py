@@ -120,3 +120,46 @@ def test_a_slow_rank_at_the_end_is_waited_for(tmp_path):
     code, output, _, processes = end(mpirun(3, str(script)), str(tmp_path))
     assert code == 0 and processes == [], output
     assert sorted(re.findall(r"end of \d 3.0", output)) == ["end of 0 3.0", "end of 1 3.0", "end of 2 3.0"]
+
+
+PIDS = """rank = jaxmpi.init().rank
+jaxmpi_pid = jaxmpi.allgather_object(os.getpid())[1]"""
+
+INTERRUPTED = """
+import os, signal, sys, time
+import jax.numpy as jnp
+import jaxmpi
+rank = jaxmpi.init().rank
+if rank == 1:
+    if sys.argv[1] == "waits":  # stands in a collective that rank 0 never joins: Python cannot react
+        jaxmpi.tree_allreduce(jnp.ones(3)).block_until_ready()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("caught", flush=True)
+        time.sleep(4)  # longer than a rank may take to react
+elif sys.argv[1] == "waits":
+    time.sleep(2)
+    os.kill(jaxmpi_pid, signal.SIGINT)
+    time.sleep(60)
+jaxmpi.barrier()
+print("end of", rank, flush=True)
+"""
+
+
+def test_an_interrupt_that_the_script_handles_is_its_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    code, output, _, processes = end(mpirun(2, str(script), "catches"), str(tmp_path))
+    assert code == 0 and processes == [], output
+    assert "caught" in output and "end of 0" in output and "end of 1" in output
+
+
+def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED.replace("rank = jaxmpi.init().rank", PIDS))
+    code, output, seconds, processes = end(mpirun(2, str(script), "waits"), str(tmp_path))
+    assert code != 0 and processes == [], output
+    assert re.search(r"rank 1/2 on \S+\] interrupted while it waited inside a collective. The job ends.", output), output
+    assert seconds < 20
