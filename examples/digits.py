@@ -49,9 +49,9 @@ class CNN(nnx.Module):
         self.dense2 = nnx.Linear(128, 10, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.relu(self.conv1(x))
-        x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), (2, 2))
-        x = nnx.relu(self.dense1(x.reshape(len(x), -1)))
+        x = nnx.gelu(self.conv1(x))
+        x = nnx.avg_pool(nnx.gelu(self.conv2(x)), (2, 2), (2, 2))
+        x = nnx.gelu(self.dense1(x.reshape(len(x), -1)))
         return self.dense2(x)
 
 

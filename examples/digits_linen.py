@@ -44,9 +44,9 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.max_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
-        x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
+        x = nn.gelu(nn.Conv(32, (3, 3))(x))
+        x = nn.avg_pool(nn.gelu(nn.Conv(64, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.gelu(nn.Dense(128)(x.reshape(len(x), -1)))
         return nn.Dense(10)(x)
 
 

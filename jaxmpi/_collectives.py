@@ -51,6 +51,7 @@ def tree_allreduce(tree: Any, op: str = "mean") -> Any:
     >>> tree_allreduce({"loss": 2.0}, op="sum")
     {'loss': Array(2., dtype=float32, weak_type=True)}
     """
+    check_op("tree_allreduce", op)
     return _apply("tree_allreduce", partial(_allreduce, op=op), tree, op=op)
 
 
@@ -83,6 +84,7 @@ def tree_reduce(tree: Any, op: str = "mean", root: int = 0) -> Any:
       TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
     """
     _world.check_root("tree_reduce", root)
+    check_op("tree_reduce", op)
     return _apply("tree_reduce", partial(_reduce, op=op, root=root), tree, op=op)
 
 
@@ -112,6 +114,7 @@ def tree_reduce_scatter(tree: Any, op: str = "mean") -> Any:
       ValueError: an unknown op, or a leaf whose first axis is not size, with its path.
       TypeError: a leaf that cannot be reduced so, with its path.
     """
+    check_op("tree_reduce_scatter", op)
     return _apply("tree_reduce_scatter", partial(_reduce_scatter, op=op), tree, op=op, rows=True)
 
 
@@ -130,6 +133,12 @@ def tree_alltoall(tree: Any) -> Any:
     return _apply("tree_alltoall", partial(_move, call=Collective("alltoall")), tree, rows=True)
 
 
+def check_op(function: str, op: Any) -> None:
+    """Raise a ValueError that names `function` unless op is one of OPS."""
+    if op not in OPS:
+        raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
+
+
 # from trees to lists of arrays
 
 ListFunction = Callable[[list[jax.Array], Backend], list[jax.Array]]
@@ -138,8 +147,6 @@ ListFunction = Callable[[list[jax.Array], Backend], list[jax.Array]]
 def _apply(function: str, work: ListFunction, tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = _world.current(function)
-    if op is not None and op not in OPS:
-        raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
@@ -218,7 +225,8 @@ def _reduce_scatter(xs: Sequence[jax.Array], backend: Backend, *, op: str) -> li
 
 def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
     """Short floats as float32, so that the sum is rounded once; for the mean, short integers in 32 bits, so that it fits."""
-    return [x.astype(_wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x for x in xs]
+    wide = [_wide(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x.dtype for x in xs]
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, wide, strict=True)]
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
@@ -232,7 +240,7 @@ def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, backend
     size = backend.place.size
     if op == "mean" and size > 1:
         sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
-    return [s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]
+    return [s if s.dtype == x.dtype else s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]  # keeps weak types
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

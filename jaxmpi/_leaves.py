@@ -36,7 +36,10 @@ def as_array(function: str, path: Any, leaf: Any, op: str | None) -> jax.Array:
         return leaf  # type: ignore[return-value]
     if not isinstance(leaf, jax.Array) and dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to numbers.")
-    x = jnp.asarray(leaf)
+    try:
+        x = jnp.asarray(leaf if isinstance(leaf, jax.Array) or dtype.isnative else leaf.astype(dtype.newbyteorder("=")))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}") from error
     if op is not None and is_key(x):
         raise TypeError(f"{function}: leaf {name} is a PRNG key, which cannot be reduced. Use tree_bcast or tree_allgather.")
     if op not in (None, "max", "min") and dtype == jnp.bool_:

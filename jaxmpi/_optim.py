@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from jaxmpi._collectives import OPS, tree_allreduce
+from jaxmpi._collectives import check_op, tree_allreduce
 
 __all__ = ["average_gradients", "distributed"]
 
@@ -53,8 +53,7 @@ def distributed(inner: optax.GradientTransformation, *, op: str = "mean") -> opt
     >>> updates
     Array([-1.], dtype=float32)
     """
-    if op not in OPS:
-        raise ValueError(f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
+    check_op("distributed", op)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(f"distributed: inner is a {type(inner).__name__}. Pass an optax transform, such as optax.adam(1e-3).")
     inner = optax.with_extra_args_support(inner)

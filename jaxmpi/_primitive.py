@@ -46,7 +46,7 @@ def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax
 
 def _abstract(*xs: Any, call: Collective, backend: Backend) -> tuple[list[ShapedArray], Any]:
     size = backend.place.size
-    return [ShapedArray(call.out_shape(x.shape, size), x.dtype) for x in xs], backend.effects
+    return [ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs], backend.effects
 
 
 def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> tuple[list[Any], list[Any]]:

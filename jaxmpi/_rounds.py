@@ -1,5 +1,6 @@
 """Lines of text from many ranks, put in the order of the ranks."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -13,10 +14,11 @@ WAIT_SECONDS = 0.2  # how long a round waits for ranks that do not print
 
 
 class Key(NamedTuple):
-    """The n-th call from one line of the source: the same round on every rank."""
+    """The n-th call of one thread from one line of the source: the same round on every rank."""
 
     file: str
     line: int
+    thread: str
     call: int
 
 
@@ -40,7 +42,8 @@ class Rounds:
 
     def pending(self, key: Key) -> bool:
         """Whether the round still waits for ranks, and may."""
-        return key in self._since and time.monotonic() - self._since[key] < WAIT_SECONDS
+        since = self._since.get(key)
+        return since is not None and time.monotonic() - since < WAIT_SECONDS
 
     def flush(self, *, all_rounds: bool = False) -> None:
         """Write the rounds that have waited long enough, or all."""
@@ -55,5 +58,8 @@ class Rounds:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write to stdout what it can show; another rank's text must not end this one."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()

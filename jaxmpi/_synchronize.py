@@ -64,7 +64,7 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
-    _agree_on_structure(backend, spec, str(treedef), root)
+    _agree_on_structure(backend, spec, _structure(treedef), root)
     leaves = _send_numbers(backend, leaves, spec, root)
     if strict:
         _agree_on_others(backend, leaves, spec, root)
@@ -80,12 +80,34 @@ def _describe(path: Any, leaf: Any) -> _Leaf:
 
 def _agree_on_structure(backend: Backend, spec: list[_Leaf], treedef: str, root: int) -> None:
     """Compare hashes; where they differ, every rank compares its own with root's and all report the first difference."""
-    treedef = _without_addresses(treedef)  # of functions in static fields
     digest = hashlib.sha256(repr((spec, treedef)).encode()).hexdigest()
     if len(set(backend.allgather_object(digest))) == 1:
         return
     root_spec, root_treedef = backend.broadcast_object((spec, treedef), root)
     _raise_first(backend, _first_difference(spec, treedef, root_spec, root_treedef, backend.place.rank, root))
+
+
+def _structure(treedef: Any) -> str:
+    """The same text in every process for the same structure, static fields included."""
+    node = treedef.node_data()
+    if node is None:
+        return "*"
+    kind, static = node
+    inner = ", ".join(map(_structure, treedef.children()))
+    return f"{kind.__qualname__}[{_plain(static)}]({inner})"
+
+
+def _plain(static: Any) -> str:
+    """`repr` without what differs between processes: addresses, and the order of a set."""
+    if isinstance(static, set | frozenset):
+        return "{" + ", ".join(sorted(map(_plain, static))) + "}"
+    if isinstance(static, tuple | list):
+        return f"({', '.join(map(_plain, static))})"
+    if isinstance(static, dict):
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(value)}" for key, value in static.items()) + "}"
+    if isinstance(static, np.ndarray):
+        return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
+    return _without_addresses(repr(static))
 
 
 def _first_difference(

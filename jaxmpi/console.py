@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ __all__ = ["average_metrics", "get_logger", "print", "progress"]
 
 T = TypeVar("T")
 
-_calls: Counter[tuple[str, int]] = Counter()
+_calls: Counter[tuple[str, int, str]] = Counter()
 
 
 def print(*values: Any, sep: str = " ") -> None:
@@ -43,8 +44,8 @@ def print(*values: Any, sep: str = " ") -> None:
         sys.stdout.flush()
         return
     caller = sys._getframe(1)
-    place = (caller.f_code.co_filename, caller.f_lineno)
-    _calls[place] += 1
+    place = (caller.f_code.co_filename, caller.f_lineno, threading.current_thread().name)
+    _calls[place] += 1  # no other thread has this key
     guard.print(Key(*place, _calls[place]), text)
 
 

@@ -279,6 +279,46 @@ def test_programs_run_in_the_order_of_their_dispatch():
         np.testing.assert_allclose([a, b], [2 * (1 + i) + 1, 10 * i + 1])
 
 
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float32", "float64"])
+def test_max_and_min_let_no_nan_pass_unseen(dtype):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    with jax.enable_x64(True):
+        for op, sign in [("max", 1), ("min", -1)]:
+            for bad in range(n):
+                nan = jnp.array([jnp.nan if r == bad else 1.0, -0.0 if r == bad else 0.0, sign * (r - 1.5), -1.0 * r], dtype)
+                got = np.asarray(jaxmpi.tree_allreduce(nan, op)).astype(float)
+                assert np.isnan(got[0])
+                np.testing.assert_array_equal(got[1:], [0.0, sign * (n - 2.5), 0.0 if op == "max" else 1.0 - n])
+                rows = jaxmpi.tree_reduce_scatter(jnp.stack([nan] * n), op)
+                assert np.isnan(np.asarray(rows).astype(float)[0])
+        if dtype in ("float32", "float64"):
+            edge = jnp.array([jnp.inf, -jnp.inf, 5e-324, -3.4e38], dtype) * (r + 1)
+            np.testing.assert_array_equal(
+                jaxmpi.tree_allreduce(edge, "max"),
+                [np.inf, -np.inf, n * edge[2] / (r + 1), -3.4e38 if dtype == "float64" else np.float32(-3.4e38)],
+            )
+
+
+@run_ranks(1, 3)
+def test_weak_types_stay_weak():
+    functions = {
+        "mean": lambda x: jaxmpi.tree_allreduce(x),
+        "max": lambda x: jaxmpi.tree_allreduce(x, "max"),
+        "bcast": jaxmpi.tree_bcast,
+        "reduce": lambda x: jaxmpi.tree_reduce(x),
+    }
+    for function in functions.values():
+        assert (function(0.5) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+        assert (jax.jit(function)(0.5) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+        assert (function(jnp.float32(0.5)) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+
+
+@run_ranks(2)
+def test_numbers_in_the_other_byte_order():
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(np.arange(3, dtype=">f4") * (jaxmpi.rank() + 1), "sum"), [0, 3, 6])
+
+
 # bad input
 
 
@@ -290,6 +330,12 @@ def test_bad_input_raises_before_anything_is_sent():
     cases = [
         (lambda: jaxmpi.tree_allreduce(one, "avg"), ValueError, "tree_allreduce: op 'avg' is unknown"),
         (lambda: jaxmpi.tree_reduce(one, "avg"), ValueError, "tree_reduce: op 'avg' is unknown"),
+        (lambda: jaxmpi.tree_allreduce(one, None), ValueError, "op None is unknown"),
+        (
+            lambda: jaxmpi.tree_allreduce({"n": 2**40}),
+            TypeError,
+            r"tree_allreduce: leaf \['n'\] is int64, which JAX cannot hold",
+        ),
         (lambda: jaxmpi.tree_bcast(one, n), ValueError, f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}"),
         (lambda: jaxmpi.tree_bcast(one, -1), ValueError, "root is -1"),
         (lambda: jaxmpi.tree_bcast(one, 0.0), TypeError, "root is a float"),

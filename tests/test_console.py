@@ -1,5 +1,6 @@
 """What many ranks show on one screen."""
 
+import io
 import logging
 import re
 import subprocess
@@ -18,7 +19,7 @@ from jaxmpi.testing import run_ranks
 def test_rounds_come_in_the_order_of_the_ranks():
     written = []
     rounds = Rounds(3, written.append)
-    first, second = Key("f", 1, 1), Key("f", 1, 2)
+    first, second = Key("f", 1, "t", 1), Key("f", 1, "t", 2)
     for rank, key in [(2, first), (1, second), (0, first), (1, first), (0, second), (2, second)]:
         rounds.add(rank, key, f"{key.call}{rank} ")
     assert written == ["10 11 12 ", "20 21 22 "]
@@ -27,13 +28,22 @@ def test_rounds_come_in_the_order_of_the_ranks():
 def test_rounds_do_not_wait_for_ranks_that_never_print(monkeypatch):
     written = []
     rounds = Rounds(3, written.append)
-    key = Key("f", 1, 1)
+    key = Key("f", 1, "t", 1)
     rounds.add(1, key, "one")
     rounds.flush()
     assert written == [] and rounds.pending(key)
     monkeypatch.setattr("jaxmpi._rounds.WAIT_SECONDS", 0.0)
     rounds.flush()
     assert written == ["one"]
+
+
+def test_text_that_the_screen_cannot_show_is_escaped(capsys, monkeypatch):
+    Rounds(1).add(0, Key("f", 1, "t", 1), "file \udcff ✓\n")
+    assert capsys.readouterr().out == "file \\udcff ✓\n"
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    Rounds(1).add(0, Key("f", 1, "t", 1), "nowhere to go\n")
 
 
 PRINTING = """

@@ -1,5 +1,6 @@
 """synchronize and the object collectives."""
 
+import dataclasses
 import enum
 
 import jax
@@ -72,7 +73,7 @@ DIFFERENCES = [  # rank r's tree, and what every rank reads
     (lambda r, last: {"w": 1.0} | ({"b": 2.0} if r == last else {}), r"leaf \['b'\] is on rank {last} \(number\) and missing"),
     (lambda r, last: {"w": 1.0} | ({} if r == last else {"b": 2.0}), r"leaf \['b'\] is on rank 0 \(number\) and missing"),
     (lambda r, last: {"w": "text" if r == last else 1.0}, r"leaf \['w'\] is str on rank {last} and number on rank 0"),
-    (lambda r, last: [1.0] if r == last else (1.0,), "the tree is PyTreeDef"),
+    (lambda r, last: [1.0] if r == last else (1.0,), r"the tree is list\[None\]\(\*\) on rank {last} and tuple"),
     (lambda r, last: {"s": f"rank{r // last}"}, r"leaf \['s'\], a str, cannot be sent and is 'rank1' on rank {last}"),
     (lambda r, last: {"c": Color.BLUE if r == last else Color.RED}, r"leaf \['c'\], a Color"),
     (lambda r, last: {"f": jnp.sin if r == last else jnp.cos}, r"leaf \['f'\]"),
@@ -88,6 +89,23 @@ def test_synchronize_names_the_difference_on_every_rank(case):
     with pytest.raises(jaxmpi.RankMismatchError, match=text.replace("{last}", str(last))):
         jaxmpi.synchronize(tree(r, last))
     assert jaxmpi.synchronize({"x": 10.0 * r}) == {"x": 0.0}  # the job goes on
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tagged:
+    w: object
+    tags: object = dataclasses.field(metadata={"static": True})
+
+
+@run_ranks(2, 3)
+def test_synchronize_compares_static_fields():
+    r = jaxmpi.rank()
+    words = [f"tag{i}" for i in range(30)]  # a set of strings prints in another order in every process
+    fields = (frozenset(words), jnp.tanh, {"a": 1}, "text")
+    assert jaxmpi.synchronize(Tagged(1.0 * r, fields)).w == 0.0
+    with pytest.raises(jaxmpi.RankMismatchError, match="the tree is Tagged"):
+        jaxmpi.synchronize(Tagged(1.0, frozenset(words[r:])))
 
 
 @run_ranks(1, 2, 3)
