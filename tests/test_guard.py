@@ -110,7 +110,7 @@ import jaxmpi
 rank = jaxmpi.init().rank
 total = jaxmpi.tree_allreduce(jnp.float32(rank), "sum")
 time.sleep(8.0 * (rank == 0))  # rank 0 saves for a while; the others have nothing left to do
-print("end of", rank, float(total), flush=True)
+jaxmpi.print("end of", rank, float(total))
 """
 
 
