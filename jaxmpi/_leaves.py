@@ -37,7 +37,7 @@ def as_array(function: str, path: Any, leaf: Any, op: str | None) -> jax.Array:
     if not isinstance(leaf, jax.Array) and dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to numbers.")
     try:
-        x = jnp.asarray(leaf if isinstance(leaf, jax.Array) or dtype.isnative else leaf.astype(dtype.newbyteorder("=")))
+        x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}") from error
     if op is not None and is_key(x):
