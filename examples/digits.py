@@ -40,7 +40,7 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nnx.Module):
-    """[batch, 8, 8, 1] to [batch, 10]."""
+    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 32, (3, 3), rngs=rngs)

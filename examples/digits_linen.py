@@ -40,7 +40,7 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nn.Module):
-    """[batch, 8, 8, 1] to [batch, 10]."""
+    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
 
     @nn.compact
     def __call__(self, x):

@@ -61,7 +61,7 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks(script):
         curves.append([float(x) for x in re.findall(r"train loss (\S+)", output)])
         counts.append(re.search(r"test accuracy \S+ % \((\d+) of (\d+)\), \d+ images/s on (\d) rank", output).groups())
         assert len(curves[-1]) == 3 and counts[-1][1:] == ("360", str(ranks))
-    # float32 sums in another order: 2e-7 over these 87 steps, 2e-6 over all 30 epochs
+    # float32 sums in another order: 5e-7 over these 87 steps, 2e-6 over all 30 epochs
     np.testing.assert_allclose(curves, [curves[0]] * 3, rtol=1e-5)
     assert curves[0][-1] < 0.5 * curves[0][0]
     assert np.ptp([int(correct) for correct, *_ in counts]) <= 1
