@@ -105,9 +105,10 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         chosen = Mpi(launched)
     device = _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
     _State.backend, _State.world = chosen, World(*chosen.place, backend=backend)
-    if directory := os.environ.get("JAXMPI_RUN_DIR"):
-        _registry.join(directory, _State.world.rank)
-    _guard.install(chosen)
+    if chosen.place.size > 1:
+        if directory := os.environ.get("JAXMPI_RUN_DIR"):
+            _registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
+        _guard.install(chosen)
     if _State.world.size > 1:
         _warn_if_shared(chosen, device)
     if verbose and _State.world.rank == 0:

@@ -62,7 +62,7 @@ jaxmpi.print("two\\nlines")
 def test_print_of_a_job(ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PRINTING)
-    launch = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else [sys.executable]
+    launch = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks)]
     done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
