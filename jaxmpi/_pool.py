@@ -31,6 +31,8 @@ class RankFailure(AssertionError):
 
 
 class Task(NamedTuple):
+    """A function by its file and qualified name, its pickled arguments, and how long it may take."""
+
     path: str
     qualname: str
     kwargs: dict[str, Any]
@@ -49,6 +51,7 @@ _pools: dict[int, "Pool"] = {}
 
 
 def pool(ranks: int) -> "Pool":
+    """The job of so many ranks, started now if there is none alive."""
     if ranks not in _pools or not _pools[ranks].alive():
         _pools[ranks] = Pool(ranks)
     return _pools[ranks]
