@@ -4,7 +4,8 @@ MPI does not end a job when one rank raises or exits: the others wait in their n
 than one, `install` therefore sees to it that
 - an exception that nobody handles is printed with its rank and ends the whole job;
 - a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
-- an interrupt ends a rank that stands inside MPI and cannot react to it.
+- an interrupt ends a rank that stands inside MPI and cannot react to it;
+- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (`_witness`).
 A thread does the watching, by messages that cost nothing while nothing happens. `Guard.print` uses its channel.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi import _jaxcompat, _registry
+from jaxmpi import _jaxcompat, _registry, _witness
 from jaxmpi._rounds import Key, Rounds
 
 __all__ = ["Guard", "active", "install", "remove"]
@@ -77,6 +78,7 @@ class Guard:
             self._sigint = signal.getsignal(signal.SIGINT)
             if self._sigint is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_interrupt)
+        self._dismiss_witness = _call_witness(backend)
         atexit.register(self.leave)
         self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
         if self.listening:
@@ -145,6 +147,7 @@ class Guard:
         sys.stdout.flush()
         sys.stderr.write(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {why} The job ends.\n")
         sys.stderr.flush()
+        self._dismiss_witness()
         time.sleep(0.1)  # let the launcher pass the lines on
         self.backend.abort(code)
 
@@ -169,6 +172,7 @@ class Guard:
             self._thread.join()
         self._wait(self.backend.sent, self.backend.place.size)
         self._wait(self.backend.everyone_leaves(), self.backend.place.size)
+        self._dismiss_witness()
         self.poll()
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
@@ -191,3 +195,14 @@ class Guard:
                 self.send((self.backend.place.rank + 1) % size, "left", self.backend.entered)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+
+
+def _call_witness(backend: Any) -> Callable[[], None]:
+    """Leave a witness on each node where nobody else names a rank that is killed; returns what sends it away."""
+    place = backend.place
+    if backend.launcher_names_the_killed:
+        return lambda: None
+    supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
+    address = _witness.start() if place.local_rank == 0 and not supervised else ""
+    addresses = dict(reversed(backend.allgather_object((place.node, address))))  # of each node, that of its lowest rank
+    return _witness.connect(addresses[place.node], place.rank, place.size) if addresses[place.node] else lambda: None

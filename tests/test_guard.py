@@ -101,6 +101,14 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
 
 
+def test_a_killed_rank_0_is_named_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("rank == 1", "rank == 0"))
+    code, output, _, processes = end(mpirun(3, str(script), "kill", "jit"), str(tmp_path))
+    assert code != 0 and processes == [], output
+    assert re.search(r"(?i)rank 0\b.*signal 9", output.replace("\n", " ")), output
+
+
 FINE = """
 import sys, time
 import jax.numpy as jnp
@@ -142,7 +150,7 @@ elif sys.argv[1] == "waits":
     os.kill(jaxmpi_pid, signal.SIGINT)
     time.sleep(60)
 jaxmpi.barrier()
-print("end of", rank, flush=True)
+jaxmpi.print("end of", rank)
 """
 
 

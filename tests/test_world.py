@@ -172,7 +172,7 @@ def test_ranks_that_share_a_gpu_are_named_once():
 
 
 LAYERS = [
-    {"_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices"},
+    {"_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
     {"_backends", "_backends.single", "_backends.mpi", "_backends.carriers"},
     {"_primitive", "_guard", "_world"},
     {"_collectives", "_objects", "_synchronize"},

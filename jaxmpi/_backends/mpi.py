@@ -56,6 +56,7 @@ class Mpi:
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         _unlink_shared_memory(node_comm)
         node_comm.Free()
+        self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
         self.entered = 0  # object collectives that this rank has entered, for the guard
         self.inside = False

@@ -1,0 +1,102 @@
+"""Names the rank that was killed, where MPI's launcher does not.
+
+MPICH's mpiexec kills the other ranks as soon as it misses one, and names only a process id; so nobody inside the job is left
+to speak. `start` leaves a small process beside the ranks of a node (this file, run without site-packages), which ends with
+them: silently when it is told that the job ends in order, and otherwise with a line about the first rank that was gone.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+
+__all__ = ["connect", "start"]
+
+_CREDENTIALS = "3i"  # struct ucred: process, user and group id
+_RANK = "2i"  # what a rank says first: its number, and how many ranks there are
+
+
+def start() -> str:
+    """Start the witness of this host; returns the address that `connect` takes, "" where there can be none.
+
+    It needs Linux 5.3 or later.
+    """
+    try:
+        words = [sys.executable, "-I", "-S", __file__]
+        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def connect(address: str, rank: int, size: int) -> Callable[[], None]:
+    """Have this process watched as a rank of the job; returns what sends the witness away."""
+    link = socket.socket(socket.AF_UNIX)
+    # The kernel closes the files of a process last opened first: the witness sees this one close before the launcher misses
+    # the rank and kills the others.
+    link.connect(bytes.fromhex(address))
+    link.sendall(struct.pack(_RANK, rank, size))
+
+    def dismiss() -> None:
+        with contextlib.suppress(OSError):
+            link.sendall(b"!")
+            link.close()
+
+    return dismiss
+
+
+def _listen() -> None:
+    """Print the address, and let a child process do the rest."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux chooses a name that is in no file system
+    listener.listen(1024)
+    starter = os.pidfd_open(os.getppid())
+    if os.fork():
+        os.write(1, listener.getsockname().hex().encode())
+        return
+    os.setsid()  # the launcher kills process groups
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    _watch(listener, starter)
+
+
+def _watch(listener: socket.socket, starter: int) -> None:
+    """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends."""
+    epoll = select.epoll()  # what comes first is returned first
+    epoll.register(listener, select.EPOLLIN)
+    epoll.register(starter, select.EPOLLIN)
+    links: dict[int, socket.socket] = {}
+    ranks: dict[int, tuple[int, int, int]] = {}  # by file: of the link, and of the process, as a child may hold the link
+    while True:
+        fd = epoll.poll(maxevents=1)[0][0]
+        if fd == listener.fileno():
+            if not links:
+                epoll.unregister(starter)  # from now on the ranks' own files tell
+            link, _ = listener.accept()
+            rank, size = struct.unpack(_RANK, link.recv(struct.calcsize(_RANK), socket.MSG_WAITALL))
+            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+            pid = struct.unpack(_CREDENTIALS, credentials)[0]
+            process = os.pidfd_open(pid)
+            links[link.fileno()] = link
+            for file in (link.fileno(), process):
+                ranks[file] = rank, size, pid
+                epoll.register(file, select.EPOLLIN)
+        elif fd not in ranks or (fd in links and links[fd].recv(1)):
+            return
+        else:
+            _report(*ranks[fd])
+            return
+
+
+def _report(rank: int, size: int, pid: int) -> None:
+    # At once: the launcher soon stops passing on what it is told. It says itself which signal it was.
+    where = f"[rank {rank}/{size} on {os.uname().nodename}]"
+    os.write(2, f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n".encode())
+
+
+if __name__ == "__main__":
+    _listen()
