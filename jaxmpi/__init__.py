@@ -1,5 +1,7 @@
 """jaxmpi: data-parallel training for JAX and Flax, as pure functions on pytrees and one optax transform."""
 
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives import (
     tree_allgather,
     tree_allreduce,
@@ -9,18 +11,21 @@ from jaxmpi._collectives import (
     tree_reduce_scatter,
 )
 from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
+from jaxmpi._jit import jit
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim import average_gradients, distributed
 from jaxmpi._synchronize import synchronize
-from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
+from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, simulate, size
 from jaxmpi.console import average_metrics, get_logger, print, progress
 from jaxmpi.data import batches, rank_key, shard
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AXIS",
     "MPIError",
     "NotInitializedError",
+    "PerRank",
     "RankMismatchError",
     "World",
     "allgather_object",
@@ -34,6 +39,7 @@ __all__ = [
     "get_logger",
     "init",
     "initialized",
+    "jit",
     "local_rank",
     "local_size",
     "print",
@@ -41,6 +47,7 @@ __all__ = [
     "rank",
     "rank_key",
     "shard",
+    "simulate",
     "size",
     "synchronize",
     "tree_allgather",

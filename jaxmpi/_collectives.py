@@ -6,15 +6,17 @@ containers are structure and send nothing.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxmpi import _jaxcompat, _primitive, _world
-from jaxmpi._backends import Backend, Collective
+from jaxmpi import _axis, _jaxcompat, _primitive, _world
+from jaxmpi._backends import Backend, Collective, named
+from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array, check_rows, is_key
 
 __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
@@ -141,22 +143,67 @@ def check_op(function: str, op: Any) -> None:
 
 # from trees to lists of arrays
 
-ListFunction = Callable[[list[jax.Array], Backend], list[jax.Array]]
+
+class Ranks(Protocol):
+    """The ranks as the functions on lists of arrays see them, in traced code."""
+
+    size: int
+
+    def index(self) -> Any:
+        """This rank's number."""
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out a collective on every array."""
+
+
+class _Axis:
+    """The ranks where their axis is bound."""
+
+    def __init__(self) -> None:
+        self.size = lax.axis_size(_axis.AXIS)
+
+    def index(self) -> jax.Array:
+        return lax.axis_index(_axis.AXIS)
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return named.run(call, xs) if xs else []
+
+
+class _Plain:
+    """The ranks of a backend where no axis is bound: under plain `jax.jit`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.size, self._backend = backend.place.size, backend
+
+    def index(self) -> int:
+        return self._backend.place.rank
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return self._backend.run(call, xs) if self.size == 1 else _primitive.run(call, xs, self._backend)
+
+
+ListFunction = Callable[[list[jax.Array], Ranks], list[jax.Array]]
 
 
 def _apply(function: str, work: ListFunction, tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = _world.current(function)
+    outside = not _jaxcompat.tracing()
+    if outside and backend.name == "simulate":
+        return _program_of(function, _Hashable(work), op, rows)(tree)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
         for (path, _), x in zip(paths, leaves, strict=True):
-            check_rows(function, path, x, backend.place.size)
+            check_rows(function, path, x, _world.size())
+    if outside and backend.place.size > 1:
+        return _program_of(function, _Hashable(work), op, rows)(treedef.unflatten(leaves))
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
     for i in keys:
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
-    outs = iter(_dispatch(work, [leaves[i] for i in sent], backend))
+    ranks = _Axis() if _axis.bound() else _Plain(backend)
+    outs = iter(work([leaves[i] for i in sent], ranks))
     for i in sent:
         leaves[i] = next(outs)
     for i, impl in keys.items():
@@ -164,10 +211,9 @@ def _apply(function: str, work: ListFunction, tree: Any, *, op: str | None = Non
     return treedef.unflatten(leaves)
 
 
-def _dispatch(work: ListFunction, xs: list[jax.Array], backend: Backend) -> list[jax.Array]:
-    if backend.place.size == 1 or _jaxcompat.tracing():
-        return work(xs, backend)
-    return _eager(xs, work=_Hashable(work), backend=backend)
+@cache
+def _program_of(function: str, work: "_Hashable", op: str | None, rows: bool) -> Callable[[Any], Any]:
+    return eager(lambda tree: _apply(function, work.work, tree, op=op, rows=rows), function)
 
 
 class _Hashable:
@@ -175,7 +221,7 @@ class _Hashable:
 
     def __init__(self, work: Any) -> None:
         self.work = work
-        self.key = (work.func, tuple(sorted(work.keywords.items()))) if isinstance(work, partial) else (work,)
+        self.key = (work.func, tuple(sorted(work.keywords.items())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Hashable) and self.key == other.key
@@ -184,43 +230,33 @@ class _Hashable:
         return hash(self.key)
 
 
-@partial(jax.jit, static_argnames=("work", "backend"))
-def _eager(xs: list[jax.Array], *, work: _Hashable, backend: Backend) -> list[jax.Array]:
-    return work.work(xs, backend)
-
-
 # on lists of arrays
 
 
-def _move(xs: Sequence[jax.Array], backend: Backend, *, call: Collective) -> list[jax.Array]:
-    return _run(call, xs, backend)
+def _move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:
+    return ranks.run(call, xs)
 
 
-def _run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax.Array]:
-    return backend.run(call, xs) if backend.place.size == 1 else _primitive.run(call, xs, backend)
-
-
-def _allreduce(xs: Sequence[jax.Array], backend: Backend, *, op: str) -> list[jax.Array]:
-    if backend.place.size == 1:
+def _allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+    if ranks.size == 1:
         return list(xs)
     if op in ("max", "min", "prod"):
-        return _nonlinear(op, backend, list(xs))
-    return _divide(_run(Collective("allreduce", op="sum"), _widen(xs, op), backend), xs, op, backend)
+        return _nonlinear(op, ranks, list(xs))
+    return _divide(ranks.run(Collective("allreduce", op="sum"), _widen(xs, op)), xs, op, ranks)
 
 
-def _reduce(xs: Sequence[jax.Array], backend: Backend, *, op: str, root: int) -> list[jax.Array]:
-    if backend.place.size == 1:
+def _reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list[jax.Array]:
+    if ranks.size == 1:
         return list(xs)
     # a choice in the data, not in Python: the program, and so its derivative's messages, is the same on every rank
-    is_root = jnp.asarray(backend.place.rank == root)
-    return [jnp.where(is_root, y, x) for x, y in zip(xs, _allreduce(xs, backend, op=op), strict=True)]
+    is_root = jnp.asarray(ranks.index() == root)
+    return [jnp.where(is_root, y, x) for x, y in zip(xs, _allreduce(xs, ranks, op=op), strict=True)]
 
 
-def _reduce_scatter(xs: Sequence[jax.Array], backend: Backend, *, op: str) -> list[jax.Array]:
+def _reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
     if op in ("max", "min", "prod"):
-        rank = backend.place.rank
-        return [x[rank] for x in _allreduce(xs, backend, op=op)]
-    return _divide(_run(Collective("reduce_scatter", op="sum"), _widen(xs, op), backend), xs, op, backend)
+        return [x[ranks.index()] for x in _allreduce(xs, ranks, op=op)]
+    return _divide(ranks.run(Collective("reduce_scatter", op="sum"), _widen(xs, op)), xs, op, ranks)
 
 
 def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
@@ -236,37 +272,37 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, backend: Backend) -> list[jax.Array]:
-    size = backend.place.size
+def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: Ranks) -> list[jax.Array]:
+    size = ranks.size
     if op == "mean" and size > 1:
         sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
     return [s if s.dtype == x.dtype else s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]  # keeps weak types
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _nonlinear(op: str, backend: Backend, xs: list[jax.Array]) -> list[jax.Array]:
+def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
     """max, min and prod over ranks."""
-    return _run(Collective("allreduce", op=op), xs, backend)
+    return ranks.run(Collective("allreduce", op=op), xs)
 
 
 @_nonlinear.defjvp
-def _nonlinear_jvp(op: str, backend: Backend, primals: Any, tangents: Any) -> Any:
+def _nonlinear_jvp(op: str, ranks: Ranks, primals: Any, tangents: Any) -> Any:
     """Dy = Σ_r w_r dx_r: for max and min w = 1/k on the k ranks that hold the extreme; for prod w_r = Π_{s≠r} x_s."""
     (xs,), (dxs,) = primals, tangents
-    outs = _nonlinear(op, backend, xs)
+    outs = _nonlinear(op, ranks, xs)
     live = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if op == "prod":
-        weights = [_product_of_others(x, backend) for x in _run(Collective("allgather"), [xs[i] for i in live], backend)]
+        weights = [_product_of_others(x, ranks) for x in ranks.run(Collective("allgather"), [xs[i] for i in live])]
     else:
         holds = [(xs[i] == outs[i]).astype(xs[i].dtype) for i in live]
-        counts = _run(Collective("allreduce", op="sum"), holds, backend)
+        counts = ranks.run(Collective("allreduce", op="sum"), holds)
         weights = [h / c for h, c in zip(holds, counts, strict=True)]
-    sums = iter(_run(Collective("allreduce", op="sum"), [w * dxs[i] for w, i in zip(weights, live, strict=True)], backend))
+    sums = iter(ranks.run(Collective("allreduce", op="sum"), [w * dxs[i] for w, i in zip(weights, live, strict=True)]))
     zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in xs]
     return outs, [next(sums) if i in live else zeros[i] for i in range(len(xs))]
 
 
-def _product_of_others(stack: jax.Array, backend: Backend) -> jax.Array:
+def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
     """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
-    rank = backend.place.rank
-    return jnp.prod(stack[:rank], axis=0, dtype=stack.dtype) * jnp.prod(stack[rank + 1 :], axis=0, dtype=stack.dtype)
+    mine = jnp.arange(ranks.size).reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
+    return jnp.prod(jnp.where(mine, 1, stack), axis=0, dtype=stack.dtype)

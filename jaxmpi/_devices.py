@@ -8,7 +8,15 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["choose", "pick", "visible"]
+__all__ = ["choose", "enough", "pick", "visible"]
+
+LOCAL_SIZES = (  # what each launcher tells its ranks about their number on the node
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "SLURM_TASKS_PER_NODE",
+)
 
 
 def choose(local_rank: int, local_size: int, devices: Sequence[int] | None) -> str | None:
@@ -19,6 +27,12 @@ def choose(local_rank: int, local_size: int, devices: Sequence[int] | None) -> s
     index = pick(local_rank, len(names)) if devices is None else devices[pick(local_rank, len(names))]
     jax.config.update("jax_cuda_visible_devices", str(index))
     return names[pick(local_rank, len(names))]
+
+
+def enough(devices: Sequence[int] | None) -> bool:
+    """Whether the ranks of this node have a GPU each, as far as the launcher's environment tells how many they are."""
+    ranks = max((int(os.environ[name]) for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), default=None)
+    return ranks is not None and len(visible(devices)) >= ranks
 
 
 def pick(local_rank: int, count: int) -> int:

@@ -1,17 +1,98 @@
 """The one file that touches `jax._src`. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
-from jax._src import core, dispatch
+from jax._src import core, dispatch, source_info_util
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import mlir
 
-__all__ = ["tracing", "watch_communication"]
+try:
+    from jax._src.effects import ordered_effects
+    from jax._src.interpreters.mlir import TokenSet
+except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
+    ordered_effects = TokenSet = None  # type: ignore[assignment, misc]
+
+__all__ = [
+    "at_source",
+    "bind",
+    "can_hide_effects",
+    "is_axis_effect",
+    "lower_with_tokens",
+    "parts",
+    "source_line",
+    "tracing",
+    "watch_communication",
+]
+
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep
+    for name in ("jax", "flax", "optax", "jaxmpi")
+    if (path := getattr(sys.modules.get(name), "__file__", None))
+)
+_OURS = os.path.dirname(__file__) + os.sep
 
 
 def tracing() -> bool:
     """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
     return not core.trace_state_clean()
+
+
+# jaxprs
+
+
+def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
+
+
+def is_axis_effect(effect: Any, name: str) -> bool:
+    """Whether it says no more than that an axis of this name must be bound."""
+    return isinstance(effect, core.NamedAxisEffect) and effect.name == name
+
+
+@contextlib.contextmanager
+def at_source(eqn: Any) -> Iterator[None]:
+    """What is traced here gets the source line and the context of an equation."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Trace an equation again, on `args` and with other `params`."""
+    with at_source(eqn):
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from, "file:line": the innermost one outside of the libraries."""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    outside = [f for f in frames if not f.file_name.startswith((*_LIBRARIES, _OURS))]
+    frame = next(iter(outside or frames), None)
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line}" if frame else "an unknown line"
+
+
+# order inside a program
+
+
+def can_hide_effects() -> bool:
+    """Whether this JAX has what `lower_with_tokens` needs."""
+    return TokenSet is not None
+
+
+def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
+    """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
+    tokens = TokenSet.create(list(ordered_effects.filter_in(jaxpr.effects)))
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
+
+
+# what runs
 
 
 def watch_communication() -> Callable[[], bool]:

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from jaxmpi import _jaxcompat, _world
+import jax
+
+from jaxmpi import _agreement, _jaxcompat, _world
 from jaxmpi._backends import Backend
+from jaxmpi._collectives import tree_allreduce
 
 __all__ = ["allgather_object", "barrier", "broadcast_object", "untraced"]
 
@@ -26,6 +29,7 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
     """
     backend = untraced("broadcast_object")
     _world.check_root("broadcast_object", root)
+    _agreement.meet(backend, _agreement.calls("broadcast_object", f"root={root}"))
     return backend.broadcast_object(obj, root)
 
 
@@ -41,7 +45,9 @@ def allgather_object(obj: Any) -> list[Any]:
     >>> allgather_object("a")
     ['a']
     """
-    return untraced("allgather_object").allgather_object(obj)
+    backend = untraced("allgather_object")
+    _agreement.meet(backend, _agreement.calls("allgather_object"))
+    return backend.allgather_object(obj)
 
 
 def barrier() -> None:
@@ -53,7 +59,10 @@ def barrier() -> None:
     Raises:
       RuntimeError: called in traced code.
     """
-    untraced("barrier").barrier()
+    backend = untraced("barrier")
+    _agreement.meet(backend, _agreement.calls("barrier"))
+    jax.block_until_ready(tree_allreduce(0))  # programs run in the order in which they are called
+    backend.barrier()
 
 
 def untraced(function: str) -> Backend:

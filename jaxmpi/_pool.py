@@ -47,20 +47,21 @@ class _Result(NamedTuple):
 
 # the outer process
 
-_pools: dict[int, "Pool"] = {}
+_pools: dict[tuple[int, str], "Pool"] = {}
 
 
-def pool(ranks: int) -> "Pool":
-    """The job of so many ranks, started now if there is none alive."""
-    if ranks not in _pools or not _pools[ranks].alive():
-        _pools[ranks] = Pool(ranks)
-    return _pools[ranks]
+def pool(ranks: int, backend: str = "auto") -> "Pool":
+    """The job of so many ranks on a backend, started now if there is none alive."""
+    key = ranks, backend
+    if key not in _pools or not _pools[key].alive():
+        _pools[key] = Pool(ranks, backend)
+    return _pools[key]
 
 
 class Pool:
     """A job of `ranks` ranks that waits for tasks."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, backend: str = "auto") -> None:
         self.ranks: dict[int, Connection] = {}
         self._printed = ""
         self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-")
@@ -70,7 +71,7 @@ class Pool:
         with Listener(address, "AF_UNIX") as listener:
             self._process = subprocess.Popen(
                 [sys.executable, *launch, "-m", "jaxmpi._pool"],
-                env={**os.environ, ADDRESS: address},
+                env={**os.environ, ADDRESS: address} | ({"JAXMPI_BACKEND": backend} if backend != "auto" else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

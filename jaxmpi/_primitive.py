@@ -9,6 +9,7 @@ With ct the cotangents, and each collective linear in x (max, min and prod get t
 | allgather | reduce_scatter sum |
 | reduce_scatter sum | allgather |
 | alltoall | alltoall |
+| permute | permute, the other way |
 
 The convention is that of `lax.psum` under `vmap`, `pmap` and `shard_map(check_vma=False)`: the derivative is that of the sum
 of all ranks' outputs.
@@ -36,6 +37,7 @@ TRANSPOSED = {
     "allgather": Collective("reduce_scatter", op="sum"),
     "reduce_scatter": Collective("allgather"),
     "alltoall": Collective("alltoall"),
+    "permute": Collective("permute"),
 }
 
 
@@ -64,7 +66,8 @@ def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> 
 
 def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[Any]:
     live = [ct for ct in cts if type(ct) is not ad.Zero]
-    moved = iter(run(TRANSPOSED[call.kind], live, backend))
+    back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs))
+    moved = iter(run(back_call, live, backend))
     keep = jnp.asarray(call.kind != "bcast" or backend.place.rank == call.root)
     outs = []
     for ct, x in zip(cts, xs, strict=True):

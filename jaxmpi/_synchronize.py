@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import _world
+from jaxmpi import _agreement, _world
 from jaxmpi._backends import Backend
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_key, leaf_name
@@ -61,6 +61,7 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     """
     backend = untraced("synchronize")
     _world.check_root("synchronize", root)
+    _agreement.meet(backend, _agreement.calls("synchronize", f"root={root}", f"strict={strict}"))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]

@@ -3,20 +3,35 @@
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 
-from jaxmpi import _devices, _guard, _registry
+from jaxmpi import _axis, _devices, _guard, _registry
 from jaxmpi._backends import Backend
+from jaxmpi._backends.simulate import Simulated
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
 
-__all__ = ["World", "check_root", "current", "finalize", "init", "initialized", "local_rank", "local_size", "rank", "size"]
+__all__ = [
+    "World",
+    "check_root",
+    "current",
+    "finalize",
+    "init",
+    "initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "simulate",
+    "size",
+]
 
-BACKENDS = ("auto", "single", "mpi")
+BACKENDS = ("auto", "single", "mpi", "xla")
 LAUNCHERS = (  # what each launcher tells its ranks about their number
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -38,7 +53,7 @@ class World:
       local_rank: 0 to local_size - 1, within the node; the device is chosen by it.
       local_size: the number of ranks on this node.
       node: the number of this node; nodes are numbered by their lowest rank.
-      backend: "single" or "mpi".
+      backend: "single", "mpi", "xla" or "simulate".
     """
 
     rank: int
@@ -67,8 +82,9 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     **Collective:** every rank calls it.
 
     Args:
-      backend: "auto" (one rank: "single"; under mpirun, srun or `jaxmpi run`: "mpi"), "single" or "mpi". The environment
-        variable JAXMPI_BACKEND overrides "auto".
+      backend: "auto", "single", "mpi" or "xla". "auto" is "single" for one rank; under mpirun, srun or `jaxmpi run` it is
+        "xla" where every rank has a GPU of its own, and "mpi" otherwise. The environment variable JAXMPI_BACKEND overrides
+        "auto".
       devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
       verbose: print, on rank 0, what was chosen.
 
@@ -96,14 +112,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         return _State.world
     launched = launched_ranks()
     if backend == "auto":
-        backend = "mpi" if launched > 1 else "single"
-    if backend == "single":
-        chosen: Backend = Single()
-    else:
-        from jaxmpi._backends.mpi import Mpi
-
-        chosen = Mpi(launched)
-    device = _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
+        backend = ("xla" if _devices.enough(devices) else "mpi") if launched > 1 else "single"
+    chosen, device = _start(backend, launched, devices)
     _State.backend, _State.world = chosen, World(*chosen.place, backend=backend)
     if chosen.place.size > 1:
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
@@ -114,6 +124,58 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     if verbose and _State.world.rank == 0:
         sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}\n")
     return _State.world
+
+
+def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Backend, str | None]:
+    """The backend, and the name of this rank's GPU."""
+    if backend == "xla":
+        from jaxmpi._backends.xla import Xla
+
+        xla = Xla(launched, devices)
+        return xla, xla.device
+    if backend == "single":
+        chosen: Backend = Single()
+    else:
+        from jaxmpi._backends.mpi import Mpi
+
+        chosen = Mpi(launched)
+    return chosen, _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
+
+
+@contextmanager
+def simulate(n: int) -> Iterator[World]:
+    """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
+
+        with jaxmpi.simulate(8):
+            params, state, loss = step(params, state, batch)
+
+    Inside, `init` gives a World of n ranks, and a function that `jaxmpi.jit` has wrapped runs on all of them at once, as
+    `jax.vmap` over the axis. Arrays are equal on all ranks, unless they are a `jaxmpi.PerRank`: `jaxmpi.batches` yields those,
+    and a step returns them where its outputs differ between the ranks. Python itself runs once, as rank 0.
+
+    Args:
+      n: the number of ranks.
+
+    Raises:
+      ValueError: n is below 1.
+      RuntimeError: this process is one of several ranks.
+
+    >>> import jax, jaxmpi, numpy as np
+    >>> with jaxmpi.simulate(3):
+    ...     print(jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))(jaxmpi.PerRank(np.arange(3.0))))
+    3.0
+    """
+    if n < 1:
+        raise ValueError(f"simulate: n is {n}. Name a number of ranks above 0.")
+    before = _State.backend, _State.world
+    if before[1] is not None and before[1].size > 1 and before[1].backend != "simulate":
+        raise RuntimeError(f"simulate: this is one of {before[1].size} real ranks. Start a single process for simulated ones.")
+    backend = Simulated(n)
+    _State.backend, _State.world = backend, World(*backend.place, backend="simulate")
+    try:
+        yield _State.world
+    finally:
+        _State.backend, _State.world = before
 
 
 def initialized() -> bool:
@@ -148,14 +210,19 @@ def check_root(function: str, root: Any) -> None:
         raise ValueError(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
 
 
-def rank() -> int:
-    """This rank's number, 0 to size - 1: a Python int, which may stand in a differentiated function."""
-    return current("rank").place.rank
+def rank() -> Any:
+    """This rank's number, 0 to size - 1; it may stand in a differentiated function.
+
+    A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced program is that of all ranks.
+    """
+    place = current("rank").place
+    return lax.axis_index(_axis.AXIS) if _axis.bound() else place.rank
 
 
 def size() -> int:
     """The number of ranks: a Python int, which may stand in a differentiated function."""
-    return current("size").place.size
+    place = current("size").place
+    return lax.axis_size(_axis.AXIS) if _axis.bound() else place.size
 
 
 def local_rank() -> int:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxmpi import _guard, _world
+from jaxmpi import _guard, _jaxcompat, _world
 from jaxmpi._collectives import tree_allreduce
+from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array
 from jaxmpi._rounds import Key
 
@@ -120,6 +121,12 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
+    if _world.current("average_metrics").place.size == 1 or _jaxcompat.tracing():
+        return _average(metrics, weight)
+    return _eager_average(metrics, weight)
+
+
+def _average(metrics: Any, weight: Any) -> Any:
     if jnp.ndim(weight) != 0:
         raise ValueError(f"average_metrics: weight has shape {list(jnp.shape(weight))}. Pass one number for the rank.")
     paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
@@ -130,6 +137,9 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     message = jnp.concatenate([w.reshape(1), *(x.reshape(-1) for x in summed)])
     total, *parts = jnp.split(tree_allreduce(message, op="sum"), np.cumsum([1, *(x.size for x in summed)])[:-1])
     return treedef.unflatten([part.reshape(x.shape) / total[0] for part, x in zip(parts, leaves, strict=True)])
+
+
+_eager_average = eager(lambda metrics, weight: _average(metrics, weight), "average_metrics")
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -11,13 +11,15 @@ where an epoch was left, for any p and any B.
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxmpi import _world
+from jaxmpi import _axis, _world
+from jaxmpi._backends.simulate import PerRank
 from jaxmpi._sources import Arrays, Samples, open_source
 
 __all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
@@ -49,7 +51,10 @@ def shard(data: Any) -> "Shard":
     >>> len(part), part[-1]["x"], part[2:5]["y"]
     (9, array([16., 17.]), array([2, 3, 0]))
     """
-    place = _world.current("shard").place
+    backend = _world.current("shard")
+    if backend.name == "simulate":
+        raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
+    place = backend.place
     return Shard(data, rank=place.rank, size=place.size)
 
 
@@ -61,7 +66,7 @@ def batches(
     epoch: int = 0,
     start: int = 0,
     remainder: Literal["drop", "mask"] = "drop",
-) -> "Batches":
+) -> "Batches | StackedBatches":
     """Iterate over this rank's rows of every global batch of one epoch.
 
     step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi - lo, r, p) of it.
@@ -96,20 +101,15 @@ def batches(
     >>> [float(batch[mask].sum()) for batch, mask in jaxmpi.batches(np.arange(10.0), 4, remainder="mask")]
     [6.0, 22.0, 17.0]
     """
-    place = _world.current("batches").place
-    return Batches(
-        data,
-        batch_size,
-        rank=place.rank,
-        size=place.size,
-        seed=seed,
-        epoch=epoch,
-        start=start,
-        remainder=remainder,
-    )
+    backend = _world.current("batches")
+    rank, size = backend.place.rank, backend.place.size
+    options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
+    if backend.name == "simulate":
+        return StackedBatches([Batches(data, batch_size, rank=r, size=size, **options) for r in range(size)])
+    return Batches(data, batch_size, rank=rank, size=size, **options)
 
 
-def rank_key(key: jax.Array) -> jax.Array:
+def rank_key(key: jax.Array) -> Any:
     """Derive this rank's own PRNG key.
 
     key_r = fold_in(key, r)
@@ -131,9 +131,10 @@ def rank_key(key: jax.Array) -> jax.Array:
     >>> bool(jaxmpi.rank_key(key) == jax.random.fold_in(key, jaxmpi.rank()))
     True
     """
-    _world.current("rank_key")  # so that before init the error names this function, not rank
-    key_r: jax.Array = jax.random.fold_in(key, _world.rank())
-    return key_r
+    backend = _world.current("rank_key")  # before init the error names this function, not rank
+    if backend.name == "simulate" and not _axis.bound():
+        return PerRank(jax.vmap(partial(jax.random.fold_in, key))(np.arange(backend.place.size)))
+    return jax.random.fold_in(key, _world.rank())
 
 
 class Shard(Sequence[Any]):
@@ -216,6 +217,25 @@ class Batches(Iterable[Any]):
         rows = np.full(n_rows, self._order[lo], np.int64)
         rows[: len(part)] = self._order[lo + part.start : lo + part.stop]
         return rows, np.arange(n_rows) < len(part)
+
+
+class StackedBatches(Iterable[Any]):
+    """The batches of all simulated ranks side by side, as `PerRank` arrays."""
+
+    def __init__(self, ranks: Sequence[Batches]) -> None:
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return len(self._ranks[0])
+
+    @property
+    def position(self) -> int:
+        """That of every rank."""
+        return self._ranks[0].position
+
+    def __iter__(self) -> Iterator[Any]:
+        for parts in zip(*self._ranks, strict=True):
+            yield jax.tree.map(lambda *xs: PerRank(np.stack(xs)), *parts)
 
 
 def _part(n: int, rank: int, size: int) -> range:

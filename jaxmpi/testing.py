@@ -19,7 +19,9 @@ from jaxmpi._pool import RankFailure, Task, pool
 __all__ = ["RankFailure", "run_ranks"]
 
 
-def run_ranks(*sizes: int, timeout_seconds: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def run_ranks(
+    *sizes: int, backend: str = "auto", timeout_seconds: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test function on each of these numbers of ranks, after `jaxmpi.init()`.
 
     The function must stand at the top level of its module. Its arguments may come from `pytest.mark.parametrize` (they are
@@ -27,6 +29,7 @@ def run_ranks(*sizes: int, timeout_seconds: float = 60.0) -> Callable[[Callable[
 
     Args:
       *sizes: numbers of ranks; 1 runs without MPI.
+      backend: as in `jaxmpi.init`; ranks of different backends are started apart from each other.
       timeout_seconds: after which all ranks are ended and the test fails.
 
     Returns:
@@ -43,7 +46,7 @@ def run_ranks(*sizes: int, timeout_seconds: float = 60.0) -> Callable[[Callable[
 
         @wraps(function)
         def test(ranks: int, **kwargs: Any) -> None:
-            pool(ranks).run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
+            pool(ranks, backend).run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
 
         own = list(inspect.signature(function).parameters.values())
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

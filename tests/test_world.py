@@ -104,7 +104,7 @@ def test_tree_functions_after_finalize_use_the_new_communicator():
 
 def test_unknown_backend():
     done = python("import jaxmpi; jaxmpi.init('nccl')")
-    assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi." in done.stderr
+    assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi, xla." in done.stderr
     done = python("import jaxmpi; jaxmpi.init()", JAXMPI_BACKEND="nccl")
     assert "ValueError: init: backend 'nccl' is unknown" in done.stderr
 
@@ -125,7 +125,7 @@ def test_launched_by_another_mpi_says_so():
 def test_mpi4jax_of_another_mpi_says_so(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path))
-    assert "MPIError: The mpi backend was asked for, but mpi4jax does not work here: MPI ABI incompatibility" in done.stderr
+    assert "MPIError: MPI was asked for, but mpi4jax does not work here: MPI ABI incompatibility" in done.stderr
     assert "--no-build-isolation --no-cache-dir" in done.stderr
 
 
@@ -171,10 +171,13 @@ def test_ranks_that_share_a_gpu_are_named_once():
     )
 
 
+PROGRAM = ("reading", "trace", "schedule", "rewrite", "variation", "listing", "build", "program")
 LAYERS = [
-    {"_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
-    {"_backends", "_backends.single", "_backends.mpi", "_backends.carriers"},
-    {"_primitive", "_guard", "_world"},
+    {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
+    {"_backends", *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "xla", "carriers"))},
+    {"_primitive", "_guard", "_world", "_agreement"},
+    {"_program", *(f"_program.{name}" for name in PROGRAM)},
+    {"_jit"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
     {"testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},

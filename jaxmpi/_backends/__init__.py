@@ -21,12 +21,14 @@ class Collective(NamedTuple):
     bcast [s] -> [s], y = x_root;
     allgather [s] -> [n, s], y[r] = x_r;
     alltoall [n, s] -> [n, s], y_q[r] = x_r[q];
-    reduce_scatter [n, s] -> [s], y_q = op_r x_r[q].
+    reduce_scatter [n, s] -> [s], y_q = op_r x_r[q];
+    permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none.
     """
 
     kind: str
     op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter
     root: int = 0  # of bcast
+    pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
 
     def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The shape that an operand of shape `shape` comes back with."""
@@ -69,6 +71,9 @@ class Backend(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    def extremes(self, word: int) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers."""
 
     def close(self) -> None:
         """Free what `init` took."""

@@ -1,0 +1,79 @@
+"""The ranks find out whether they are about to do the same thing, before any of them waits for another in vain.
+
+A rank that is about to communicate says a number: what it is about to do. One short message tells the smallest and the largest
+of all ranks' numbers to everyone; only when these differ do the ranks say more. All of it happens in Python between programs,
+never while tracing, and so a rank that has to trace and compile first is waited for.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from jaxmpi._backends import Backend
+from jaxmpi._errors import RankMismatchError
+
+__all__ = ["FAILED", "Statement", "calls", "meet"]
+
+FAILED = 0  # in the place of a word: this rank cannot do what it was to do
+
+
+class Statement(NamedTuple):
+    """What a rank is about to do: equal words mean the same messages in the same order."""
+
+    word: int
+    title: str  # such as "tree_allreduce" or "train_step"
+    failure: str = ""  # why it cannot
+
+
+def calls(function: str, *details: Any) -> Statement:
+    """The statement of a rank that calls a function which is no program; a word has 62 bits and is above 0."""
+    digest = hashlib.blake2b(repr((function, details)).encode(), digest_size=8).digest()
+    return Statement(int.from_bytes(digest, "big") >> 2 or 1, " ".join([function, *map(str, details)]))
+
+
+def meet(backend: Backend, statement: Statement, lines: Callable[[], Sequence[str]] = tuple) -> None:
+    """Go on if all ranks make the same statement; raise on all of them otherwise.
+
+    **Communication:** 16 bytes.
+
+    Args:
+      backend: the ranks.
+      statement: what this rank is about to do.
+      lines: what it will send, and what it was called with, for the message where the ranks differ.
+
+    Raises:
+      RankMismatchError: on every rank, with both sides. A rank with a `failure` of its own returns instead.
+    """
+    smallest, largest = backend.extremes(statement.word)
+    if smallest == largest != FAILED:
+        return
+    everyone = [Statement(*said) for said in backend.allgather_object(tuple(statement))]
+    failed = next((rank for rank, said in enumerate(everyone) if said.failure), None)
+    if statement.failure:
+        return
+    if failed is not None:
+        raise RankMismatchError(
+            f"{statement.title}: rank {failed} could not trace {everyone[failed].title}: {everyone[failed].failure} "
+            "The other ranks stop here, before anything is sent."
+        )
+    raise RankMismatchError(_compare(everyone, backend.allgather_object(tuple(lines()))))
+
+
+def _compare(everyone: Sequence[Statement], lines: Sequence[Sequence[str]]) -> str:
+    """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
+    other = next(rank for rank, said in enumerate(everyone) if said.word != everyone[0].word)
+    groups = [[r for r, said in enumerate(everyone) if said.word == everyone[k].word] for k in (0, other)]
+    names = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups]
+    titles = everyone[0].title, everyone[other].title
+    if titles[0] != titles[1]:
+        head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}."
+    else:
+        head = f"{titles[0]}: {names[0]} and {names[1]} do not agree."
+    found = [
+        f"\n  {names[0]}: {a or 'nothing more'}\n  {names[1]}: {b or 'nothing more'}"
+        for a, b in zip_longest(lines[0], lines[other], fillvalue="")
+        if a != b
+    ]
+    hidden = f"\n  ... and {len(found) - 3} more differences" if len(found) > 3 else ""
+    return head + " Every rank must send the same arrays in the same order." + "".join(found[:3]) + hidden

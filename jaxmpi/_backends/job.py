@@ -1,0 +1,148 @@
+"""The ranks of one MPI job, and what they say to each other outside of compiled programs, with mpi4py.
+
+Objects and the guard's thread have a communicator of their own each, so that neither meets the other's messages, nor those of
+the compiled programs.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi import _plan, _registry
+from jaxmpi._backends import Place
+from jaxmpi._errors import MPIError
+
+__all__ = ["Job"]
+
+
+class Job:
+    """The ranks of `MPI_COMM_WORLD`."""
+
+    def __init__(self, mpi: Any, launched: int) -> None:
+        """Join the other ranks.
+
+        Args:
+          mpi: the module `mpi4py.MPI`.
+          launched: how many ranks the launcher's environment speaks of.
+        """
+        self._mpi = mpi
+        world = mpi.COMM_WORLD
+        if launched > world.size == 1:
+            vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
+            raise MPIError(
+                f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
+                "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+            )
+        self._objects, self._channel = world.Dup(), world.Dup()
+        node_comm = world.Split_type(mpi.COMM_TYPE_SHARED)
+        leaders = world.allgather(node_comm.bcast(world.rank))
+        node = sorted(set(leaders)).index(leaders[world.rank])
+        self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
+        _unlink_shared_memory(node_comm)
+        node_comm.Free()
+        self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
+        self.entered = 0  # collectives outside of programs that this rank has entered, for the guard
+        self.inside = False
+        self._sending: list[Any] = []
+        self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
+
+    def _enter(self) -> "_Entered":
+        jax.effects_barrier()  # one order for both kinds of traffic, and never two threads inside MPI for their sake
+        return _Entered(self)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """All ranks' picklable objects, in the order of the ranks."""
+        with self._enter():
+            return self._objects.allgather(obj)
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The object of rank `root`."""
+        with self._enter():
+            return self._objects.bcast(obj, root)
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""
+        with self._enter():
+            for start in range(0, buffer.size, _plan.MAX_ITEMS):
+                self._objects.Bcast(buffer[start : start + _plan.MAX_ITEMS], root)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        with self._enter():
+            self._objects.Barrier()
+
+    def extremes(self, word: int) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers: 16 bytes from each."""
+        self._word[:] = -word, word
+        with self._enter():
+            self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
+        return -int(self._words[0]), int(self._words[1])
+
+    # the guard's channel: short messages that nobody has to be waiting for
+
+    def send(self, rank: int, message: Any) -> None:
+        """Start sending a picklable object to one rank; returns at once."""
+        self._sending = [request for request in self._sending if not request.test()[0]]
+        self._sending.append(self._channel.issend(message, rank))
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """The (rank, object) pairs that have arrived since the last call."""
+        arrived, status = [], self._mpi.Status()
+        while (message := self._channel.improbe(status=status)) is not None:
+            arrived.append((status.source, message.recv()))
+        return arrived
+
+    def sent(self) -> bool:
+        """Whether everything that was sent has been received."""
+        self._sending = [request for request in self._sending if not request.test()[0]]
+        return not self._sending
+
+    def everyone_leaves(self) -> Callable[[], bool]:
+        """Say that this rank is done; the function returned tells whether all ranks have said so."""
+        return self._channel.Ibarrier().Test
+
+    def threads(self) -> bool:
+        """Whether other threads may call MPI while this one does."""
+        return self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+
+    def abort(self, code: int) -> None:
+        """End every rank of the job, now."""
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        """Free the communicators, and the programs that were compiled for them."""
+        jax.effects_barrier()
+        jax.clear_caches()
+        for comm in (self._objects, self._channel):
+            comm.Free()
+
+
+class _Entered:
+    """Marks, for the guard, that this rank is inside a collective."""
+
+    def __init__(self, backend: Job) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        self._backend.entered += 1
+        self._backend.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._backend.inside = False
+
+
+def _unlink_shared_memory(node_comm: Any) -> None:
+    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
+
+    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
+    rank that is alone has nobody to share Open MPI's with.
+    """
+    named = [path for path in _registry.segments() if "mpich_shm" in path or node_comm.size == 1]
+    node_comm.Barrier()
+    for path in named:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

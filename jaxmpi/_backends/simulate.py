@@ -1,0 +1,76 @@
+"""Several ranks in one process: the values that differ between them are stacked, and a step runs on all at once."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._backends import Collective, Place
+
+__all__ = ["PerRank", "Simulated"]
+
+
+@jax.tree_util.register_pytree_node_class
+class PerRank:
+    """An array that each simulated rank has its own of: `stack[r]` is rank r's.
+
+    A pytree node, so that it goes into and comes out of `jaxmpi.jit`, and `jax.device_get` and `np.asarray` take it.
+    """
+
+    def __init__(self, stack: Any) -> None:
+        self.stack = stack
+
+    def __getitem__(self, rank: int) -> Any:
+        return self.stack[rank]
+
+    def __len__(self) -> int:
+        return len(self.stack)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.stack, dtype) if copy else np.asarray(self.stack, dtype)
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.stack!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.stack,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "PerRank":
+        return cls(*children)
+
+
+class Simulated:
+    """`size` ranks, of which Python sees rank 0; values that are no `PerRank` are equal on all of them."""
+
+    name = "simulate"
+    effects: frozenset[Hashable] = frozenset()
+
+    def __init__(self, size: int) -> None:
+        self.place = Place(rank=0, size=size, local_rank=0, local_size=size, node=0)
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Not outside of `jaxmpi.jit`, where an array does not say whether it is one rank's or all ranks'."""
+        raise RuntimeError("Simulated ranks communicate inside of jaxmpi.jit. Put it in the place of jax.jit.")
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Every rank has the same object."""
+        return [obj] * self.place.size
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Every rank has the same object."""
+        return obj
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Every rank has the same buffer."""
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def extremes(self, word: int) -> tuple[int, int]:
+        """The number itself."""
+        return word, word
+
+    def close(self) -> None:
+        """Nothing was taken."""

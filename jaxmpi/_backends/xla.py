@@ -1,0 +1,105 @@
+"""XLA's own collectives between processes, NCCL on CUDA and gloo on CPU; MPI starts them, and carries objects.
+
+Each rank's arrays go in and come out as global arrays with the sharding `P()` of a mesh of one device a rank. XLA takes these
+for replicated, but each process holds its own values, and nothing inside (`shard_map` without `check_vma`) relies on more.
+Wrapping and unwrapping share the memory.
+"""
+
+import os
+import socket
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmpi import _devices
+from jaxmpi._axis import AXIS
+from jaxmpi._backends import Collective
+from jaxmpi._backends.job import Job
+from jaxmpi._backends.mpi import import_mpi4py
+
+__all__ = ["Xla"]
+
+
+class Xla(Job):
+    """Ranks whose programs talk through XLA."""
+
+    name = "xla"
+    effects: frozenset[Hashable] = frozenset()
+
+    def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
+        """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""
+        super().__init__(import_mpi4py(launched), launched)
+        self.device = _devices.choose(self.place.local_rank, self.place.local_size, devices)
+        if self.place.size > 1:
+            self._bootstrap()
+        self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        self.sharding = NamedSharding(self.mesh, PartitionSpec())
+
+    def _bootstrap(self) -> None:
+        address = f"{_host(self.place.local_size == self.place.size)}:{_free_port()}" if self.place.rank == 0 else ""
+        address = self.broadcast_object(address, 0)
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+        try:
+            jax.distributed.initialize(
+                address, self.place.size, self.place.rank, cluster_detection_method="deactivate", initialization_timeout=60
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"init: JAX's processes could not join each other at {address}: {error} Call jaxmpi.init() before anything "
+                "that starts JAX's backend, such as jnp.zeros or jax.devices."
+            ) from error
+
+    def wrap(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arrays of this rank as global arrays; what is global already, such as the state of a train step, stays as it is."""
+        try:
+            if [x.sharding for x in leaves].count(self.sharding) == len(leaves):
+                return list(leaves)
+        except AttributeError:  # NumPy arrays and numbers
+            pass
+        return [self._wrap(x) for x in leaves]
+
+    def _wrap(self, x: Any) -> Any:
+        if isinstance(x, bool | int | float | complex) or getattr(x, "sharding", None) == self.sharding:
+            return x
+        mine = jax.device_put(x, jax.local_devices()[0])
+        return jax.make_array_from_single_device_arrays(mine.shape, self.sharding, [mine])
+
+    def unwrap(self, x: Any) -> Any:
+        """This rank's array of a global one."""
+        return x.addressable_data(0) if isinstance(x, jax.Array) and x.sharding == self.sharding else x
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Not under plain `jax.jit`, which knows nothing of the other ranks."""
+        raise RuntimeError(
+            "A collective stands under jax.jit, and on the xla backend the ranks are known inside of jaxmpi.jit only. "
+            "Put jaxmpi.jit in the place of jax.jit."
+        )
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        super().close()
+        if self.place.size > 1:
+            jax.distributed.shutdown()
+
+
+def _host(one_node: bool) -> str:
+    """An address of this host that the other ranks can reach; JAXMPI_HOST, on rank 0, overrides it."""
+    if one_node:
+        return "localhost"
+    if named := os.environ.get("JAXMPI_HOST"):
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; finds the interface that leads outside
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,121 @@
+"""From a traced function to what `jax.jit` compiles, for each of the ways to run.
+
+| backend | the program becomes |
+|---|---|
+| single | itself: collectives over one rank are the identity |
+| mpi | a program of MPI calls, in an order that tokens in its module keep, with no JAX effect outside |
+| xla | a `shard_map` over one device a rank, with XLA's collectives |
+| simulate | a `vmap` over the ranks, with JAX's reductions in one process |
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
+
+from jaxmpi import _jaxcompat, _primitive
+from jaxmpi._axis import AXIS
+from jaxmpi._backends import Collective, named
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._program.reading import has_collective
+from jaxmpi._program.rewrite import Target, rewrite
+from jaxmpi._program.variation import varying
+
+__all__ = ["build", "together"]
+
+Flat = Callable[..., list[Any]]  # of arrays, to arrays
+
+
+def build(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], *, hide: bool) -> tuple[Flat, Flat]:
+    """Make a traced program one of `backend`.
+
+    Args:
+      jaxpr: of `trace.trace`.
+      backend: the ranks.
+      stacked: for simulated ranks, which of the arguments each rank has its own of.
+      hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call of a jitted function
+        through Python, at tens of microseconds for each array; but inside of another function it is what keeps the order.
+
+    Returns:
+      The program, and what is done to its outputs.
+    """
+    if backend.name == "simulate":
+        return _simulated(jaxpr, backend, stacked), partial(_marked, varying(jaxpr, stacked, check=False))
+    if not has_collective(jaxpr):
+        return jaxpr_as_fun(jaxpr), list
+    if backend.name == "xla":
+        return _on_mesh(jaxpr, backend), list
+    return _on_mpi(jaxpr, backend, hide), list
+
+
+def together(backend: Any) -> bool:
+    """Whether collectives that can travel together do: not on GPUs, where XLA knows best what to combine."""
+    return backend.name != "xla" or jax.default_backend() == "cpu"
+
+
+def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, hide: bool) -> Flat:
+    """Also for a single rank, whose `run` is the identity."""
+
+    def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return backend.run(call, xs) if backend.place.size == 1 else _primitive.run(call, xs, backend)
+
+    rank = backend.place.rank
+    program = rewrite(jaxpr, Target(backend.place.size, run, lambda: np.int32(rank)))
+    effects = set(_jaxcompat.parts(program)[0].effects)
+    # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
+    others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
+    if not hide or not effects or others or not _jaxcompat.can_hide_effects():
+        return jaxpr_as_fun(program)
+    return lambda *xs: program_p.bind(*xs, program=_Program(program))
+
+
+def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
+    target = Target(backend.place.size, named.run, lambda: lax.axis_index(AXIS), together(backend))
+    program = jaxpr_as_fun(rewrite(jaxpr, target))
+    spec = PartitionSpec()
+    return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _simulated(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool]) -> Flat:
+    program = jaxpr_as_fun(rewrite(jaxpr, Target(backend.place.size, named.run, lambda: lax.axis_index(AXIS))))
+    axes = tuple(0 if own else None for own in stacked)
+    return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
+
+
+def _marked(differ: Sequence[bool], outs: Sequence[Any]) -> list[Any]:
+    """`PerRank` where the ranks have their own values, and one array where they don't."""
+    return [PerRank(out) if own else out[0] for own, out in zip(differ, outs, strict=True)]
+
+
+# a whole program as one primitive without effects
+
+program_p = Primitive("jaxmpi_program")
+program_p.multiple_results = True
+
+
+class _Program:
+    """A jaxpr as a parameter, compared by identity."""
+
+    def __init__(self, jaxpr: ClosedJaxpr) -> None:
+        self.jaxpr = jaxpr
+
+
+def _abstract(*_: Any, program: _Program) -> list[Any]:
+    outs = _jaxcompat.parts(program.jaxpr)[0].outvars
+    return [ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in outs]
+
+
+def _lower(ctx: Any, *xs: Any, program: _Program) -> Any:
+    return _jaxcompat.lower_with_tokens(ctx, *xs, jaxpr=program.jaxpr)
+
+
+program_p.def_abstract_eval(_abstract)
+program_p.def_impl(lambda *xs, program: jaxpr_as_fun(program.jaxpr)(*xs))  # under jax.disable_jit
+mlir.register_lowering(program_p, _lower)

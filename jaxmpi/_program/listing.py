@@ -1,0 +1,76 @@
+"""What a program will send, known before it runs."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends import Collective
+from jaxmpi._program.reading import subjaxprs
+from jaxmpi._program.schedule import schedule
+
+__all__ = ["Entry", "digest", "listing", "table"]
+
+
+class Entry(NamedTuple):
+    """Arrays that one collective carries.
+
+    Attributes:
+      call: the collective.
+      arrays: shape and dtype of each array that goes in.
+      path: the loops and branches around it, such as "scan[12]/cond:1"; "" at the top.
+      times: how often it is carried out; None where a branch or a while_loop decides.
+      source: file and line of each array's collective, without repetitions.
+    """
+
+    call: Collective
+    arrays: tuple[tuple[tuple[int, ...], str], ...]
+    path: str
+    times: int | None
+    source: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Such as "allreduce sum"."""
+        detail = {"bcast": f"from {self.call.root}", "permute": str(list(self.call.pairs))}.get(self.call.kind, self.call.op)
+        return f"{self.call.kind} {detail}".strip()
+
+    def __str__(self) -> str:
+        first = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.arrays[:3])
+        more = f", and {len(self.arrays) - 3} more" if len(self.arrays) > 3 else ""
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.name} of {first}{more}{where} at {', '.join(self.source[:2])}"
+
+
+def listing(jaxpr: Any, size: int, *, together: bool = True, path: str = "", times: int | None = 1) -> Iterator[Entry]:
+    """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
+    for level in schedule(jaxpr, size, together=together):
+        for group in level.groups:
+            distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
+            avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
+            arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
+            source = tuple(dict.fromkeys(map(_jaxcompat.source_line, group.eqns)))
+            yield Entry(group.call, tuple(arrays), path, times, source)
+        for eqn in level.loops:
+            yield from _inside(eqn, size, together, path, times)
+
+
+def _inside(eqn: Any, size: int, together: bool, path: str, times: int | None) -> Iterator[Entry]:
+    name = eqn.primitive.name
+    for i, inner in enumerate(subjaxprs(eqn)):
+        step, inner_times = f"{name}:{i}" if name == "cond" else name, None
+        if name == "scan":
+            step, inner_times = f"scan[{eqn.params['length']}]", times and times * eqn.params["length"]
+        inner_path = f"{path}/{step}" if path else step
+        yield from listing(inner, size, together=together, path=inner_path, times=inner_times)
+
+
+def digest(entries: Sequence[Entry]) -> int:
+    """A number of 62 bits, above 0, that is equal where the same is sent in the same order; source lines don't count."""
+    text = repr([entry._replace(source=()) for entry in entries])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2 or 1
+
+
+def table(title: str, entries: Sequence[Entry], size: int) -> str:
+    """The entries as lines of text."""
+    return f"{title}: {len(entries)} collectives on {size} ranks\n" + "".join(f"  {entry}\n" for entry in entries)

@@ -1,0 +1,92 @@
+"""Which collectives of a program travel together.
+
+A value's level is the number of rounds of communication that it depends on. All collectives of one level and of one kind are
+independent of each other, so they become one call: the mean of a tree of 161 gradients is one, and the number of rounds is
+that of the longest chain, which no other order can undercut.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends import Collective
+from jaxmpi._program.reading import Translation, kind, other_effects, translate
+
+__all__ = ["Group", "Level", "schedule"]
+
+
+class Group(NamedTuple):
+    """Collectives that are one call: the same `call` on the operand of each equation."""
+
+    call: Collective
+    eqns: list[Any]
+    translations: list[Translation]
+
+
+class Level(NamedTuple):
+    """A round: first what is local, then the messages, then the loops that contain more of them."""
+
+    local: list[Any]
+    groups: list[Group]
+    loops: list[Any]
+
+
+def schedule(jaxpr: Any, size: int, *, together: bool = True) -> Iterator[Level]:
+    """The rounds of an opened program on `size` ranks, without what no output needs.
+
+    Args:
+      jaxpr: of `trace.opened`.
+      size: the number of ranks.
+      together: False where every collective is to stay a call of its own.
+    """
+    eqns = list(_needed(_jaxcompat.parts(jaxpr)[0]))
+    constant = _constants(eqns)
+    depth: dict[Any, int] = {}
+    levels: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    last = 0
+    for eqn in eqns:
+        level = max((depth.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
+        if other_effects(eqn):  # these keep their order
+            level = last = max(level, last)
+        remote = kind(eqn) in ("collective", "loop") and not constant.issuperset(eqn.outvars)
+        levels[level][remote].append(eqn)
+        depth.update((v, level + remote) for v in eqn.outvars)
+    for level in sorted(levels):
+        local, remote_eqns = levels[level]
+        yield Level(local, _groups(remote_eqns, size, together), [e for e in remote_eqns if kind(e) == "loop"])
+
+
+def _groups(eqns: list[Any], size: int, together: bool) -> list[Group]:
+    groups: dict[Any, Group] = {}
+    for i, eqn in enumerate(eqns):
+        if kind(eqn) == "collective":
+            translation = translate(eqn, size)
+            group = groups.setdefault(translation.call if together else i, Group(translation.call, [], []))
+            group.eqns.append(eqn)
+            group.translations.append(translation)
+    return list(groups.values())
+
+
+def _needed(jaxpr: Any) -> Iterator[Any]:
+    """The equations that an output or an effect depends on, in order."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return reversed(kept)
+
+
+def _constants(eqns: list[Any]) -> set[Any]:
+    """Variables that follow from literals alone, so that every rank knows their sums: the gradient of a mean has one."""
+    constant: set[Any] = set()
+    for eqn in eqns:
+        known = all(isinstance(v, Literal) or v in constant for v in eqn.invars)
+        reduces = kind(eqn) == "collective" and eqn.primitive.name in ("psum", "pmax", "pmin")
+        if known and not other_effects(eqn) and (kind(eqn) == "" or reduces):
+            constant.update(eqn.outvars)
+    return constant

@@ -1,0 +1,81 @@
+"""From a function to a jaxpr in which every collective stands at the top or in a loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS
+from jaxmpi._program.reading import CALLS, kind, map_subjaxprs
+
+__all__ = ["Reader", "evaluate", "make", "opened", "trace"]
+
+
+def trace(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
+    """Trace a function of flat arrays with the axis bound, and open the calls that contain a collective.
+
+    Returns:
+      The program, and the arrays that the function had from outside, which are the first of the program's arguments.
+    """
+    traced = make(function, size, avals)
+    inner, captured = _jaxcompat.parts(traced)
+    arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
+    return make(lambda *args: _open(inner, size, *args), size, arguments), captured
+
+
+def make(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
+    """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, jax.core.ShapedArray) else a
+        for a in avals
+    ]
+    return jax.make_jaxpr(function, axis_env=[(AXIS, size)])(*structs)
+
+
+def opened(jaxpr: Any, size: int) -> ClosedJaxpr:
+    """The same program without calls around collectives, in its loops, too."""
+    return make(lambda *args: _open(jaxpr, size, *args), size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars])
+
+
+def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
+    def step(eqn: Any, xs: list[Any]) -> list[Any]:
+        match kind(eqn):
+            case "call":
+                if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                    xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
+                with _jaxcompat.at_source(eqn):
+                    return _open(eqn.params[CALLS[eqn.primitive.name]], size, *xs)
+            case "loop":
+                return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, size)))
+            case _:
+                return _jaxcompat.bind(eqn, xs)
+
+    return evaluate(jaxpr, step, *args)
+
+
+class Reader:
+    """The values of a jaxpr's variables while it is evaluated."""
+
+    def __init__(self, jaxpr: Any, args: Sequence[Any]) -> None:
+        inner, consts = _jaxcompat.parts(jaxpr)
+        if len(args) == len(inner.invars):  # otherwise the constants are the first arguments
+            args = (*consts, *args)
+        self.values = dict(zip((*inner.constvars, *inner.invars), args, strict=True))
+        self.outvars = inner.outvars
+
+    def __call__(self, atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
+
+    def write(self, eqn: Any, outs: Sequence[Any]) -> None:
+        self.values.update(zip(eqn.outvars, outs, strict=True))
+
+
+def evaluate(jaxpr: Any, step: Callable[[Any, list[Any]], Sequence[Any]], *args: Any) -> list[Any]:
+    """Evaluate a jaxpr with a rule of one's own for each equation."""
+    read = Reader(jaxpr, args)
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        read.write(eqn, step(eqn, read(eqn.invars)))
+    return read(read.outvars)
