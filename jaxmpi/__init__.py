@@ -11,13 +11,14 @@ from jaxmpi._collectives import (
     tree_reduce_scatter,
 )
 from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
-from jaxmpi._jit import jit
+from jaxmpi._jit import jit, local
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim import average_gradients, distributed
 from jaxmpi._synchronize import synchronize
 from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, simulate, size
 from jaxmpi.console import average_metrics, get_logger, print, progress
 from jaxmpi.data import batches, rank_key, shard
+from jaxmpi.diagnose import explain
 
 __version__ = "0.1.0"
 
@@ -35,11 +36,13 @@ __all__ = [
     "batches",
     "broadcast_object",
     "distributed",
+    "explain",
     "finalize",
     "get_logger",
     "init",
     "initialized",
     "jit",
+    "local",
     "local_rank",
     "local_size",
     "print",

@@ -15,6 +15,8 @@ from jaxmpi._errors import RankMismatchError
 
 __all__ = ["FAILED", "Statement", "calls", "meet"]
 
+Sides = tuple[list[str], list[str]]
+
 FAILED = 0  # in the place of a word: this rank cannot do what it was to do
 
 
@@ -32,7 +34,7 @@ def calls(function: str, *details: Any) -> Statement:
     return Statement(int.from_bytes(digest, "big") >> 2 or 1, " ".join([function, *map(str, details)]))
 
 
-def meet(backend: Backend, statement: Statement, lines: Callable[[], Sequence[str]] = tuple) -> None:
+def meet(backend: Backend, statement: Statement, sides: Callable[[], Sides] = lambda: ([], [])) -> None:
     """Go on if all ranks make the same statement; raise on all of them otherwise.
 
     **Communication:** 16 bytes.
@@ -40,7 +42,7 @@ def meet(backend: Backend, statement: Statement, lines: Callable[[], Sequence[st
     Args:
       backend: the ranks.
       statement: what this rank is about to do.
-      lines: what it will send, and what it was called with, for the message where the ranks differ.
+      sides: what it will send, and what it was called with, in words, for the message where the ranks differ.
 
     Raises:
       RankMismatchError: on every rank, with both sides. A rank with a `failure` of its own returns instead.
@@ -57,23 +59,26 @@ def meet(backend: Backend, statement: Statement, lines: Callable[[], Sequence[st
             f"{statement.title}: rank {failed} could not trace {everyone[failed].title}: {everyone[failed].failure} "
             "The other ranks stop here, before anything is sent."
         )
-    raise RankMismatchError(_compare(everyone, backend.allgather_object(tuple(lines()))))
+    raise RankMismatchError(_compare(everyone, backend.allgather_object(sides())))
 
 
-def _compare(everyone: Sequence[Statement], lines: Sequence[Sequence[str]]) -> str:
+def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:
     """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
     other = next(rank for rank, said in enumerate(everyone) if said.word != everyone[0].word)
-    groups = [[r for r, said in enumerate(everyone) if said.word == everyone[k].word] for k in (0, other)]
-    names = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in groups]
+    names = [_ranks([r for r, said in enumerate(everyone) if said.word == everyone[k].word]) for k in (0, other)]
     titles = everyone[0].title, everyone[other].title
+    head = f"{titles[0]}: {names[0]} and {names[1]} do not agree."
     if titles[0] != titles[1]:
         head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}."
-    else:
-        head = f"{titles[0]}: {names[0]} and {names[1]} do not agree."
-    found = [
-        f"\n  {names[0]}: {a or 'nothing more'}\n  {names[1]}: {b or 'nothing more'}"
-        for a, b in zip_longest(lines[0], lines[other], fillvalue="")
+    differences = [
+        f"\n  {names[0]} {verb} {a or 'nothing more'}\n  {names[1]} {verb} {b or 'nothing more'}"
+        for verb, mine, theirs in zip(("sends", "takes"), sides[0], sides[other], strict=True)
+        for a, b in zip_longest(mine, theirs, fillvalue="")
         if a != b
     ]
-    hidden = f"\n  ... and {len(found) - 3} more differences" if len(found) > 3 else ""
-    return head + " Every rank must send the same arrays in the same order." + "".join(found[:3]) + hidden
+    hidden = f"\n  ... and {len(differences) - 3} more differences" if len(differences) > 3 else ""
+    return head + " Every rank must send the same arrays in the same order." + "".join(differences[:3]) + hidden
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -160,7 +160,7 @@ class _Axis:
     """The ranks where their axis is bound."""
 
     def __init__(self) -> None:
-        self.size = lax.axis_size(_axis.AXIS)
+        self.size = int(lax.axis_size(_axis.AXIS))
 
     def index(self) -> jax.Array:
         return lax.axis_index(_axis.AXIS)
@@ -203,9 +203,10 @@ def _apply(function: str, work: ListFunction, tree: Any, *, op: str | None = Non
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
     ranks = _Axis() if _axis.bound() else _Plain(backend)
-    outs = iter(work([leaves[i] for i in sent], ranks))
-    for i in sent:
-        leaves[i] = next(outs)
+    outs = work([leaves[i] for i in sent], ranks)
+    for i, out in zip(sent, outs, strict=True):
+        weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
+        leaves[i] = _jaxcompat.as_weak(out) if weak else out
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
     return treedef.unflatten(leaves)
@@ -276,7 +277,7 @@ def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: 
     size = ranks.size
     if op == "mean" and size > 1:
         sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
-    return [s if s.dtype == x.dtype else s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]  # keeps weak types
+    return [s if s.dtype == x.dtype else s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

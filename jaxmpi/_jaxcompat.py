@@ -1,4 +1,4 @@
-"""The one file that touches `jax._src`. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1."""
+"""The one file that touches `jax._src`; `TESTED` names the versions of JAX that it was tested with."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from jax._src import core, dispatch, source_info_util
+from jax._src.lax.lax import _convert_element_type
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -18,8 +19,11 @@ except ImportError:  # a JAX in which they moved: programs keep their effects, a
     ordered_effects = TokenSet = None  # type: ignore[assignment, misc]
 
 __all__ = [
+    "TESTED",
+    "as_weak",
     "at_source",
     "bind",
+    "caller_line",
     "can_hide_effects",
     "is_axis_effect",
     "lower_with_tokens",
@@ -29,12 +33,8 @@ __all__ = [
     "watch_communication",
 ]
 
-_LIBRARIES = tuple(
-    os.path.dirname(path) + os.sep
-    for name in ("jax", "flax", "optax", "jaxmpi")
-    if (path := getattr(sys.modules.get(name), "__file__", None))
-)
-_OURS = os.path.dirname(__file__) + os.sep
+
+TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 
 
 def tracing() -> bool:
@@ -63,6 +63,11 @@ def at_source(eqn: Any) -> Iterator[None]:
         yield
 
 
+def as_weak(x: Any) -> Any:
+    """The same numbers with a weak type, as Python's numbers have."""
+    return _convert_element_type(x, x.dtype, weak_type=True)
+
+
 def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     """Trace an equation again, on `args` and with other `params`."""
     with at_source(eqn):
@@ -71,11 +76,25 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, "file:line": the innermost one outside of the libraries."""
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    outside = [f for f in frames if not f.file_name.startswith((*_LIBRARIES, _OURS))]
-    frame = next(iter(outside or frames), None)
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line}" if frame else "an unknown line"
+    """The user's line that an equation comes from, "file:line": the innermost one outside of the libraries; "" for none."""
+    libraries = _library_folders()
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(libraries):
+            return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+    return ""
+
+
+def caller_line() -> str:
+    """The user's line that runs now, as in `source_line`."""
+    libraries, frame = _library_folders(), sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _library_folders() -> tuple[str, ...]:
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("jax", "flax", "optax", "jaxmpi"))
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)
 
 
 # order inside a program

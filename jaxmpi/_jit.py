@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from jaxmpi import _agreement, _axis, _jaxcompat, _world
-from jaxmpi._program.listing import table
+from jaxmpi._program.costs import table
 from jaxmpi._program.program import Function, Program, build_program
 
-__all__ = ["Step", "eager", "jit"]
+__all__ = ["Step", "eager", "jit", "local"]
 
 
 def jit(
@@ -64,6 +64,23 @@ def _positions(numbers: int | Sequence[int]) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
+def local(tree: Any) -> Any:
+    """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
+
+    What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back in as they are; but JAX
+    refuses to add them to an array that is committed to a device, and plain `jax.jit` would run them on all ranks. On the
+    other backends nothing changes. Nothing is copied.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The same pytree, of arrays on this rank's device.
+    """
+    backend: Any = _world.current("local")
+    return jax.tree.map(backend.unwrap, tree) if backend.name == "xla" else tree
+
+
 def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function of this module's callers as a step of its own: compiled once for each kind of arguments.
 
@@ -73,9 +90,8 @@ def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     step = jit(fun)
 
     def call(*args: Any) -> Any:
-        backend: Any = _world.current(name)
-        out = step(*args)
-        return jax.tree.map(backend.unwrap, out) if backend.name == "xla" else out
+        _world.current(name)  # for an error that names the function
+        return local(step(*args))
 
     return call
 
@@ -200,9 +216,9 @@ class Step:
 
     def _meet(self, program: Program) -> None:
         if program.entries:  # what sends nothing may run on any rank alone
-            _agreement.meet(self._backend, program.statement, program.lines)
+            _agreement.meet(self._backend, program.statement, program.sides)
             if not program.shown and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
-                sys.stderr.write(table(program.title, program.entries, self._backend.place.size))
+                sys.stderr.write(table(program.title, program.entries, self._backend))
             program.shown = True
 
 

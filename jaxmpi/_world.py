@@ -222,7 +222,7 @@ def rank() -> Any:
 def size() -> int:
     """The number of ranks: a Python int, which may stand in a differentiated function."""
     place = current("size").place
-    return lax.axis_size(_axis.AXIS) if _axis.bound() else place.size
+    return int(lax.axis_size(_axis.AXIS)) if _axis.bound() else place.size
 
 
 def local_rank() -> int:

@@ -121,22 +121,29 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
-    if _world.current("average_metrics").place.size == 1 or _jaxcompat.tracing():
+    backend = _world.current("average_metrics")
+    if backend.name != "simulate":  # whose leaves are stacks
+        _check(metrics, weight)
+    if backend.place.size == 1 or _jaxcompat.tracing():
         return _average(metrics, weight)
     return _eager_average(metrics, weight)
 
 
 def _average(metrics: Any, weight: Any) -> Any:
-    if jnp.ndim(weight) != 0:
-        raise ValueError(f"average_metrics: weight has shape {list(jnp.shape(weight))}. Pass one number for the rank.")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
-    leaves = [as_array("average_metrics", path, leaf, "max") for path, leaf in paths]
+    leaves, treedef = jax.tree.flatten(metrics)
     dtype = jnp.result_type(jnp.float32, *leaves)
     w = jnp.asarray(weight, dtype)
-    summed = [jnp.where(w > 0, x.astype(dtype), 0) * w for x in leaves]
+    summed = [jnp.where(w > 0, jnp.asarray(x).astype(dtype), 0) * w for x in leaves]
     message = jnp.concatenate([w.reshape(1), *(x.reshape(-1) for x in summed)])
     total, *parts = jnp.split(tree_allreduce(message, op="sum"), np.cumsum([1, *(x.size for x in summed)])[:-1])
-    return treedef.unflatten([part.reshape(x.shape) / total[0] for part, x in zip(parts, leaves, strict=True)])
+    return treedef.unflatten([part.reshape(x.shape) / total[0] for part, x in zip(parts, summed, strict=True)])
+
+
+def _check(metrics: Any, weight: Any) -> None:
+    if jnp.ndim(weight) != 0:
+        raise ValueError(f"average_metrics: weight has shape {list(jnp.shape(weight))}. Pass one number for the rank.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+        as_array("average_metrics", path, leaf, "max")
 
 
 _eager_average = eager(lambda metrics, weight: _average(metrics, weight), "average_metrics")

@@ -117,7 +117,7 @@ def play(n, batch_size, size, **options):
 
 def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
-    monkeypatch.setattr(_world._State, "backend", SimpleNamespace(place=Place(rank=rank, size=size)))
+    monkeypatch.setattr(_world._State, "backend", SimpleNamespace(name="mpi", place=Place(rank=rank, size=size)))
 
 
 # shard

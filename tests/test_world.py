@@ -171,7 +171,7 @@ def test_ranks_that_share_a_gpu_are_named_once():
     )
 
 
-PROGRAM = ("reading", "trace", "schedule", "rewrite", "variation", "listing", "build", "program")
+PROGRAM = ("reading", "trace", "schedule", "rewrite", "variation", "listing", "costs", "build", "program")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
     {"_backends", *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "xla", "carriers"))},
@@ -180,7 +180,7 @@ LAYERS = [
     {"_jit"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
-    {"testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},
+    {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},
 ]
 
 

@@ -18,6 +18,8 @@ REDUCE: dict[str, Callable[[Any, str], Any]] = {"sum": lax.psum, "max": lax.pmax
 
 def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis is bound."""
+    # lax.psum takes an array that no tracer stands for to be equal on all ranks, which in many processes it need not be
+    xs = [x if isinstance(x, jax.core.Tracer) else lax.optimization_barrier(x) for x in xs]
     if call.kind == "allreduce":
         return _allreduce(call.op, xs)
     return [_ONE[call.kind](call, x) for x in xs]
@@ -32,8 +34,6 @@ def _allreduce(op: str, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _bcast(call: Collective, x: jax.Array) -> jax.Array:
-    if jax.typeof(x).weak_type:  # bits have no weak type
-        return lax.psum(jnp.where(lax.axis_index(AXIS) == call.root, x, 0), AXIS)
     return _from_root(call.root, x)
 
 

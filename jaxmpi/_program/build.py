@@ -8,6 +8,7 @@
 | simulate | a `vmap` over the ranks, with JAX's reductions in one process |
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -71,7 +72,14 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, hide: bool) -> Flat:
     effects = set(_jaxcompat.parts(program)[0].effects)
     # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
     others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
-    if not hide or not effects or others or not _jaxcompat.can_hide_effects():
+    if not hide or not effects or others:
+        return jaxpr_as_fun(program)
+    if not _jaxcompat.can_hide_effects():
+        warnings.warn(
+            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of them are dispatched more "
+            f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
+            stacklevel=2,
+        )
         return jaxpr_as_fun(program)
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
 

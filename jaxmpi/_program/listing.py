@@ -9,7 +9,7 @@ from jaxmpi._backends import Collective
 from jaxmpi._program.reading import subjaxprs
 from jaxmpi._program.schedule import schedule
 
-__all__ = ["Entry", "digest", "listing", "table"]
+__all__ = ["Entry", "digest", "listing"]
 
 
 class Entry(NamedTuple):
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
       arrays: shape and dtype of each array that goes in.
       path: the loops and branches around it, such as "scan[12]/cond:1"; "" at the top.
       times: how often it is carried out; None where a branch or a while_loop decides.
-      source: file and line of each array's collective, without repetitions.
+      source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
     """
 
     call: Collective
@@ -39,7 +39,8 @@ class Entry(NamedTuple):
         first = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.arrays[:3])
         more = f", and {len(self.arrays) - 3} more" if len(self.arrays) > 3 else ""
         where = f" in {self.path}" if self.path else ""
-        return f"{self.name} of {first}{more}{where} at {', '.join(self.source[:2])}"
+        lines = f" at {', '.join(self.source[:2])}" if self.source else ""
+        return f"{self.name} of {first}{more}{where}{lines}"
 
 
 def listing(jaxpr: Any, size: int, *, together: bool = True, path: str = "", times: int | None = 1) -> Iterator[Entry]:
@@ -49,7 +50,7 @@ def listing(jaxpr: Any, size: int, *, together: bool = True, path: str = "", tim
             distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
             avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
-            source = tuple(dict.fromkeys(map(_jaxcompat.source_line, group.eqns)))
+            source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
             yield Entry(group.call, tuple(arrays), path, times, source)
         for eqn in level.loops:
             yield from _inside(eqn, size, together, path, times)
@@ -69,8 +70,3 @@ def digest(entries: Sequence[Entry]) -> int:
     """A number of 62 bits, above 0, that is equal where the same is sent in the same order; source lines don't count."""
     text = repr([entry._replace(source=()) for entry in entries])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2 or 1
-
-
-def table(title: str, entries: Sequence[Entry], size: int) -> str:
-    """The entries as lines of text."""
-    return f"{title}: {len(entries)} collectives on {size} ranks\n" + "".join(f"  {entry}\n" for entry in entries)

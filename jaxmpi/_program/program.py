@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _agreement
+from jaxmpi import _agreement, _jaxcompat
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._leaves import leaf_name
 from jaxmpi._program import build
@@ -74,9 +74,9 @@ class Program:
     def __post_init__(self) -> None:
         self.statement = _agreement.Statement(digest(self.entries), self.title)
 
-    def lines(self) -> list[str]:
-        """What it sends and takes, for an error."""
-        return [*map(str, self.entries), *self.arguments]
+    def sides(self) -> tuple[list[str], list[str]]:
+        """What it sends and what it takes, for an error."""
+        return [str(entry) for entry in self.entries], self.arguments
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         return self.call(leaves)
@@ -102,7 +102,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     jaxpr, captured = trace(flat, size, avals)
     if size > 1:
         declared = [_is_replicated(function, path) for path, _ in paths]
-        varies = varying(jaxpr, [True] * len(captured) + [not equal for equal in declared])
+        varies = varying(jaxpr, [True] * len(captured) + [not equal for equal in declared], warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
     stacked = [False] * len(captured) + [_is_per_rank(leaf) for _, leaf in paths]
     program, finish = build.build(jaxpr, backend, stacked, hide=hide)
@@ -112,6 +112,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         return tree.unflatten(finish(program(*captured, *arrays)))
 
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
+    entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     return Program(function.title, call, entries, arguments)
 

@@ -38,6 +38,8 @@ LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
 MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
 
+_LOCAL: dict[str, Callable[..., jax.Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
 Array = jax.Array
 
 
@@ -151,8 +153,7 @@ def _same(x: Array) -> Array:
 
 
 def _reduce(name: str, dims: tuple[int, ...], x: Array) -> Array:
-    local: Callable[..., Array] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}[name]
-    return local(x, dims).astype(x.dtype)
+    return _LOCAL[name](x, dims).astype(x.dtype)
 
 
 def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:

@@ -39,7 +39,7 @@ def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
         for eqn in level.loops:
             inner = map_subjaxprs(eqn, lambda inner: rewrite(inner, target))
             read.write(eqn, _jaxcompat.bind(eqn, read(eqn.invars), **inner))
-    return read(read.outvars)
+    return read.outs()
 
 
 def _local(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:

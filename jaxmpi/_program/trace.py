@@ -69,6 +69,12 @@ class Reader:
     def __call__(self, atoms: Sequence[Any]) -> list[Any]:
         return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
 
+    def outs(self) -> list[Any]:
+        """The outputs; a literal of the jaxpr has lost its weak type, which the outputs are to keep."""
+        outs = self(self.outvars)
+        weak = [not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars]
+        return [_jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x for x, w in zip(outs, weak, strict=True)]
+
     def write(self, eqn: Any, outs: Sequence[Any]) -> None:
         self.values.update(zip(eqn.outvars, outs, strict=True))
 
@@ -78,4 +84,4 @@ def evaluate(jaxpr: Any, step: Callable[[Any, list[Any]], Sequence[Any]], *args:
     read = Reader(jaxpr, args)
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         read.write(eqn, step(eqn, read(eqn.invars)))
-    return read(read.outvars)
+    return read.outs()

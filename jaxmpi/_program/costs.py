@@ -1,0 +1,92 @@
+"""What the collectives of a program cost: messages and bytes, counted."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi import _plan
+from jaxmpi._backends.carriers import to_carrier
+from jaxmpi._program.listing import Entry
+
+__all__ = ["Cost", "cost", "table"]
+
+
+class Cost(NamedTuple):
+    """Of one time that an entry is carried out, on each rank."""
+
+    messages: int  # calls of MPI, or of XLA's collective
+    sent_bytes: float  # with the best of the known algorithms
+
+
+def cost(entry: Entry, backend: Any) -> Cost:
+    """What an entry costs on the ranks of `backend`."""
+    size, kind = backend.place.size, entry.call.kind
+    columns: dict[np.dtype, list[int]] = {}
+    for shape, dtype in entry.arrays:
+        struct = jax.ShapeDtypeStruct(shape, dtype)
+        if backend.name == "mpi":  # which widens what MPI cannot add
+            struct = jax.eval_shape(partial(to_carrier, call=entry.call), struct)
+        columns.setdefault(struct.dtype, []).append(prod(struct.shape))
+    items = {dtype: sum(counts) for dtype, counts in columns.items()}
+    total = sum(count * dtype.itemsize for dtype, count in items.items())
+    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
+    if backend.name != "mpi":
+        return Cost(1 if kind == "allreduce" else len(entry.arrays), share * total)
+    rows = size if kind in ("alltoall", "reduce_scatter") else 1
+    messages = sum(
+        len(_plan.messages([count // rows for count in counts], dtype.itemsize, max_items=_plan.MAX_ITEMS // rows))
+        for dtype, counts in columns.items()
+    )
+    return Cost(messages, share * total)
+
+
+def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:
+    """The entries and their costs, as lines of text.
+
+    Args:
+      title: of the program.
+      entries: of `listing`.
+      backend: the ranks.
+      seconds: what a cost takes; without it that column is left out.
+    """
+    ranks = f"{backend.place.size} rank{'s' * (backend.place.size > 1)} ({backend.name})"
+    if not entries:
+        return f"{title} on {ranks}: nothing is sent\n"
+    costs = [cost(entry, backend) for entry in entries]
+    rows = [("collective", "arrays", "sent per rank", "messages", "times", "where", "seconds")]
+    for entry, each in zip(entries, costs, strict=True):
+        where = " ".join(filter(None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))))
+        took = f"{seconds(each):.1e}" if seconds else ""
+        times = "?" if entry.times is None else str(entry.times)
+        rows.append((entry.name, _arrays(entry), _bytes(each.sent_bytes), str(each.messages), times, where, took))
+    known = [(entry.times, each) for entry, each in zip(entries, costs, strict=True) if entry.times is not None]
+    messages, sent = (sum(times * each[i] for times, each in known) for i in (0, 1))
+    total = f"{sum(times * seconds(each) for times, each in known):.1e}" if seconds else ""
+    rows.append(
+        ("total", "", _bytes(sent), str(messages), "", "without those of unknown times" * (len(known) < len(rows) - 1), total)
+    )
+    columns = [column for column in zip(*rows, strict=True) if seconds or column[0] != "seconds"]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+    return f"{title} on {ranks}:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _arrays(entry: Entry) -> str:
+    if len(entry.arrays) == 1:
+        shape, dtype = entry.arrays[0]
+        return f"{dtype}{list(shape)}"
+    return f"{len(entry.arrays)} of {'/'.join(sorted({dtype for _, dtype in entry.arrays}))}"
+
+
+def _bytes(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
