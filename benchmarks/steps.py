@@ -5,7 +5,7 @@
     python benchmarks/steps.py compare < results.jsonl
 
 The losses come from a second program, in full float32 and without the choices that XLA makes anew in each process: they can be
-compared to 1e-5. At size 1 the backend xla keeps its all-reduces, and XLA fuses around them, so they are not equal to the last bit.
+compared to 1e-5. At size 1 the backend xla keeps its all-reduces, and XLA fuses around them, so the last bits differ.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from flax import nnx
 
 import jaxmpi
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
 LOSS_STEPS = 5
 LOSS_TOLERANCE = 1e-5  # relative
 REPRODUCIBLE = {"xla_gpu_deterministic_ops": True}  # no atomics and no autotuning; the CPU needs neither
@@ -69,18 +70,18 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """[batch, height, width, 3] to [batch, 10]: ResNet-18 with a stem for small images, and smooth.
+    """[batch, height, width, 3] to [batch, 10]: ResNet-18, at two blocks a stage, with a stem for small images, and smooth.
 
     The kinks of ReLU would amplify round-off: a loss that agrees to 1e-7 in the third step did to 4e-3 in the fifth.
     """
 
-    def __init__(self, width, *, rngs):
+    def __init__(self, width, blocks_per_stage, *, rngs):
         self.stem = conv_norm(3, width, 3, 2, rngs=rngs)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         blocks = []
         for stage in range(4):
             blocks.append(Block(widths[stage], widths[stage + 1], 1 if stage == 0 else 2, rngs=rngs))
-            blocks.append(Block(widths[stage + 1], widths[stage + 1], 1, rngs=rngs))
+            blocks += [Block(widths[stage + 1], widths[stage + 1], 1, rngs=rngs) for _ in range(blocks_per_stage - 1)]
         self.blocks = nnx.Sequential(*blocks)
         self.head = nnx.Linear(8 * width, 10, rngs=rngs)
 
@@ -123,7 +124,7 @@ def measure(args):
     if args.what == "digits":
         model, optimizer, shape = CNN(rngs=nnx.Rngs(0)), optax.adamw(3e-3), (8, 8, 1)
     else:
-        model, optimizer = ResNet(args.width, rngs=nnx.Rngs(0)), optax.sgd(0.01, momentum=0.9)
+        model, optimizer = ResNet(args.width, args.blocks, rngs=nnx.Rngs(0)), optax.sgd(0.01, momentum=0.9)
         shape = (args.image_size, args.image_size, 3)
     rng = np.random.default_rng(0)
     batch = {
@@ -142,7 +143,7 @@ def measure(args):
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "device": world.device.device_kind,
         "platform": world.device.platform,
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+        "versions": {"Python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "batch": args.batch_size,
         "shape": shape,
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
@@ -185,6 +186,7 @@ parser.add_argument("--steps", type=int, default=100, help="timed steps")
 parser.add_argument("--warmup", type=int, default=5, help="steps before them; the first one compiles")
 parser.add_argument("--image-size", type=int, default=64, help="pixels of a side, for the ResNet")
 parser.add_argument("--width", type=int, default=64, help="features of the ResNet's first stage")
+parser.add_argument("--blocks", type=int, default=2, help="blocks in each of the ResNet's four stages")
 args = parser.parse_args()
 
 if args.what == "compare":

@@ -27,7 +27,9 @@ parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rat
 parser.add_argument("--warmup", type=float, default=0.1, help="share of all steps in which the learning rate rises, 0 to 1")
 parser.add_argument("--seed", type=int, default=0, help="of parameters, order and augmentation; the test images stay the same")
 parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="shift images by up to 1 pixel")
+parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of images and parameters")
 args = parser.parse_args()
+jax.config.update("jax_enable_x64", args.dtype == "float64")
 
 jaxmpi.init(verbose=True)
 log = jaxmpi.get_logger("digits")
@@ -35,7 +37,7 @@ log = jaxmpi.get_logger("digits")
 # The data: small enough that every rank holds all of it. `number` is the sample's own, whichever rank it is on.
 pixels, labels = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(pixels))
-images = (pixels[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+images = (pixels[order] / 16).astype(args.dtype).reshape(-1, 8, 8, 1)
 data = {"image": images, "label": labels[order].astype(np.int32), "number": np.arange(len(order))}
 train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1437:], data)
 
@@ -44,10 +46,10 @@ class CNN(nnx.Module):
     """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        self.conv1 = nnx.Conv(1, 32, (3, 3), rngs=rngs)
-        self.conv2 = nnx.Conv(32, 64, (3, 3), rngs=rngs)
-        self.dense1 = nnx.Linear(4 * 4 * 64, 128, rngs=rngs)
-        self.dense2 = nnx.Linear(128, 10, rngs=rngs)
+        self.conv1 = nnx.Conv(1, 32, (3, 3), param_dtype=args.dtype, rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, (3, 3), param_dtype=args.dtype, rngs=rngs)
+        self.dense1 = nnx.Linear(4 * 4 * 64, 128, param_dtype=args.dtype, rngs=rngs)
+        self.dense2 = nnx.Linear(128, 10, param_dtype=args.dtype, rngs=rngs)
 
     def __call__(self, x):
         x = nnx.gelu(self.conv1(x))
@@ -100,6 +102,7 @@ def evaluate(params):
     return jaxmpi.tree_allreduce(counts, op="sum")
 
 
+digits = 15 if args.dtype == "float64" else 6
 rates = []  # images/s over all ranks, for each epoch
 for epoch in range(args.epochs):
     key, losses, start = jax.random.fold_in(jax.random.key(args.seed), epoch), [], time.perf_counter()
@@ -112,7 +115,7 @@ for epoch in range(args.epochs):
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(params)
     log.info(
-        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.6e}  "
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.{digits}e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
     )
 

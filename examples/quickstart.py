@@ -22,7 +22,7 @@ optimizer = jaxmpi.distributed(optax.adam(1e-3))  # Adam on the mean of all rank
 state = optimizer.init(params)
 
 
-@jax.jit
+@jaxmpi.jit
 def step(params, state):
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(x) - y) ** 2))(params)
     updates, state = optimizer.update(grads, state, params)

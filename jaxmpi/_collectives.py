@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxmpi import _axis, _jaxcompat, _primitive, _world
 from jaxmpi._backends import Backend, Collective, named
+from jaxmpi._backends.single import Single
 from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array, check_rows, is_key
 
@@ -179,7 +180,7 @@ class _Plain:
         return self._backend.place.rank
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return self._backend.run(call, xs) if self.size == 1 else _primitive.run(call, xs, self._backend)
+        return Single().run(call, xs) if self.size == 1 else _primitive.run(call, xs, self._backend)
 
 
 ListFunction = Callable[[list[jax.Array], Ranks], list[jax.Array]]

@@ -67,6 +67,33 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks(script):
     assert np.ptp([int(correct) for correct, *_ in counts]) <= 1
 
 
+ARGUMENTS = ["--epochs", "3", "--dtype", "float64"]
+IN_A_NOTEBOOK = f"""
+import runpy, sys
+import jaxmpi
+sys.argv = ["digits.py", *{ARGUMENTS}]
+with jaxmpi.simulate(4):
+    runpy.run_path("examples/digits.py")
+"""
+
+
+def test_digits_has_the_same_loss_curve_on_every_backend():
+    """To 1e-12 in float64, at equal global batch."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(IN_A_NOTEBOOK)])
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
+    outputs = {
+        "single": run(on_ranks(1, "examples/digits.py", *ARGUMENTS)),
+        "mpi": run(on_ranks(2, "examples/digits.py", *ARGUMENTS)),
+        "xla": run(on_ranks(2, "examples/digits.py", *ARGUMENTS), JAXMPI_BACKEND="xla"),
+        "simulate": "".join(output.get("text", "") for output in notebook.cells[0].outputs),
+    }
+    curves = {name: [float(x) for x in re.findall(r"train loss (\S+)", output)] for name, output in outputs.items()}
+    assert all(len(curve) == 3 for curve in curves.values()), outputs
+    for name in ("mpi", "xla", "simulate"):
+        np.testing.assert_allclose(curves[name], curves["single"], rtol=1e-12)
+    assert len({re.search(r"test accuracy (\S+) % ", output)[1] for output in outputs.values()}) == 1
+
+
 def test_digits_reaches_98_percent():
     found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
     assert found and float(found[1]) >= 98.0

@@ -310,11 +310,12 @@ def test_what_is_not_known_is_refused_by_name():
         simulated(solve, X)
 
 
+@run_ranks(2)
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(
         TypeError, match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. Name the argument"
     ):
-        simulated(lambda batch: batch, {"x": X, "name": "a"})
+        jaxmpi.jit(lambda batch: batch)({"x": X, "name": "a"})
 
 
 def test_before_init():

@@ -25,6 +25,7 @@ from jaxmpi import _jaxcompat, _primitive
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective, named
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.single import Single
 from jaxmpi._program.reading import has_collective
 from jaxmpi._program.rewrite import Target, rewrite
 from jaxmpi._program.variation import varying
@@ -51,6 +52,8 @@ def build(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], *, hide: bo
         return _simulated(jaxpr, backend, stacked), partial(_marked, varying(jaxpr, stacked, check=False))
     if not has_collective(jaxpr):
         return jaxpr_as_fun(jaxpr), list
+    if backend.place.size == 1:
+        return jaxpr_as_fun(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
     if backend.name == "xla":
         return _on_mesh(jaxpr, backend), list
     return _on_mpi(jaxpr, backend, hide), list
@@ -62,10 +65,8 @@ def together(backend: Any) -> bool:
 
 
 def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, hide: bool) -> Flat:
-    """Also for a single rank, whose `run` is the identity."""
-
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return backend.run(call, xs) if backend.place.size == 1 else _primitive.run(call, xs, backend)
+        return _primitive.run(call, xs, backend)
 
     rank = backend.place.rank
     program = rewrite(jaxpr, Target(backend.place.size, run, lambda: np.int32(rank)))

@@ -1,0 +1,55 @@
+"""The benchmarks run to their end and print their rows; what the times are is not tested here."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(command, timeout_seconds, **environ):
+    """The output of a command that must succeed; its whole process group ends with it."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"{command} did not end:\n{process.communicate()[0]}")
+    assert process.returncode == 0, output
+    return output
+
+
+def test_gpu_compares_single_and_xla_on_the_cpu():
+    output = run(["benchmarks/gpu.sh", "--cpu"], 180, PYTHON=sys.executable)
+    for model in ("digits", "resnet"):
+        (section,) = re.findall(rf"^{model}: .*\n(?:  .*\n)*", output, re.MULTILINE)
+        times = dict(re.findall(r"^  (single|xla) +median +([\d.]+) ms, quartiles", section, re.MULTILINE))
+        (ratio,) = re.findall(r"ratio xla / single: ([\d.]+)", section)
+        assert float(ratio) == pytest.approx(float(times["xla"]) / float(times["single"]), abs=0.01)
+        assert section.endswith(": agree\n")
+
+
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_dispatch_prints_every_row(backend):
+    output = run(
+        [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/dispatch.py", "--quick"], 120, JAXMPI_BACKEND=backend
+    )
+    theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
+    rows = {f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", *theirs] for k in (10, 300, 1500)}
+    rows["1 KB"] = ["mpi4py Allreduce", "jit(x + 1)", "jaxmpi.jit", *theirs]
+    printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +median +[\d.]+ µs, quartiles", output, re.MULTILINE)
+    assert printed == [(label, name) for label, names in rows.items() for name in names]
+
+    ratios = [("jaxmpi.jit / no communication", k) for k in (10, 300, 1500)]
+    ratios += [("jaxmpi.jit / (mpi4py Allreduce + jit(x + 1))", 0)]
+    ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
+    printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds .* bound", output, re.MULTILINE)
+    assert sorted(printed) == sorted((f"k = {k}" if k else "1 KB", name) for name, k in ratios)
