@@ -61,7 +61,7 @@ class Guard:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.listening = backend.threads()  # without MPI_THREAD_MULTIPLE there is nobody to watch
+        self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
         self.rounds = Rounds(backend.place.size)
         self._lock = threading.Lock()
         self._stop = threading.Event()

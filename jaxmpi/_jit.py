@@ -1,6 +1,5 @@
 """`jaxmpi.jit`: one function of a rank's arrays, for one rank, many processes or simulated ranks."""
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ import jax
 
 from jaxmpi import _agreement, _axis, _jaxcompat, _world
 from jaxmpi._program.costs import table
-from jaxmpi._program.program import Function, Program, build_program
+from jaxmpi._program.program import Function, Program, build_program, choose_arguments
 
 __all__ = ["Step", "eager", "jit", "local"]
 
@@ -57,11 +56,11 @@ def jit(
     """
     if fun is None:
         return partial(jit, replicated_argnums=replicated_argnums, replicated_outnums=replicated_outnums, **jit_kwargs)
-    return Step(fun, _positions(replicated_argnums), _positions(replicated_outnums), jit_kwargs)
-
-
-def _positions(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    static = choose_arguments(fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames"))
+    donated = choose_arguments(fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames"))
+    replicated = choose_arguments(fun, replicated_argnums, ())
+    outputs = (replicated_outnums,) if isinstance(replicated_outnums, int) else tuple(replicated_outnums)
+    return Step(Function(fun, static, donated, replicated, outputs), jit_kwargs)
 
 
 def local(tree: Any) -> Any:
@@ -99,30 +98,25 @@ def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 class Step:
     """A function that `jaxmpi.jit` has wrapped."""
 
-    def __init__(self, fun: Callable[..., Any], replicated: tuple[int, ...], outputs: tuple[int, ...], kwargs: Any) -> None:
-        self._function = Function(fun, replicated, outputs, *_statics(fun, kwargs))
-        self._jit_kwargs = kwargs
+    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
         self._backend: Any = None
-        self._programs: list[Program] = []
-        self._chosen: Program | None = None
-        update_wrapper(self, fun)
+        self._programs: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []  # and what runs them; the last used first
+        update_wrapper(self, function.fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = self._on()
         if _jaxcompat.tracing():
             return self._inside(backend)(*args, **kwargs)
-        if backend.place.size == 1 or backend.name == "simulate":
+        if self._alone:
             return self._jitted(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(self._function.dynamic(args, kwargs))
         if backend.name == "xla":
-            args, kwargs = self._wrapped(args, kwargs)
-        program = self._program(args, kwargs)
+            leaves = backend.wrap(leaves)
+        program, run = self._program(leaves, treedef, args, kwargs)
         self._meet(program)
-        self._chosen = program
-        try:
-            out = self._jitted(*args, **kwargs)
-        finally:
-            self._chosen = None
-        return out if backend.threads() else jax.block_until_ready(out)  # only one thread may be inside MPI
+        out = run(leaves)
+        return out if backend.concurrent else jax.block_until_ready(out)  # only one thread may be inside MPI
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
@@ -133,7 +127,8 @@ class Step:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
-        return self._jitted.trace(*self._wrapped(args, kwargs)[0], **self._wrapped(args, kwargs)[1])
+        args, kwargs = self._wrapped(args, kwargs)
+        return self._jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -152,29 +147,29 @@ class Step:
     # for the backend in use
 
     def _on(self) -> Any:
-        backend = _world.current(f"jaxmpi.jit of {self._function.title}")
+        backend = _world.current("jaxmpi.jit")
         if backend is not self._backend:
             self._backend, self._programs = backend, []
-            self._jitted = jax.jit(self._named(self._body), **self._jit_kwargs)
+            self._alone = backend.place.size == 1 or backend.name == "simulate"
+            self._jitted = jax.jit(self._named(self._body), **self._options)
         return backend
 
     def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
         return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun)
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
-        program = self._chosen or self._build(args, kwargs)
-        return program(self._function.leaves(args, kwargs))
+        return self._build(args, kwargs)(self._function.leaves(args, kwargs))
 
     def _inside(self, backend: Any) -> Callable[..., Any]:
         """What runs where the caller is traced, too."""
         if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
-            return jax.jit(self._function.fun, **self._jit_kwargs)
+            return jax.jit(self._function.fun, **self._options)
         if backend.place.size == 1:
             return self._jitted
         if backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
             return jax.jit(
                 self._named(lambda *args, **kwargs: self._build(args, kwargs, hide=False)(self._function.leaves(args, kwargs))),
-                **self._jit_kwargs,
+                **self._options,
             )
         raise RuntimeError(
             f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
@@ -196,14 +191,14 @@ class Step:
 
     # what the ranks agree on
 
-    def _program(self, args: Any, kwargs: Any) -> Program:
-        """The program for these arguments; traced where there is none yet."""
-        key = self._function.key(args, kwargs)
-        for i, program in enumerate(self._programs):
-            if program.key == key:
+    def _program(self, leaves: Sequence[Any], treedef: Any, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any]]:
+        """The program for these arguments, and what runs it; traced where there is none yet."""
+        key = self._function.key(leaves, treedef, args, kwargs)
+        for i, known in enumerate(self._programs):
+            if known[0].key == key:
                 if i:
                     self._programs.insert(0, self._programs.pop(i))
-                return program
+                return known
         try:
             program = self._build(args, kwargs)
         except Exception as error:
@@ -211,14 +206,14 @@ class Step:
             _agreement.meet(self._backend, _agreement.Statement(_agreement.FAILED, self._function.title, failure))
             raise
         program.key = key
-        self._programs.insert(0, program)
-        return program
+        self._programs.insert(0, (program, program.compiled(_flat_options(self._options))))
+        return self._programs[0]
 
     def _meet(self, program: Program) -> None:
         if program.entries:  # what sends nothing may run on any rank alone
             _agreement.meet(self._backend, program.statement, program.sides)
             if not program.shown and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
-                sys.stderr.write(table(program.title, program.entries, self._backend))
+                sys.stderr.write(table(program.function.title, program.entries, self._backend))
             program.shown = True
 
 
@@ -252,15 +247,12 @@ class Compiled:
         return self._compiled(*args, **kwargs)
 
 
-def _statics(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the static arguments, each inferred from the other as in `jax.jit`."""
-    nums, names = kwargs.get("static_argnums"), kwargs.get("static_argnames")
-    nums = set(_positions(nums)) if nums is not None else set()
-    names = {names} if isinstance(names, str) else set(names or ())
-    if not nums and not names:
-        return frozenset(), frozenset()
-    parameters = list(inspect.signature(fun).parameters.values())
-    nums = {i % len(parameters) for i in nums}
-    names |= {parameters[i].name for i in nums if parameters[i].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    nums |= {i for i, p in enumerate(parameters) if p.name in names and p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    return frozenset(nums), frozenset(names)
+def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `jax.jit` that don't speak of arguments or outputs."""
+    about_arguments = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    if shardings := [name for name in options if name.endswith("shardings")]:
+        raise NotImplementedError(
+            f"jaxmpi.jit: {shardings[0]} is not supported on several ranks, where every array is on its rank's one device. "
+            "Leave it out."
+        )
+    return {name: value for name, value in options.items() if name not in about_arguments}

@@ -72,7 +72,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     backend: Any = _world.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
-    result = Explanation(program.title, program.entries, backend, _measured(backend) if program.entries else None)
+    result = Explanation(program.function.title, program.entries, backend, _measured(backend) if program.entries else None)
     if backend.place.rank == 0:
         sys.stdout.write(result.text)
         sys.stdout.flush()

@@ -47,6 +47,7 @@ class Job:
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self.entered = 0  # collectives outside of programs that this rank has entered, for the guard
         self.inside = False
+        self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
@@ -104,10 +105,6 @@ class Job:
     def everyone_leaves(self) -> Callable[[], bool]:
         """Say that this rank is done; the function returned tells whether all ranks have said so."""
         return self._channel.Ibarrier().Test
-
-    def threads(self) -> bool:
-        """Whether other threads may call MPI while this one does."""
-        return self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
 
     def abort(self, code: int) -> None:
         """End every rank of the job, now."""

@@ -1,9 +1,10 @@
 """A function of pytrees and, for one kind of arguments and one backend, its program."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,9 +17,21 @@ from jaxmpi._program.listing import Entry, digest, listing
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
-__all__ = ["Function", "Program", "build_program"]
+__all__ = ["Arguments", "Function", "Program", "build_program", "choose_arguments"]
 
 _aval = attrgetter("aval")
+
+
+class Arguments(NamedTuple):
+    """Some of a function's arguments."""
+
+    nums: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def hold(self, path: Any) -> bool:
+        """Whether a leaf of (args, kwargs) is in one of them."""
+        kind, first = path[0].idx, path[1]
+        return first.key in self.names if kind else first.idx in self.nums
 
 
 @dataclass(frozen=True)
@@ -26,60 +39,100 @@ class Function:
     """A Python function, and what is known of its arguments and outputs."""
 
     fun: Callable[..., Any]
-    replicated: tuple[int, ...]  # positions of arguments that are equal on all ranks
+    static: Arguments  # that are no arrays, and compared by value
+    donated: Arguments
+    replicated: Arguments  # that are equal on all ranks
     outputs: tuple[int, ...]  # positions of outputs that must be
-    static_nums: frozenset[int]
-    static_names: frozenset[str]
 
     @property
     def title(self) -> str:
         return getattr(self.fun, "__name__", None) or type(self.fun).__name__
 
-    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with None in the place of static ones."""
-        if not self.static_names and not self.static_nums:
-            return tuple(args), kwargs
+        if not self.static.names and not self.static.nums:
+            return args, kwargs
         return (
-            tuple(None if i in self.static_nums else arg for i, arg in enumerate(args)),
-            {name: None if name in self.static_names else arg for name, arg in kwargs.items()},
+            tuple(None if i in self.static.nums else arg for i, arg in enumerate(args)),
+            {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
         )
 
     def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=_is_per_rank)
 
-    def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def key(self, leaves: Sequence[Any], treedef: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What two calls have in common if they run the same program. In the steady state all comparisons are of identity."""
-        leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
         try:
             avals = list(map(_aval, leaves))
         except AttributeError:  # NumPy arrays and numbers
             avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
-        static = [arg for i, arg in enumerate(args) if i in self.static_nums] if self.static_nums else []
-        static += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static_names]
-        return treedef, avals, static
+        if not self.static.names and not self.static.nums:
+            return treedef, avals
+        static = [arg for i, arg in enumerate(args) if i in self.static.nums]
+        return treedef, avals, static, [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
+
+
+def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:
+    """Arguments by position and by name, each inferred from the other as in `jax.jit`."""
+    nums = {nums} if isinstance(nums, int) else set(nums or ())
+    names = {names} if isinstance(names, str) else set(names or ())
+    if not nums and not names:
+        return Arguments()
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        return Arguments(frozenset(nums), frozenset(names))
+    either = {i: p.name for i, p in enumerate(parameters) if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    nums = {i % len(parameters) if parameters else i for i in nums}
+    names |= {either[i] for i in nums if i in either}
+    nums |= {i for i, name in either.items() if name in names}
+    return Arguments(frozenset(nums), frozenset(names))
 
 
 @dataclass(eq=False)
 class Program:
     """What a function does for one kind of arguments."""
 
-    title: str
-    call: Callable[[Sequence[Any]], Any]  # of arrays, for `jax.jit`
+    function: Function
+    call: Callable[[Sequence[Any]], list[Any]]  # of the arguments' arrays to the outputs', for `jax.jit`
+    tree: Any  # of the outputs
     entries: list[Entry]  # what it sends
     arguments: list[str]  # in words
+    donated: list[bool]  # for each array of the arguments
     key: Any = None
     shown: bool = False  # whether it was printed, under JAXMPI_EXPLAIN
 
     def __post_init__(self) -> None:
-        self.statement = _agreement.Statement(digest(self.entries), self.title)
+        self.statement = _agreement.Statement(digest(self.entries), self.function.title)
 
     def sides(self) -> tuple[list[str], list[str]]:
         """What it sends and what it takes, for an error."""
         return [str(entry) for entry in self.entries], self.arguments
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        return self.call(leaves)
+        """Trace it, inside of a `jax.jit`."""
+        return self.tree.unflatten(self.call(leaves))
+
+    def compiled(self, options: Mapping[str, Any]) -> Callable[[Sequence[Any]], Any]:
+        """A function of the arguments' arrays that runs it, with these options of `jax.jit`."""
+        given, kept = ([i for i, d in enumerate(self.donated) if d == which] for which in (True, False))
+        order = np.argsort([*given, *kept]).tolist()
+
+        def flat(given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+            leaves = (*given, *kept)
+            return self.call([leaves[i] for i in order])
+
+        flat.__name__ = self.function.title
+        jitted = jax.jit(flat, donate_argnums=0, **options)
+        take_given, take_kept = _taker(given), _taker(kept)
+        return lambda leaves: self.tree.unflatten(jitted(take_given(leaves), take_kept(leaves)))
+
+
+def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda leaves: [leaves[i] for i in indices]
 
 
 def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
@@ -91,30 +144,30 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     def flat(*xs: Any) -> list[Any]:
         nonlocal tree
         some_args, some_kwargs = treedef.unflatten(xs)
-        some_args = [
-            arg if i in function.static_nums else new for i, (arg, new) in enumerate(zip(args, some_args, strict=True))
-        ]
-        some_kwargs = {name: kwargs[name] if name in function.static_names else new for name, new in some_kwargs.items()}
+        static = function.static
+        some_args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(args, some_args, strict=True))]
+        some_kwargs = {name: kwargs[name] if name in static.names else new for name, new in some_kwargs.items()}
         outs, tree = jax.tree.flatten(function.fun(*some_args, **some_kwargs))
         return outs
 
     size = backend.place.size
     jaxpr, captured = trace(flat, size, avals)
     if size > 1:
-        declared = [_is_replicated(function, path) for path, _ in paths]
-        varies = varying(jaxpr, [True] * len(captured) + [not equal for equal in declared], warn=backend.place.rank == 0)
+        inputs = [True] * len(captured) + [not function.replicated.hold(path) for path, _ in paths]
+        varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
     stacked = [False] * len(captured) + [_is_per_rank(leaf) for _, leaf in paths]
     program, finish = build.build(jaxpr, backend, stacked, hide=hide)
 
-    def call(leaves: Sequence[Any]) -> Any:
+    def call(leaves: Sequence[Any]) -> list[Any]:
         arrays = [leaf.stack if _is_per_rank(leaf) else leaf for leaf in leaves]
-        return tree.unflatten(finish(program(*captured, *arrays)))
+        return finish(program(*captured, *arrays))
 
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
-    return Program(function.title, call, entries, arguments)
+    donated = [function.donated.hold(path) for path, _ in paths]
+    return Program(function, call, tree, entries, arguments, donated)
 
 
 def _is_per_rank(x: Any) -> bool:
@@ -130,10 +183,6 @@ def _argument(path: Any) -> str:
     (_, first, *rest) = path
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
     return name + jax.tree_util.keystr(tuple(rest))
-
-
-def _is_replicated(function: Function, path: Any) -> bool:
-    return hasattr(path[1], "idx") and path[0].idx == 0 and path[1].idx in function.replicated
 
 
 def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
