@@ -3,8 +3,10 @@
     jaxmpi run -n 2 benchmarks/dispatch.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/dispatch.py
 
-A call is dispatched and its result is waited for. The contenders take turns, in rounds; all ranks start each turn together, and
-the times of all ranks count. Exits with 1 when a bound is missed, unless the collectives are XLA's or it is a --quick run.
+A call is dispatched and its result is waited for. "one wait" is the step without communication after an MPI Allreduce of 4 bytes:
+what it costs to meet the other ranks once a call, whatever is sent. The contenders take turns, in rounds; all ranks start each turn
+together, and the times of all ranks count. Exits with 1 when a bound is missed, unless the collectives are XLA's or it is a
+--quick run.
 """
 
 import argparse
@@ -42,6 +44,7 @@ world = jaxmpi.init()
 if world.size < 2:
     sys.exit("dispatch.py: one rank has nothing to send. Start it with `jaxmpi run -n 2`.")
 raw = MPI.COMM_WORLD.Dup()
+four_bytes, answer = np.ones(1, np.int32), np.zeros(1, np.int32)
 on_mpi = world.backend == "mpi"
 if on_mpi:
     import mpi4jax
@@ -55,6 +58,10 @@ def ours(x):
 
 def mpi4jax_allreduce(x):
     return mpi4jax.allreduce(x, op=MPI.SUM, comm=theirs)
+
+
+def meet():
+    raw.Allreduce(four_bytes, answer)
 
 
 def make_step(allreduce):
@@ -140,6 +147,8 @@ for k, calls in CALLS.items():
         "jax.jit, no communication": Steps(jit(make_step(lambda x: x)), k, x),
         "jaxmpi.jit": Steps(jaxmpi.jit(make_step(ours), donate_argnums=0), k, x),
     }
+    waiting = Steps(jit(make_step(lambda x: x)), k, x)
+    steps["no communication, one wait"] = lambda waiting=waiting: (meet(), waiting())[1]
     if on_mpi:
         steps["mpi4jax under jax.jit"] = Steps(jit(make_step(mpi4jax_allreduce)), k, x)
     for name, call in steps.items():
@@ -147,10 +156,12 @@ for k, calls in CALLS.items():
         if "no communication" not in name:
             np.testing.assert_allclose(last, k - 1 - 0.1 * total, rtol=1e-5, err_msg=name)
     times = measure(steps, calls)
-    label, (local, distributed, *others) = f"k = {k}", times.values()
+    label, (local, distributed, waited, *others) = f"k = {k}", times.values()
     show_times(label, times)
     bounds = [{"at_most": STEP_LIMIT}, {"at_least": STEP_GAIN}] if k in BOUNDED else [{}, {}]
     holds.append(show_ratio(label, "jaxmpi.jit / no communication", distributed, local, **bounds[0]))
+    show_ratio(label, "no communication, one wait / no communication", waited, local)
+    show_ratio(label, "jaxmpi.jit / no communication, one wait", distributed, waited)
     for other in others:
         holds.append(show_ratio(label, "mpi4jax / jaxmpi.jit", other, distributed, **bounds[1]))
 

@@ -43,12 +43,15 @@ def test_dispatch_prints_every_row(backend):
         [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/dispatch.py", "--quick"], 120, JAXMPI_BACKEND=backend
     )
     theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
-    rows = {f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", *theirs] for k in (10, 300, 1500)}
+    rows = {
+        f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", "no communication, one wait", *theirs] for k in (10, 300, 1500)
+    }
     rows["1 KB"] = ["mpi4py Allreduce", "jit(x + 1)", "jaxmpi.jit", *theirs]
     printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +median +[\d.]+ µs, quartiles", output, re.MULTILINE)
     assert printed == [(label, name) for label, names in rows.items() for name in names]
 
-    ratios = [("jaxmpi.jit / no communication", k) for k in (10, 300, 1500)]
+    compared = ("jaxmpi.jit / no communication", "no communication, one wait / no communication")
+    ratios = [(name, k) for name in (*compared, "jaxmpi.jit / no communication, one wait") for k in (10, 300, 1500)]
     ratios += [("jaxmpi.jit / (mpi4py Allreduce + jit(x + 1))", 0)]
     ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
     printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds .* bound", output, re.MULTILINE)
