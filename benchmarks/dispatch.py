@@ -3,10 +3,10 @@
     jaxmpi run -n 2 benchmarks/dispatch.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/dispatch.py
 
-A call is dispatched and its result is waited for. "one wait" is the step without communication after an MPI Allreduce of 4 bytes:
-what it costs to meet the other ranks once a call, whatever is sent. The contenders take turns, in rounds; all ranks start each turn
-together, and the times of all ranks count. Exits with 1 when a bound is missed, unless the collectives are XLA's or it is a
---quick run.
+A call is dispatched and its result is waited for. "one wait" is the step without communication after an MPI Allreduce of
+4 bytes: what it costs to meet the other ranks once a call, whatever is sent. The contenders take turns, in rounds; all ranks
+start each turn together, and the times of all ranks count. Exits with 1 when a bound is missed, unless the collectives are
+XLA's or it is a --quick run.
 """
 
 import argparse
