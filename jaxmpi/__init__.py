@@ -14,8 +14,9 @@ from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim import average_gradients, distributed
+from jaxmpi._simulate import simulate
 from jaxmpi._synchronize import synchronize
-from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, simulate, size
+from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
 from jaxmpi.console import average_metrics, get_logger, print, progress
 from jaxmpi.data import batches, rank_key, shard
 from jaxmpi.diagnose import explain

@@ -28,6 +28,7 @@ __all__ = [
     "is_axis_effect",
     "lower_with_tokens",
     "parts",
+    "scan_counts",
     "source_line",
     "tracing",
     "watch_communication",
@@ -48,6 +49,14 @@ def tracing() -> bool:
 def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many its carry; the rest it scans over."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    return len(consts), len(carry)
 
 
 def is_axis_effect(effect: Any, name: str) -> bool:

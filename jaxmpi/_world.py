@@ -3,8 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from jax import lax
 
 from jaxmpi import _axis, _devices, _guard, _registry
 from jaxmpi._backends import Backend
-from jaxmpi._backends.simulate import Simulated
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
 
@@ -27,7 +25,6 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
-    "simulate",
     "size",
 ]
 
@@ -140,42 +137,6 @@ def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[
 
         chosen = Mpi(launched)
     return chosen, _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
-
-
-@contextmanager
-def simulate(n: int) -> Iterator[World]:
-    """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
-
-        with jaxmpi.simulate(8):
-            params, state, loss = step(params, state, batch)
-
-    Inside, `init` gives a World of n ranks, and a function that `jaxmpi.jit` has wrapped runs on all of them at once, as
-    `jax.vmap` over the axis. Arrays are equal on all ranks, unless they are a `jaxmpi.PerRank`: `jaxmpi.batches` yields those,
-    and a step returns them where its outputs differ between the ranks. Python itself runs once, as rank 0.
-
-    Args:
-      n: the number of ranks.
-
-    Raises:
-      ValueError: n is below 1.
-      RuntimeError: this process is one of several ranks.
-
-    >>> import jax, jaxmpi, numpy as np
-    >>> with jaxmpi.simulate(3):
-    ...     print(jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))(jaxmpi.PerRank(np.arange(3.0))))
-    3.0
-    """
-    if n < 1:
-        raise ValueError(f"simulate: n is {n}. Name a number of ranks above 0.")
-    before = _State.backend, _State.world
-    if before[1] is not None and before[1].size > 1 and before[1].backend != "simulate":
-        raise RuntimeError(f"simulate: this is one of {before[1].size} real ranks. Start a single process for simulated ones.")
-    backend = Simulated(n)
-    _State.backend, _State.world = backend, World(*backend.place, backend="simulate")
-    try:
-        yield _State.world
-    finally:
-        _State.backend, _State.world = before
 
 
 def initialized() -> bool:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jaxmpi import _world
 from jaxmpi._collectives import tree_allreduce
-from jaxmpi._jit import Step, jit
+from jaxmpi._jit import jit
 from jaxmpi._objects import barrier
 from jaxmpi._program.costs import Cost, cost, table
 from jaxmpi._program.listing import Entry
+from jaxmpi._step import Step
 
 __all__ = ["Explanation", "explain"]
 

@@ -171,13 +171,25 @@ def test_ranks_that_share_a_gpu_are_named_once():
     )
 
 
-PROGRAM = ("reading", "trace", "schedule", "rewrite", "variation", "listing", "costs", "build", "program")
+PROGRAM = (
+    "function",
+    "reading",
+    "translate",
+    "trace",
+    "schedule",
+    "rewrite",
+    "variation",
+    "listing",
+    "costs",
+    "build",
+    "program",
+)
 LAYERS = [
     {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
     {"_backends", *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "xla", "carriers"))},
-    {"_primitive", "_guard", "_world", "_agreement"},
+    {"_primitive", "_arrays", "_guard", "_world", "_simulate", "_agreement"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
-    {"_jit"},
+    {"_step", "_jit"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
     {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},

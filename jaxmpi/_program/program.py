@@ -1,93 +1,22 @@
-"""A function of pytrees and, for one kind of arguments and one backend, its program."""
+"""The program of a function, for one kind of arguments and one backend."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmpi import _agreement, _jaxcompat
-from jaxmpi._backends.simulate import PerRank
 from jaxmpi._leaves import leaf_name
 from jaxmpi._program import build
+from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, digest, listing
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
-__all__ = ["Arguments", "Function", "Program", "build_program", "choose_arguments"]
-
-_aval = attrgetter("aval")
-
-
-class Arguments(NamedTuple):
-    """Some of a function's arguments."""
-
-    nums: frozenset[int] = frozenset()
-    names: frozenset[str] = frozenset()
-
-    def hold(self, path: Any) -> bool:
-        """Whether a leaf of (args, kwargs) is in one of them."""
-        kind, first = path[0].idx, path[1]
-        return first.key in self.names if kind else first.idx in self.nums
-
-
-@dataclass(frozen=True)
-class Function:
-    """A Python function, and what is known of its arguments and outputs."""
-
-    fun: Callable[..., Any]
-    static: Arguments  # that are no arrays, and compared by value
-    donated: Arguments
-    replicated: Arguments  # that are equal on all ranks
-    outputs: tuple[int, ...]  # positions of outputs that must be
-
-    @property
-    def title(self) -> str:
-        return getattr(self.fun, "__name__", None) or type(self.fun).__name__
-
-    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with None in the place of static ones."""
-        if not self.static.names and not self.static.nums:
-            return args, kwargs
-        return (
-            tuple(None if i in self.static.nums else arg for i, arg in enumerate(args)),
-            {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
-        )
-
-    def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The arrays among the arguments."""
-        return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=_is_per_rank)
-
-    def key(self, leaves: Sequence[Any], treedef: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What two calls have in common if they run the same program. In the steady state all comparisons are of identity."""
-        try:
-            avals = list(map(_aval, leaves))
-        except AttributeError:  # NumPy arrays and numbers
-            avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
-        if not self.static.names and not self.static.nums:
-            return treedef, avals
-        static = [arg for i, arg in enumerate(args) if i in self.static.nums]
-        return treedef, avals, static, [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
-
-
-def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:
-    """Arguments by position and by name, each inferred from the other as in `jax.jit`."""
-    nums = {nums} if isinstance(nums, int) else set(nums or ())
-    names = {names} if isinstance(names, str) else set(names or ())
-    if not nums and not names:
-        return Arguments()
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # a builtin
-        return Arguments(frozenset(nums), frozenset(names))
-    either = {i: p.name for i, p in enumerate(parameters) if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    nums = {i % len(parameters) if parameters else i for i in nums}
-    names |= {either[i] for i in nums if i in either}
-    nums |= {i for i, name in either.items() if name in names}
-    return Arguments(frozenset(nums), frozenset(names))
+__all__ = ["Program", "build_program"]
 
 
 @dataclass(eq=False)
@@ -137,7 +66,7 @@ def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=_is_per_rank)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
     avals = [_struct(function, path, leaf) for path, leaf in paths]
     tree: Any = None
 
@@ -156,11 +85,11 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         inputs = [True] * len(captured) + [not function.replicated.hold(path) for path, _ in paths]
         varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
-    stacked = [False] * len(captured) + [_is_per_rank(leaf) for _, leaf in paths]
+    stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     program, finish = build.build(jaxpr, backend, stacked, hide=hide)
 
     def call(leaves: Sequence[Any]) -> list[Any]:
-        arrays = [leaf.stack if _is_per_rank(leaf) else leaf for leaf in leaves]
+        arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
@@ -168,14 +97,6 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     donated = [function.donated.hold(path) for path, _ in paths]
     return Program(function, call, tree, entries, arguments, donated)
-
-
-def _is_per_rank(x: Any) -> bool:
-    return isinstance(x, PerRank)
-
-
-def _kind(x: Any) -> Any:
-    return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else type(x)
 
 
 def _argument(path: Any) -> str:
@@ -188,8 +109,8 @@ def _argument(path: Any) -> str:
 def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of one rank's array."""
     try:
-        aval = jax.typeof(leaf.stack if _is_per_rank(leaf) else leaf)
-        shape = aval.shape[1:] if _is_per_rank(leaf) else aval.shape
+        aval = jax.typeof(leaf.stack if is_per_rank(leaf) else leaf)
+        shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
     except (TypeError, AttributeError) as error:
         raise TypeError(
             f"jaxmpi.jit: {_argument(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "

@@ -1,26 +1,21 @@
 """What an equation of a traced function has to do with the ranks."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective
 
 __all__ = [
     "CALLS",
     "LOOPS",
-    "Translation",
+    "MOVE",
+    "REDUCE",
     "has_collective",
     "kind",
     "map_subjaxprs",
     "other_effects",
     "subjaxprs",
-    "translate",
 ]
 
 # Primitives that contain jaxprs, by the parameter that holds the one to open.
@@ -37,24 +32,6 @@ CALLS = {
 LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
 MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
-
-_LOCAL: dict[str, Callable[..., jax.Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
-
-Array = jax.Array
-
-
-class Translation(NamedTuple):
-    """A collective of JAX: y = after(call(before(x)))."""
-
-    call: Collective
-    before: Callable[[Array], Array]
-    after: Callable[[Array], Array]
-
-    def operand(self, aval: Any) -> Any:
-        """Shape and dtype of `before(x)`, for x like `aval`."""
-        if self.before is _same:
-            return aval
-        return jax.eval_shape(self.before, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
@@ -123,58 +100,3 @@ def _over_ranks(eqn: Any) -> bool:
 def other_effects(eqn: Any) -> bool:
     """Whether it has effects beyond the axis: callbacks, prints, references."""
     return any(not _jaxcompat.is_axis_effect(effect, AXIS) for effect in eqn.effects)
-
-
-def translate(eqn: Any, size: int) -> Translation:
-    """The collective that an equation of kind "collective" stands for, on `size` ranks."""
-    params = eqn.params
-    _refuse_groups(eqn)
-    name = eqn.primitive.name
-    if name in REDUCE:
-        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
-        return Translation(Collective("allreduce", op=REDUCE[name]), partial(_reduce, name, dims) if dims else _same, _same)
-    if name == "ppermute":
-        return Translation(Collective("permute", pairs=tuple(map(tuple, params["perm"]))), _same, _same)
-    tiled = params["tiled"] if name != "all_to_all" else True  # the primitive itself always is
-    if name == "all_gather":
-        return Translation(Collective("allgather"), _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
-    if name == "reduce_scatter":
-        call = Collective("reduce_scatter", op="sum")
-        return Translation(call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same)
-    return Translation(
-        Collective("alltoall"),
-        lambda x: _split(x, params["split_axis"], tiled, size),
-        lambda y: _merge(y, params["concat_axis"], tiled),
-    )
-
-
-def _same(x: Array) -> Array:
-    return x
-
-
-def _reduce(name: str, dims: tuple[int, ...], x: Array) -> Array:
-    return _LOCAL[name](x, dims).astype(x.dtype)
-
-
-def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:
-    """`[.., n·k, ..]` to `[n, .., k, ..]`; untiled, `[.., n, ..]` to `[n, ..]`."""
-    if tiled:
-        x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
-
-
-def _merge(y: Array, axis: int, tiled: bool) -> Array:
-    """`[n, .., k, ..]` to `[.., n·k, ..]`; untiled, `[n, ..]` to `[.., n, ..]`."""
-    y = jnp.moveaxis(y, 0, axis)
-    return y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :]) if tiled else y
-
-
-def _refuse_groups(eqn: Any) -> None:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    named = [axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int)]
-    if eqn.params.get("axis_index_groups") is None and named == [AXIS]:
-        return
-    raise NotImplementedError(
-        f"jaxmpi.jit: {eqn.primitive.name} at {_jaxcompat.source_line(eqn)} is over a part of the ranks, or another axis, too. "
-        "Only collectives over all ranks are supported."
-    )

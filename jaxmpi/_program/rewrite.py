@@ -8,9 +8,10 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
-from jaxmpi._program.reading import kind, map_subjaxprs, translate
+from jaxmpi._program.reading import kind, map_subjaxprs
 from jaxmpi._program.schedule import Group, schedule
 from jaxmpi._program.trace import Reader, make
+from jaxmpi._program.translate import translate
 
 __all__ = ["Target", "rewrite"]
 

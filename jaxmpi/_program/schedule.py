@@ -13,7 +13,8 @@ from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
-from jaxmpi._program.reading import Translation, kind, other_effects, translate
+from jaxmpi._program.reading import kind, other_effects
+from jaxmpi._program.translate import Translation, translate
 
 __all__ = ["Group", "Level", "schedule"]
 

@@ -69,7 +69,7 @@ def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
 
 
 def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = _jaxcompat.scan_counts(eqn)
     state = xs[consts : consts + carry]
     while True:
         ins = xs[:consts] + state + xs[consts + carry :]

@@ -1,0 +1,183 @@
+"""What `jaxmpi.jit` returns: a function that finds, compares and runs the program for its arguments."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import jax
+
+from jaxmpi import _agreement, _axis, _jaxcompat, _world
+from jaxmpi._program.costs import table
+from jaxmpi._program.function import Function
+from jaxmpi._program.program import Program, build_program
+
+__all__ = ["Step"]
+
+
+class Step:
+    """A function that `jaxmpi.jit` has wrapped."""
+
+    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._backend: Any = None
+        self._programs: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []  # and what runs them; the last used first
+        update_wrapper(self, function.fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        backend = self._on()
+        if _jaxcompat.tracing():
+            return self._inside(backend)(*args, **kwargs)
+        if self._alone:
+            return self._jitted(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(self._function.dynamic(args, kwargs))
+        if backend.name == "xla":
+            leaves = backend.wrap(leaves)
+        program, run = self._program(leaves, treedef, args, kwargs)
+        self._meet(program)
+        out = run(leaves)
+        return out if backend.concurrent else jax.block_until_ready(out)  # only one thread may be inside MPI
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
+
+    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+        """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
+        self._on()
+        args, kwargs = self._wrapped(args, kwargs)
+        return Lowered(self, self._build(args, kwargs), self._jitted.lower(*args, **kwargs))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fun).trace`, of the program that this backend runs."""
+        self._on()
+        args, kwargs = self._wrapped(args, kwargs)
+        return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fun).eval_shape`."""
+        self._on()
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled."""
+        self._backend, self._programs = None, []
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """What a call with these arguments would do; nothing is sent or compiled."""
+        self._on()
+        return self._build(*self._wrapped(args, kwargs))
+
+    # for the backend in use
+
+    def _on(self) -> Any:
+        backend = _world.current("jaxmpi.jit")
+        if backend is not self._backend:
+            self._backend, self._programs = backend, []
+            self._alone = backend.place.size == 1 or backend.name == "simulate"
+            self._jitted = jax.jit(self._named(self._body), **self._options)
+        return backend
+
+    def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun)
+
+    def _body(self, *args: Any, **kwargs: Any) -> Any:
+        return self._build(args, kwargs)(self._function.leaves(args, kwargs))
+
+    def _inside(self, backend: Any) -> Callable[..., Any]:
+        """What runs where the caller is traced, too."""
+        if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
+            return jax.jit(self._function.fun, **self._options)
+        if backend.place.size == 1:
+            return self._jitted
+        if backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
+            return jax.jit(
+                self._named(lambda *args, **kwargs: self._build(args, kwargs, hide=False)(self._function.leaves(args, kwargs))),
+                **self._options,
+            )
+        raise RuntimeError(
+            f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
+            f"the {backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
+        )
+
+    def _build(self, args: Any, kwargs: Any, *, hide: bool = True) -> Program:
+        return build_program(self._function, args, kwargs, self._backend, hide=hide)
+
+    def _wrapped(self, args: Any, kwargs: Any) -> Any:
+        if self._backend.name != "xla" or self._backend.place.size == 1:
+            return args, kwargs
+        return tuple(map(self._wrap, args)), {name: self._wrap(arg) for name, arg in kwargs.items()}
+
+    def _wrap(self, arg: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(arg)
+        wrapped = self._backend.wrap(leaves)
+        return arg if wrapped is leaves else treedef.unflatten(wrapped)
+
+    # what the ranks agree on
+
+    def _program(self, leaves: Sequence[Any], treedef: Any, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any]]:
+        """The program for these arguments, and what runs it; traced where there is none yet."""
+        key = self._function.key(leaves, treedef, args, kwargs)
+        for i, known in enumerate(self._programs):
+            if known[0].key == key:
+                if i:
+                    self._programs.insert(0, self._programs.pop(i))
+                return known
+        try:
+            program = self._build(args, kwargs)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            _agreement.meet(self._backend, _agreement.Statement(_agreement.FAILED, self._function.title, failure))
+            raise
+        program.key = key
+        self._programs.insert(0, (program, program.compiled(_flat_options(self._options))))
+        return self._programs[0]
+
+    def _meet(self, program: Program) -> None:
+        if program.entries:  # what sends nothing may run on any rank alone
+            _agreement.meet(self._backend, program.statement, program.sides)
+            if not program.shown and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
+                sys.stderr.write(table(program.function.title, program.entries, self._backend))
+            program.shown = True
+
+
+class Lowered:
+    """What `Step.lower` returns: a `jax.stages.Lowered` whose compiled program compares itself with the other ranks'."""
+
+    def __init__(self, step: Step, program: Program, lowered: Any) -> None:
+        self._step, self._program, self._lowered = step, program, lowered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+        """Compile it; nothing is sent."""
+        return Compiled(self._step, self._program, self._lowered.compile(*args, **kwargs))
+
+
+class Compiled:
+    """What `Lowered.compile` returns, in the place of a `jax.stages.Compiled`."""
+
+    def __init__(self, step: Step, program: Program, compiled: Any) -> None:
+        self._step, self._program, self._compiled = step, program, compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._step._wrapped(args, kwargs)
+        if self._step._backend.place.size > 1 and self._step._backend.name != "simulate":
+            self._step._meet(self._program)
+        return self._compiled(*args, **kwargs)
+
+
+def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `jax.jit` that don't speak of arguments or outputs."""
+    about_arguments = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    if shardings := [name for name in options if name.endswith("shardings")]:
+        raise NotImplementedError(
+            f"jaxmpi.jit: {shardings[0]} is not supported on several ranks, where every array is on its rank's one device. "
+            "Leave it out."
+        )
+    return {name: value for name, value in options.items() if name not in about_arguments}
