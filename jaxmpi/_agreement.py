@@ -8,16 +8,14 @@ never while tracing, and so a rank that has to trace and compile first is waited
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmpi._backends import Backend
 from jaxmpi._errors import RankMismatchError
 
-__all__ = ["FAILED", "Statement", "calls", "meet"]
+__all__ = ["Statement", "meet"]
 
 Sides = tuple[list[str], list[str]]
-
-FAILED = 0  # in the place of a word: this rank cannot do what it was to do
 
 
 class Statement(NamedTuple):
@@ -25,13 +23,12 @@ class Statement(NamedTuple):
 
     word: int
     title: str  # such as "tree_allreduce" or "train_step"
-    failure: str = ""  # why it cannot
 
-
-def calls(function: str, *details: Any) -> Statement:
-    """The statement of a rank that calls a function which is no program; a word has 62 bits and is above 0."""
-    digest = hashlib.blake2b(repr((function, details)).encode(), digest_size=8).digest()
-    return Statement(int.from_bytes(digest, "big") >> 2 or 1, " ".join([function, *map(str, details)]))
+    @staticmethod
+    def of(title: str, content: str | None = None) -> "Statement":
+        """The statement with a word that differs where `content` does; by default it is the title."""
+        digest = hashlib.blake2b((title if content is None else content).encode(), digest_size=8).digest()
+        return Statement(int.from_bytes(digest, "big") >> 2, title)  # 62 bits: its negative is to be an int64, too
 
 
 def meet(backend: Backend, statement: Statement, sides: Callable[[], Sides] = lambda: ([], [])) -> None:
@@ -45,21 +42,12 @@ def meet(backend: Backend, statement: Statement, sides: Callable[[], Sides] = la
       sides: what it will send, and what it was called with, in words, for the message where the ranks differ.
 
     Raises:
-      RankMismatchError: on every rank, with both sides. A rank with a `failure` of its own returns instead.
+      RankMismatchError: on every rank, with both sides.
     """
     smallest, largest = backend.extremes(statement.word)
-    if smallest == largest != FAILED:
-        return
-    everyone = [Statement(*said) for said in backend.allgather_object(tuple(statement))]
-    failed = next((rank for rank, said in enumerate(everyone) if said.failure), None)
-    if statement.failure:
-        return
-    if failed is not None:
-        raise RankMismatchError(
-            f"{statement.title}: rank {failed} could not trace {everyone[failed].title}: {everyone[failed].failure} "
-            "The other ranks stop here, before anything is sent."
-        )
-    raise RankMismatchError(_compare(everyone, backend.allgather_object(sides())))
+    if smallest != largest:
+        everyone = backend.allgather_object((tuple(statement), sides()))
+        raise RankMismatchError(_compare([Statement(*said) for said, _ in everyone], [side for _, side in everyone]))
 
 
 def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:

@@ -139,7 +139,7 @@ def check_op(function: str, op: Any) -> None:
 def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = _world.current(function)
-    outside = backend.place.size > 1 and not _jaxcompat.tracing()
+    outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), op, rows) if outside else None
     if run and backend.name == "simulate":
         return run(tree)

@@ -29,7 +29,7 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
     """
     backend = untraced("broadcast_object")
     _world.check_root("broadcast_object", root)
-    _agreement.meet(backend, _agreement.calls("broadcast_object", f"root={root}"))
+    _agreement.meet(backend, _agreement.Statement.of(f"broadcast_object root={root}"))
     return backend.broadcast_object(obj, root)
 
 
@@ -46,7 +46,7 @@ def allgather_object(obj: Any) -> list[Any]:
     ['a']
     """
     backend = untraced("allgather_object")
-    _agreement.meet(backend, _agreement.calls("allgather_object"))
+    _agreement.meet(backend, _agreement.Statement.of("allgather_object"))
     return backend.allgather_object(obj)
 
 
@@ -60,7 +60,7 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = untraced("barrier")
-    _agreement.meet(backend, _agreement.calls("barrier"))
+    _agreement.meet(backend, _agreement.Statement.of("barrier"))
     jax.block_until_ready(tree_allreduce(0))  # programs run in the order in which they are called
     backend.barrier()
 

@@ -124,12 +124,7 @@ class Step:
                 if i:
                     self._programs.insert(0, self._programs.pop(i))
                 return known
-        try:
-            program = self._build(args, kwargs)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            _agreement.meet(self._backend, _agreement.Statement(_agreement.FAILED, self._function.title, failure))
-            raise
+        program = self._build(args, kwargs)
         program.key = key
         self._programs.insert(0, (program, program.compiled(_flat_options(self._options))))
         return self._programs[0]

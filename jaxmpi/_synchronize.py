@@ -61,7 +61,7 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     """
     backend = untraced("synchronize")
     _world.check_root("synchronize", root)
-    _agreement.meet(backend, _agreement.calls("synchronize", f"root={root}", f"strict={strict}"))
+    _agreement.meet(backend, _agreement.Statement.of(f"synchronize root={root} strict={strict}"))
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]

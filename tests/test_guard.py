@@ -19,6 +19,7 @@ import jaxmpi
 rank = jaxmpi.init().rank
 what, where = sys.argv[1:]
 step = jax.jit(lambda x: jaxmpi.tree_allreduce(x) + jnp.sum(jnp.sin(x)) * 0)
+program = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x) + jnp.sum(jnp.sin(x)) * 0)
 x = jnp.arange(float(1_000_000 if where == "jit-large" else 10))
 for i in range(10_000):
     if rank == 1 and i == 5:
@@ -28,7 +29,7 @@ for i in range(10_000):
             sys.exit(int(what[4:]))
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-    x = jaxmpi.tree_allreduce(x) if where == "eager" else step(x)
+    x = {"eager": jaxmpi.tree_allreduce, "program": program}.get(where, step)(x)
     if where == "objects":
         jaxmpi.allgather_object(i)
 """
@@ -87,6 +88,8 @@ def left(marker):
         ("exit3", "eager", ["rank 1 has exited while this rank waits"]),
         ("exit0", "objects", ["rank 1 has exited while this rank waits"]),
         ("exit3", "jit-large", ["rank 1 has exited while this rank waits"]),
+        ("raise", "program", [r"\[1\] ValueError: boom on one"]),
+        ("exit0", "program", ["rank 1 has exited while this rank waits"]),
         ("kill", "jit", [r"(?i)rank 1\b.*signal 9"]),
     ],
 )
@@ -99,6 +102,23 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     for word in words:
         assert re.search(word, output.replace("\n", " ") if "signal" in word else output), output
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise", r"\[1\] ValueError: boom on one"),
+        ("exit0", "rank 1 has exited while this rank waits"),
+        ("kill", "rank 1 .*signal 9"),
+    ],
+)
+def test_a_rank_that_goes_ends_the_job_on_xla(what, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMPI_BACKEND", "xla")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    code, output, seconds, processes = end(jaxmpi_run(2, str(script), what, "program"), str(tmp_path))
+    assert code != 0 and processes == [] and seconds < 20, output
+    assert re.search(words, output), output
 
 
 def test_a_killed_rank_0_is_named_too(tmp_path):

@@ -38,6 +38,19 @@ def test_static_arguments_by_position_and_name():
     np.testing.assert_array_equal(by_number(5, X), X * n * 5)
 
 
+class Model:
+    scale = 2
+
+    @partial(jaxmpi.jit, static_argnums=0)
+    def total(self, x):
+        return lax.psum(x, R) * self.scale
+
+
+@run_ranks(1, 2)
+def test_methods():
+    np.testing.assert_array_equal(Model().total(X), X * 2 * jaxmpi.size())
+
+
 @run_ranks(1, 2)
 def test_donated_arguments_are_gone():
     step = jaxmpi.jit(lambda state, x: (state + lax.pmean(x, R), lax.psum(x, R)), donate_argnums=0)

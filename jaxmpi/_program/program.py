@@ -12,7 +12,7 @@ from jaxmpi import _agreement, _jaxcompat
 from jaxmpi._leaves import leaf_name
 from jaxmpi._program import build
 from jaxmpi._program.function import Function, is_per_rank
-from jaxmpi._program.listing import Entry, digest, listing
+from jaxmpi._program.listing import Entry, listing, signature
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
@@ -33,7 +33,7 @@ class Program:
     shown: bool = False  # whether it was printed, under JAXMPI_EXPLAIN
 
     def __post_init__(self) -> None:
-        self.statement = _agreement.Statement(digest(self.entries), self.function.title)
+        self.statement = _agreement.Statement.of(self.function.title, signature(self.entries))
 
     def sides(self) -> tuple[list[str], list[str]]:
         """What it sends and what it takes, for an error."""
