@@ -24,7 +24,7 @@ class Step:
         self._function, self._options = function, options
         self._backend: Any = None
         self._programs: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []  # and what runs them; the last used first
-        update_wrapper(self, function.fun)
+        update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = self._on()
@@ -80,7 +80,7 @@ class Step:
         return backend
 
     def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun)
+        return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun, updated=())
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         return self._build(args, kwargs)(self._function.leaves(args, kwargs))

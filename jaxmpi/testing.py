@@ -1,4 +1,4 @@
-"""Tests on several ranks, each counted as a test of its own.
+"""Tests of programs for several ranks: `assert_equivalent` on simulated ranks, `run_ranks` on real ones.
 
     @jaxmpi.testing.run_ranks(1, 2, 3, 4)
     def test_allreduce_sum():
@@ -10,13 +10,21 @@ test; a test that hangs or kills a rank ends them, and the next test starts new 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from jaxmpi._pool import RankFailure, Task, pool
+import jax
+import numpy as np
 
-__all__ = ["RankFailure", "run_ranks"]
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._jit import jit
+from jaxmpi._leaves import leaf_name
+from jaxmpi._pool import RankFailure, Task, pool
+from jaxmpi._simulate import simulate
+from jaxmpi._step import Step
+
+__all__ = ["RankFailure", "assert_equivalent", "run_ranks"]
 
 
 def run_ranks(
@@ -55,3 +63,69 @@ def run_ranks(
         return pytest.mark.parametrize("ranks", sizes)(test)
 
     return decorate
+
+
+def assert_equivalent(
+    step: Callable[..., Any],
+    sizes: Sequence[int],
+    *args: Any,
+    batch_argnums: int | Sequence[int] = (),
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+) -> None:
+    """Assert that a step, or a whole training loop, gives the same on these numbers of ranks for the same global batch.
+
+    n ranks with batch b must do what one rank does with batch n·b. The ranks are simulated, in this process. float32 sums in
+    another order: 1e-5 leaves room for that; with `jax_enable_x64` and float64 arrays take 1e-12.
+
+    Args:
+      step: what is tested. With arguments, a function that `jaxmpi.jit` has wrapped or could wrap. Without, any function: it
+        may call `jaxmpi.batches` and as many steps as it likes.
+      sizes: numbers of ranks; the first one sets the standard.
+      *args: the arguments, equal on all ranks.
+      batch_argnums: which of them are global batches instead: each rank gets its part of their first axis.
+      rtol: relative tolerance, as in `np.testing.assert_allclose`.
+      atol: absolute tolerance.
+
+    Raises:
+      AssertionError: an output differs, with its path and the number of ranks; or each rank has one of its own, which is no
+        part of a batch.
+      ValueError: a batch that the ranks cannot share equally.
+
+    >>> import jax, jaxmpi, numpy as np
+    >>> def step(w, x):
+    ...     grad = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+    ...     return w - 0.1 * jax.lax.pmean(grad, jaxmpi.AXIS)
+    >>> assert_equivalent(step, [1, 2, 4], np.ones(3), np.arange(24.0).reshape(8, 3), batch_argnums=1)
+    """
+    run = step if isinstance(step, Step) or not args else jit(step)
+    split = {batch_argnums} if isinstance(batch_argnums, int) else set(batch_argnums)
+    standard: Any = None
+    for size in sizes:
+        with simulate(size):
+            outs = run(*(_parts(arg, size) if i in split else arg for i, arg in enumerate(args)))
+        paths, _ = jax.tree_util.tree_flatten_with_path(outs, is_leaf=lambda x: isinstance(x, PerRank))
+        got = {leaf_name(path): _whole(leaf_name(path), leaf) for path, leaf in paths}
+        standard = standard or got
+        assert got.keys() == standard.keys(), f"the outputs on {size} ranks are {list(got)}, and {list(standard)} on {sizes[0]}"
+        for name, x in got.items():
+            message = f"output {name} on {size} ranks, beside that on {sizes[0]}"
+            np.testing.assert_allclose(x, standard[name], rtol, atol, err_msg=message)
+
+
+def _parts(batch: Any, size: int) -> Any:
+    def part(path: Any, x: Any) -> PerRank:
+        if np.ndim(x) == 0 or len(x) % size:
+            shape = list(np.shape(x))
+            raise ValueError(f"assert_equivalent: batch {leaf_name(path)} has shape {shape}, which {size} ranks cannot share.")
+        return PerRank(np.stack(np.split(np.asarray(x), size)))
+
+    return jax.tree_util.tree_map_with_path(part, batch)
+
+
+def _whole(name: str, leaf: Any) -> np.ndarray:
+    if not isinstance(leaf, PerRank):
+        return np.asarray(leaf)
+    stack = np.asarray(leaf)
+    assert stack.ndim > 1, f"output {name} differs between the ranks: {stack}. Average it, to compare it"
+    return stack.reshape(-1, *stack.shape[2:])

@@ -229,11 +229,13 @@ def gradient_through_extremes_and_products(n):
     def loss(w, x):
         z = x @ w
         high, low, prod = (jaxmpi.tree_allreduce(z, op) for op in ("max", "min", "prod"))
-        return jnp.sum(jnp.sin(high) + low * z + prod)
+        reduced = jaxmpi.tree_reduce(z, "sum", root=n - 1)
+        return jnp.sum(jnp.sin(high) + low * z + prod + jnp.cos(reduced))
 
     def whole(ws, x):
         z = jnp.einsum("rbf,rfh->rbh", x, ws)
-        return jnp.sum(jnp.sin(z.max(0)) + z.min(0) * z + z.prod(0), (1, 2))
+        reduced = z.at[n - 1].set(z.sum(0))
+        return jnp.sum(jnp.sin(z.max(0)) + z.min(0) * z + z.prod(0) + jnp.cos(reduced), (1, 2))
 
     return differentiated(n, loss, whole)
 
@@ -381,6 +383,33 @@ def in_vmap(n):
         return jnp.sum(jnp.cos(z)[None] * x[:, :, :1], (1, 2))
 
     return differentiated(n, loss, whole)
+
+
+@case
+def every_collective_in_vmap(n):
+    x = values(n, BATCH, n, 3)
+
+    def fun(x):
+        return (
+            lax.pmax(x, R),
+            lax.all_gather(x, R),
+            lax.psum_scatter(x, R),
+            lax.all_to_all(x, R, 0, 0),
+            lax.ppermute(x, R, [(r, (r + 1) % n) for r in range(n)]),
+            jaxmpi.tree_bcast(x, root=n - 1),
+            jaxmpi.tree_reduce_scatter(x, "min"),
+        )
+
+    want = (
+        repeat(x.max(0), n),
+        repeat(x.swapaxes(0, 1), n),
+        x.sum(0).swapaxes(0, 1),
+        x.transpose(2, 1, 0, 3),
+        np.roll(x, 1, 0),
+        repeat(x[n - 1], n),
+        x.min(0).swapaxes(0, 1),
+    )
+    return jax.vmap(fun), (x,), want
 
 
 @case

@@ -109,6 +109,7 @@ def test_captured_arrays_may_differ_between_ranks():
 @run_ranks(1, 2, 3)
 def test_a_jit_inside_of_a_jit():
     inner = jaxmpi.jit(lambda x: lax.psum(x, R))
+    np.testing.assert_array_equal(jaxmpi.jit(inner)(X), X * jaxmpi.size())
     outer = jaxmpi.jit(lambda x: inner(x) + jax.jit(inner)(2 * x))
     np.testing.assert_array_equal(outer(X), 3 * X * jaxmpi.size())
 

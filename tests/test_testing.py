@@ -3,10 +3,13 @@
 import os
 import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.testing import RankFailure, run_ranks
+from jaxmpi.testing import RankFailure, assert_equivalent, run_ranks
 
 
 @run_ranks(2)
@@ -56,3 +59,47 @@ def test_sizes_must_be_numbers_of_ranks():
         run_ranks()
     with pytest.raises(ValueError, match=r"sizes are \(0, 2\)"):
         run_ranks(0, 2)
+
+
+def linear_step(average):
+    def step(w, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(w)
+        if average:
+            loss, grad = jax.lax.pmean((loss, grad), jaxmpi.AXIS)
+        return w - 0.1 * grad, {"loss": loss, "rows": batch["x"] @ w}
+
+    return step
+
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(12, 3)), "y": np.arange(12.0)}
+
+
+def test_assert_equivalent_of_a_step():
+    assert_equivalent(linear_step(True), [1, 2, 3, 4], np.ones(3), BATCH, batch_argnums=1)
+    assert_equivalent(jaxmpi.jit(linear_step(True)), [2, 6], np.ones(3), BATCH, batch_argnums=(1,))
+
+
+def test_assert_equivalent_finds_a_forgotten_mean():
+    with pytest.raises(AssertionError, match=r"output \[1\]\['loss'\] differs between the ranks"):
+        assert_equivalent(lambda w, b: (w, linear_step(False)(w, b)[1]), [1, 2], np.ones(3), BATCH, batch_argnums=1)
+    with pytest.raises(AssertionError, match=r"output \[0\] on 2 ranks, beside that on 1"):
+        assert_equivalent(lambda w, b: (jaxmpi.tree_allreduce(w, "sum"),), [1, 2], np.ones(3), BATCH, batch_argnums=1)
+
+
+def test_assert_equivalent_of_a_whole_loop():
+    step = jaxmpi.jit(linear_step(True))
+
+    def train():
+        w, losses = np.ones(3), []
+        for epoch in range(2):
+            for batch in jaxmpi.batches(BATCH, 6, seed=0, epoch=epoch):
+                w, metrics = step(w, batch)
+                losses.append(metrics["loss"])
+        return w, losses
+
+    assert_equivalent(train, [1, 2, 3])
+
+
+def test_assert_equivalent_of_a_batch_that_cannot_be_shared():
+    with pytest.raises(ValueError, match=r"batch \['x'\] has shape \[12, 3\], which 5 ranks cannot share"):
+        assert_equivalent(linear_step(True), [1, 5], np.ones(3), BATCH, batch_argnums=1)
