@@ -31,8 +31,8 @@ def choose(local_rank: int, local_size: int, devices: Sequence[int] | None) -> s
 
 def enough(devices: Sequence[int] | None) -> bool:
     """Whether the ranks of this node have a GPU each, as far as the launcher's environment tells how many they are."""
-    ranks = max((int(os.environ[name]) for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), default=None)
-    return ranks is not None and len(visible(devices)) >= ranks
+    told = [re.match(r"\d+", os.environ.get(name, "")) for name in LOCAL_SIZES]  # Slurm's is such as "4(x2)"
+    return any(told) and len(visible(devices)) >= max(int(number[0]) for number in told if number)
 
 
 def pick(local_rank: int, count: int) -> int:

@@ -109,7 +109,7 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         return _State.world
     launched = launched_ranks()
     if backend == "auto":
-        backend = ("xla" if _devices.enough(devices) else "mpi") if launched > 1 else "single"
+        backend = _choose(launched, devices)
     chosen, device = _start(backend, launched, devices)
     _State.backend, _State.world = chosen, World(*chosen.place, backend=backend)
     if chosen.place.size > 1:
@@ -121,6 +121,15 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     if verbose and _State.world.rank == 0:
         sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}\n")
     return _State.world
+
+
+def _choose(launched: int, devices: Sequence[int] | None) -> str:
+    """What "auto" is, the same on all ranks."""
+    if launched == 1:
+        return "single"
+    from jaxmpi._backends.mpi import all_ranks
+
+    return "xla" if all_ranks(launched, _devices.enough(devices)) else "mpi"
 
 
 def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Backend, str | None]:

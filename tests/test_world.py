@@ -226,3 +226,36 @@ def test_what_is_imported_in_one_file_only(words, home):
 def test_public_names_are_documented():
     for name in jaxmpi.__all__:
         assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "enough"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "0,1,2,3", True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "0,1,2", False),
+        ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "0,1", True),
+        ({"MPI_LOCALNRANKS": "2"}, "", False),
+        ({}, "0,1", False),
+    ],
+)
+def test_xla_is_the_default_with_a_gpu_for_every_rank(monkeypatch, environ, gpus, enough):
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object())
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    for name in _devices.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _devices.enough(None) is enough
+
+
+def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, jaxmpi\n"
+        "try:\n    jaxmpi.init(['mpi', 'xla'][int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))])\n"
+        "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
+    )
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("caught init: rank 0 asked for backend 'mpi', and rank 1 for 'xla'. Give every rank") == 2

