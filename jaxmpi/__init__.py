@@ -1,5 +1,7 @@
 """jaxmpi: data-parallel training for JAX and Flax, as pure functions on pytrees and one optax transform."""
 
+import importlib
+
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives import (
@@ -61,3 +63,9 @@ __all__ = [
     "tree_reduce",
     "tree_reduce_scatter",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "testing":  # starts no ranks, but takes longer to import
+        return importlib.import_module("jaxmpi.testing")
+    raise AttributeError(f"module 'jaxmpi' has no attribute {name!r}")

@@ -15,6 +15,7 @@ from jaxmpi import _arrays, _axis, _jaxcompat, _world
 from jaxmpi._backends import Collective
 from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array, check_rows, is_key
+from jaxmpi._program.function import is_per_rank
 
 __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
 
@@ -143,6 +144,8 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str 
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), op, rows) if outside else None
     if run and backend.name == "simulate":
         return run(tree)
+    if backend.name == "simulate" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+        raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:

@@ -86,12 +86,20 @@ def _batch(xs: Any, dims: Any, *, call: Collective, backend: Backend) -> tuple[l
     return outs, [d if d is None else out.ndim - 1 for d, out in zip(dims, outs, strict=True)]
 
 
+_compiled = jax.jit(collective_p.bind, static_argnames=("call", "backend"))
+
+
+def _eager(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
+    with jax.disable_jit(False):  # or, under jax.disable_jit, it would call itself
+        return _compiled(*xs, call=call, backend=backend)
+
+
 def _lower(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
     return backend.run(call, xs)
 
 
 collective_p.def_effectful_abstract_eval(_abstract)
-collective_p.def_impl(jax.jit(collective_p.bind, static_argnames=("call", "backend")))
+collective_p.def_impl(_eager)
 ad.primitive_jvps[collective_p] = _jvp
 ad.primitive_transposes[collective_p] = _transpose
 batching.primitive_batchers[collective_p] = _batch

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -37,8 +37,7 @@ class Step:
             leaves = backend.wrap(leaves)
         program, run = self._program(leaves, treedef, args, kwargs)
         self._meet(program)
-        out = run(leaves)
-        return out if backend.concurrent else jax.block_until_ready(out)  # only one thread may be inside MPI
+        return self._settle(run(leaves))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
@@ -49,11 +48,11 @@ class Step:
         args, kwargs = self._wrapped(args, kwargs)
         return Lowered(self, self._build(args, kwargs), self._jitted.lower(*args, **kwargs))
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
-        return self._jitted.trace(*args, **kwargs)
+        return Traced(self, self._build(args, kwargs), self._jitted.trace(*args, **kwargs))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -77,13 +76,17 @@ class Step:
             self._backend, self._programs = backend, []
             self._alone = backend.place.size == 1 or backend.name == "simulate"
             self._jitted = jax.jit(self._named(self._body), **self._options)
+            self._open = jax.jit(self._named(partial(self._body, hide=False)), **self._options)
         return backend
 
     def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
         return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun, updated=())
 
-    def _body(self, *args: Any, **kwargs: Any) -> Any:
-        return self._build(args, kwargs)(self._function.leaves(args, kwargs))
+    def _body(self, *args: Any, hide: bool = True, **kwargs: Any) -> Any:
+        program = self._build(args, kwargs, hide=hide)
+        if self._alone:
+            self._show(program)
+        return program(self._function.leaves(args, kwargs))
 
     def _inside(self, backend: Any) -> Callable[..., Any]:
         """What runs where the caller is traced, too."""
@@ -92,10 +95,7 @@ class Step:
         if backend.place.size == 1:
             return self._jitted
         if backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
-            return jax.jit(
-                self._named(lambda *args, **kwargs: self._build(args, kwargs, hide=False)(self._function.leaves(args, kwargs))),
-                **self._options,
-            )
+            return self._open
         raise RuntimeError(
             f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
             f"the {backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
@@ -126,15 +126,35 @@ class Step:
                 return known
         program = self._build(args, kwargs)
         program.key = key
+        self._show(program)
         self._programs.insert(0, (program, program.compiled(_flat_options(self._options))))
         return self._programs[0]
 
     def _meet(self, program: Program) -> None:
-        if program.entries:  # what sends nothing may run on any rank alone
+        if program.statement:  # what sends nothing may run on any rank alone
             _agreement.meet(self._backend, program.statement, program.sides)
-            if not program.shown and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
-                sys.stderr.write(table(program.function.title, program.entries, self._backend))
-            program.shown = True
+
+    def _settle(self, out: Any) -> Any:
+        """Where only one thread may be inside MPI, wait until the program's own has left it."""
+        return out if self._alone or self._backend.concurrent else jax.block_until_ready(out)
+
+    def _show(self, program: Program) -> None:
+        if os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
+            sys.stderr.write(table(program.function.title, program.entries, self._backend))
+
+
+class Traced:
+    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`."""
+
+    def __init__(self, step: Step, program: Program, traced: Any) -> None:
+        self._step, self._program, self._traced = step, program, traced
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._traced, name)
+
+    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+        """Lower it; nothing is sent."""
+        return Lowered(self._step, self._program, self._traced.lower(*args, **kwargs))
 
 
 class Lowered:
@@ -162,9 +182,9 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._step._wrapped(args, kwargs)
-        if self._step._backend.place.size > 1 and self._step._backend.name != "simulate":
+        if not self._step._alone:
             self._step._meet(self._program)
-        return self._compiled(*args, **kwargs)
+        return self._step._settle(self._compiled(*args, **kwargs))
 
 
 def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:

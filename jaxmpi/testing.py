@@ -90,7 +90,7 @@ def assert_equivalent(
     Raises:
       AssertionError: an output differs, with its path and the number of ranks; or each rank has one of its own, which is no
         part of a batch.
-      ValueError: a batch that the ranks cannot share equally.
+      ValueError: a batch that the ranks cannot share equally, no sizes, or an argument that is not there.
 
     >>> import jax, jaxmpi, numpy as np
     >>> def step(w, x):
@@ -99,7 +99,12 @@ def assert_equivalent(
     >>> assert_equivalent(step, [1, 2, 4], np.ones(3), np.arange(24.0).reshape(8, 3), batch_argnums=1)
     """
     run = step if isinstance(step, Step) or not args else jit(step)
-    split = {batch_argnums} if isinstance(batch_argnums, int) else set(batch_argnums)
+    numbers = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+    if not sizes:
+        raise ValueError("assert_equivalent: sizes is empty. Name numbers of ranks, such as [1, 2, 4].")
+    if not all(-len(args) <= i < len(args) for i in numbers):
+        raise ValueError(f"assert_equivalent: batch_argnums is {batch_argnums}, and there are {len(args)} arguments.")
+    split = {i % len(args) for i in numbers}
     standard: Any = None
     for size in sizes:
         with simulate(size):

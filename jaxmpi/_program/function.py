@@ -61,10 +61,20 @@ class Function:
             avals = list(map(_aval, leaves))
         except AttributeError:  # NumPy arrays and numbers
             avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
+        x64 = jax.config.jax_enable_x64
         if not self.static.names and not self.static.nums:
-            return treedef, avals
-        static = [arg for i, arg in enumerate(args) if i in self.static.nums]
-        return treedef, avals, static, [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
+            return treedef, avals, x64
+        values: list[tuple[int | str, Any]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
+        values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
+        for which, value in values:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ValueError(
+                    f"jaxmpi.jit: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
+                    "Pass a tuple, or make it an array argument."
+                ) from error
+        return treedef, avals, x64, [(which, type(value), value) for which, value in values]
 
 
 def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:
@@ -78,7 +88,8 @@ def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Argument
     except (TypeError, ValueError):  # a builtin
         return Arguments(frozenset(nums), frozenset(names))
     either = {i: p.name for i, p in enumerate(parameters) if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    nums = {i % len(parameters) if parameters else i for i in nums}
+    positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    nums = {i + positional if i < 0 else i for i in nums}
     names |= {either[i] for i in nums if i in either}
     nums |= {i for i, name in either.items() if name in names}
     return Arguments(frozenset(nums), frozenset(names))

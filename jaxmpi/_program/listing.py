@@ -7,6 +7,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
 from jaxmpi._program.reading import subjaxprs
 from jaxmpi._program.schedule import schedule
+from jaxmpi._program.steering import steering
 
 __all__ = ["Entry", "listing", "signature"]
 
@@ -65,6 +66,6 @@ def _inside(eqn: Any, size: int, together: bool, path: str, times: int | None) -
         yield from listing(inner, size, together=together, path=inner_path, times=inner_times)
 
 
-def signature(entries: Sequence[Entry]) -> str:
-    """A text that is equal where the same is sent in the same order; source lines don't count."""
-    return repr([entry._replace(source=()) for entry in entries])
+def signature(jaxpr: Any, entries: Sequence[Entry]) -> str:
+    """A text that is equal where the same is sent in the same order, and the same decides it; source lines don't count."""
+    return "\n".join([*(repr(entry._replace(source=())) for entry in entries), *filter(None, [steering(jaxpr)])])

@@ -1,6 +1,6 @@
 """The program of a function, for one kind of arguments and one backend."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -27,13 +27,10 @@ class Program:
     call: Callable[[Sequence[Any]], list[Any]]  # of the arguments' arrays to the outputs', for `jax.jit`
     tree: Any  # of the outputs
     entries: list[Entry]  # what it sends
+    statement: _agreement.Statement | None  # of it; None where the ranks have nothing to agree on
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
     key: Any = None
-    shown: bool = False  # whether it was printed, under JAXMPI_EXPLAIN
-
-    def __post_init__(self) -> None:
-        self.statement = _agreement.Statement.of(self.function.title, signature(self.entries))
 
     def sides(self) -> tuple[list[str], list[str]]:
         """What it sends and what it takes, for an error."""
@@ -79,6 +76,9 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         outs, tree = jax.tree.flatten(function.fun(*some_args, **some_kwargs))
         return outs
 
+    _positions(
+        "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
+    )
     size = backend.place.size
     jaxpr, captured = trace(flat, size, avals)
     if size > 1:
@@ -94,9 +94,11 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
 
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
+    said = signature(jaxpr, entries) if size > 1 else ""
+    statement = _agreement.Statement.of(function.title, said) if said else None
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     donated = [function.donated.hold(path) for path, _ in paths]
-    return Program(function, call, tree, entries, arguments, donated)
+    return Program(function, call, tree, entries, statement, arguments, donated)
 
 
 def _argument(path: Any) -> str:
@@ -121,12 +123,24 @@ def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_outputs(function: Function, tree: Any, varies: Sequence[bool]) -> None:
     """Raise a ValueError that names an output that is to be equal on all ranks, and may not be."""
+    node = tree.node_data()
+    children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
+    outputs = _positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
-    for path, differs in paths:
-        position = path[0].idx if path and hasattr(path[0], "idx") else 0
-        if differs and position in function.outputs:
+    positions = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
+    for position, (path, differs) in zip(positions, paths, strict=True):
+        if differs and position in outputs:
             raise ValueError(
                 f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is in replicated_outnums, and it may differ "
                 "between the ranks. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
-                "replicated_argnums the arguments that are equal on all ranks."
+                "replicated_argnums the arguments that are equal on all ranks. An array that the function has from outside "
+                "counts as different: make it an argument."
             )
+
+
+def _positions(option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
+    """Positions below `count`, counted from the end where they are negative."""
+    for i in numbers:
+        if not -count <= i < count:
+            raise ValueError(f"jaxmpi.jit: {option} has {i}, and {what} {count}. Name positions from 0 to {count - 1}.")
+    return {i % count for i in numbers}

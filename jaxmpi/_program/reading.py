@@ -11,6 +11,8 @@ __all__ = [
     "LOOPS",
     "MOVE",
     "REDUCE",
+    "calls_python",
+    "communicates",
     "has_collective",
     "kind",
     "map_subjaxprs",
@@ -71,8 +73,9 @@ def kind(eqn: Any) -> str:
         return "call"
     elif name in LOOPS:
         return "loop"
+    where = _jaxcompat.source_line(eqn) or "a line of a library"
     raise NotImplementedError(
-        f"jaxmpi.jit: {name} at {_jaxcompat.source_line(eqn)} communicates over {AXIS!r}, which is not supported. "
+        f"jaxmpi.jit: {name} at {where} communicates over {AXIS!r}, which is not supported. "
         f"Move the collective out of it, or use {', '.join((*REDUCE, *MOVE))}."
     )
 
@@ -80,6 +83,18 @@ def kind(eqn: Any) -> str:
 def has_collective(jaxpr: Any) -> bool:
     """Whether anything in it has to do with the ranks."""
     return any(kind(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
+
+
+def communicates(eqn: Any) -> bool:
+    """Whether it sends something, or contains what does; this rank's number alone is no message."""
+    inner = [e for jaxpr in subjaxprs(eqn) for e in _equations(jaxpr)]
+    return any(kind(e) == "collective" for e in (eqn, *inner))
+
+
+def calls_python(eqn: Any) -> bool:
+    """Whether it asks the host, or contains what does."""
+    inner = (e for jaxpr in subjaxprs(eqn) for e in _equations(jaxpr))
+    return any("callback" in e.primitive.name or "ffi" in e.primitive.name for e in (eqn, *inner))
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -38,16 +38,21 @@ def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
         for group in level.groups:
             _carry_out(group, target, read)
         for eqn in level.loops:
-            inner = map_subjaxprs(eqn, lambda inner: rewrite(inner, target))
-            read.write(eqn, _jaxcompat.bind(eqn, read(eqn.invars), **inner))
+            read.write(eqn, _loop(eqn, target, read(eqn.invars)))
     return read.outs()
+
+
+def _loop(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
+    return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
 
 
 def _local(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
     match kind(eqn):
         case "index":
             return [target.rank()]
-        case "collective":  # of a constant
+        case "loop":  # that asks for the rank
+            return _loop(eqn, target, xs)
+        case "collective":  # of what all ranks know
             x = translate(eqn, target.size).before(xs[0])
             return [x * target.size if eqn.primitive.name == "psum" else x]
         case _:

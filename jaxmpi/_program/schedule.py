@@ -13,10 +13,10 @@ from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
-from jaxmpi._program.reading import kind, other_effects
+from jaxmpi._program.reading import calls_python, communicates, kind, other_effects
 from jaxmpi._program.translate import Translation, translate
 
-__all__ = ["Group", "Level", "schedule"]
+__all__ = ["Group", "Level", "folded", "schedule"]
 
 
 class Group(NamedTuple):
@@ -44,15 +44,16 @@ def schedule(jaxpr: Any, size: int, *, together: bool = True) -> Iterator[Level]
       together: False where every collective is to stay a call of its own.
     """
     eqns = list(_needed(_jaxcompat.parts(jaxpr)[0]))
-    constant = _constants(eqns)
+    known = folded(jaxpr)
     depth: dict[Any, int] = {}
     levels: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     last = 0
     for eqn in eqns:
         level = max((depth.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
+        remote = communicates(eqn) and id(eqn) not in known
         if other_effects(eqn):  # these keep their order
-            level = last = max(level, last)
-        remote = kind(eqn) in ("collective", "loop") and not constant.issuperset(eqn.outvars)
+            level = max(level, last)
+            last = level + remote
         levels[level][remote].append(eqn)
         depth.update((v, level + remote) for v in eqn.outvars)
     for level in sorted(levels):
@@ -72,22 +73,31 @@ def _groups(eqns: list[Any], size: int, together: bool) -> list[Group]:
 
 
 def _needed(jaxpr: Any) -> Iterator[Any]:
-    """The equations that an output or an effect depends on, in order."""
+    """The equations that an output or an effect depends on, in order; all messages of a program without outputs."""
+    silent = not jaxpr.outvars
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
-        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or (silent and communicates(eqn)):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return reversed(kept)
 
 
-def _constants(eqns: list[Any]) -> set[Any]:
-    """Variables that follow from literals alone, so that every rank knows their sums: the gradient of a mean has one."""
-    constant: set[Any] = set()
-    for eqn in eqns:
-        known = all(isinstance(v, Literal) or v in constant for v in eqn.invars)
-        reduces = kind(eqn) == "collective" and eqn.primitive.name in ("psum", "pmax", "pmin")
-        if known and not other_effects(eqn) and (kind(eqn) == "" or reduces):
-            constant.update(eqn.outvars)
-    return constant
+def folded(jaxpr: Any) -> set[int]:
+    """The sums, by id, in derivatives of what follows from literals alone: nothing is sent for them.
+
+    The gradient of a mean has one. Elsewhere a literal may be a Python number that every rank has its own of, and is sent; of
+    these the ranks compare the text (`steering`).
+    """
+    known: set[Any] = set()
+    found = set()
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        if other_effects(eqn) or calls_python(eqn) or not all(isinstance(v, Literal) or v in known for v in eqn.invars):
+            continue
+        if kind(eqn) == "":
+            known.update(eqn.outvars)
+        elif eqn.primitive.name in ("psum", "pmax", "pmin") and "transpose(" in str(eqn.source_info.name_stack):
+            known.update(eqn.outvars)
+            found.add(id(eqn))
+    return found

@@ -35,6 +35,19 @@ class Translation(NamedTuple):
 
 def translate(eqn: Any, size: int) -> Translation:
     """The collective that an equation of kind "collective" stands for, on `size` ranks."""
+    call, before, after = plain = _translate(eqn, size)
+    key = eqn.invars[0].aval
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return plain
+    impl: list[Any] = []
+    jax.eval_shape(lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype))
+    # keys travel as their data, whose axes come last
+    return Translation(
+        call, lambda x: before(jax.random.key_data(x)), lambda y: jax.random.wrap_key_data(after(y), impl=impl[0])
+    )
+
+
+def _translate(eqn: Any, size: int) -> Translation:
     params = eqn.params
     _refuse_groups(eqn)
     name = eqn.primitive.name
@@ -42,7 +55,9 @@ def translate(eqn: Any, size: int) -> Translation:
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
         return Translation(Collective("allreduce", op=REDUCE[name]), partial(_reduce, name, dims) if dims else _same, _same)
     if name == "ppermute":
-        return Translation(Collective("permute", pairs=tuple(map(tuple, params["perm"]))), _same, _same)
+        pairs = tuple((int(p), int(q)) for p, q in params["perm"])
+        _check_pairs(eqn, pairs, size)
+        return Translation(Collective("permute", pairs=pairs), _same, _same)
     tiled = params["tiled"] if name != "all_to_all" else True  # the primitive itself always is
     if name == "all_gather":
         return Translation(Collective("allgather"), _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
@@ -75,6 +90,15 @@ def _merge(y: Array, axis: int, tiled: bool) -> Array:
     """`[n, .., k, ..]` to `[.., n·k, ..]`; untiled, `[n, ..]` to `[.., n, ..]`."""
     y = jnp.moveaxis(y, 0, axis)
     return y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :]) if tiled else y
+
+
+def _check_pairs(eqn: Any, pairs: tuple[tuple[int, int], ...], size: int) -> None:
+    for side in zip(*pairs, strict=True):
+        if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):
+            raise ValueError(
+                f"jaxmpi.jit: ppermute at {_jaxcompat.source_line(eqn)} has pairs {list(pairs)} on {size} ranks. "
+                "Every rank may stand at most once on either side."
+            )
 
 
 def _refuse_groups(eqn: Any) -> None:

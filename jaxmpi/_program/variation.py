@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._program.reading import kind, subjaxprs
+from jaxmpi._program.reading import CALLS, calls_python, communicates, kind, subjaxprs
 
 __all__ = ["varying"]
 
@@ -42,7 +42,7 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, check: bool = True, warn: bool =
     for eqn in inner.eqns:
         xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
         known = all(isinstance(v, Literal) or v in literal for v in eqn.invars)
-        if known and not eqn.effects:
+        if known and not eqn.effects and not calls_python(eqn):
             literal.update(eqn.outvars)
         warns = warn and "transpose(" not in str(eqn.source_info.name_stack)
         if check and warns and not known and not any(xs):
@@ -65,7 +65,9 @@ def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
         return _while(eqn, xs, inside, check)
     if name == "cond":
         return _cond(eqn, xs, inside, check)
-    return [any(xs) or "callback" in name] * len(eqn.outvars)
+    if name in CALLS:
+        return inside(eqn.params[CALLS[name]], xs)
+    return [any(xs) or calls_python(eqn)] * len(eqn.outvars)
 
 
 def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
@@ -89,7 +91,7 @@ def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
             break
         state = after
     if check:
-        if goes_on and kind(eqn) == "loop":
+        if goes_on and communicates(eqn):
             _refuse(eqn, "while_loop", "whether the loop goes on")
         inside(eqn.params["cond_jaxpr"], cond_consts + state)
         inside(eqn.params["body_jaxpr"], body_consts + state)
@@ -97,7 +99,7 @@ def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
 
 
 def _cond(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
-    if check and xs[0] and kind(eqn) == "loop":
+    if check and xs[0] and communicates(eqn):
         _refuse(eqn, "cond", "which branch is taken")
     outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
     return [xs[0] or any(of_branches) for of_branches in zip(*outs, strict=True)]
@@ -106,17 +108,22 @@ def _cond(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
 def _refuse(eqn: Any, name: str, what: str) -> None:
     inside = next(line for jaxpr in subjaxprs(eqn) for line in _collective_lines(jaxpr))
     raise ValueError(
-        f"jaxmpi.jit: {name} at {_jaxcompat.source_line(eqn)} contains a collective ({inside}), and {what} may differ between "
-        "the ranks: some would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce "
-        "with op 'max' or 'min'), or say with replicated_argnums which arguments are equal on all ranks."
+        f"jaxmpi.jit: {name} at {_line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
+        "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
+        "'min'), or say with replicated_argnums which arguments are equal on all ranks. An array that the function has from "
+        "outside counts as different: make it an argument."
     )
+
+
+def _line(eqn: Any) -> str:
+    return _jaxcompat.source_line(eqn) or "a line of a library"
 
 
 def _collective_lines(jaxpr: Any) -> list[str]:
     lines = []
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if kind(eqn) == "collective":
-            lines.append(f"{eqn.primitive.name} at {_jaxcompat.source_line(eqn)}")
+            lines.append(f"{eqn.primitive.name} at {_line(eqn)}")
         lines.extend(line for inner in subjaxprs(eqn) for line in _collective_lines(inner))
     return lines
 
@@ -124,7 +131,7 @@ def _collective_lines(jaxpr: Any) -> list[str]:
 def _warn_of_reduction(eqn: Any) -> None:
     if eqn.primitive.name == "psum" and kind(eqn) == "collective":
         warnings.warn(
-            f"jaxmpi.jit: what is summed or averaged at {_jaxcompat.source_line(eqn)} is equal on all ranks already. "
+            f"jaxmpi.jit: what is summed or averaged at {_line(eqn)} is equal on all ranks already. "
             "A mean is not needed there, and a sum multiplies it by the number of ranks.",
             stacklevel=2,
         )

@@ -1,0 +1,248 @@
+"""What differs between the ranks without being an argument, effects, and other corners of `jaxmpi.jit`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmpi
+from jaxmpi import RankMismatchError
+from jaxmpi.testing import assert_equivalent, run_ranks
+
+R = jaxmpi.AXIS
+X = np.float32(1.0)
+
+
+def of_python():
+    """A number of the host, which each rank has its own of."""
+    return jax.pure_callback(lambda: np.float32(jaxmpi.world_rank + 1), jax.ShapeDtypeStruct((), np.float32))
+
+
+@run_ranks(2, 3)
+def test_python_numbers_of_each_rank_are_sent():
+    n, mine = jaxmpi.size(), float(jaxmpi.rank() + 1)
+    total = n * (n + 1) / 2
+    jaxmpi.world_rank = jaxmpi.rank()
+    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x * mine, "sum") / jaxmpi.tree_allreduce(mine, "sum"))
+    assert float(step(np.float32(7))) == 7.0
+    assert float(jaxmpi.jit(lambda: jaxmpi.tree_allreduce(mine, "sum"))()) == total
+    np.testing.assert_array_equal(jaxmpi.jit(lambda: lax.psum(jnp.full(2, mine), R))(), [total, total])
+    assert float(jaxmpi.jit(lambda: jaxmpi.tree_allreduce(jnp.full((), mine), "max"))()) == n
+    assert float(jaxmpi.jit(lambda x: lax.psum(of_python(), R) + 0 * x)(X)) == total
+
+
+@run_ranks(2)
+def test_python_numbers_that_decide_are_compared():
+    """The turns of a loop, a branch, a sum that is not sent: with other numbers on other ranks they would hang, or be wrong."""
+    mine = jaxmpi.rank() + 3
+
+    def turns(x):
+        return lax.while_loop(lambda c: c[0] < mine, lambda c: (c[0] + 1, c[1] + lax.psum(x, R)), (0, 0.0))
+
+    def branch(x, k):
+        return lax.cond(k < mine, lambda: lax.psum(x, R), lambda: x)
+
+    def nested(x, k):
+        return lax.scan(lambda c, _: (branch(c, k), None), x, None, length=2)
+
+    def folded(x):
+        return jax.grad(lambda x: lax.pmean(x, R) * mine)(x)
+
+    for step in (jaxmpi.jit(turns), jaxmpi.jit(folded)):
+        with pytest.raises(RankMismatchError, match="do not agree"):
+            step(X)
+    for fun in (branch, nested):
+        with pytest.raises(RankMismatchError, match="do not agree"):
+            jaxmpi.jit(fun, replicated_argnums=1)(X, 4)
+    mine = 4
+    assert float(jaxmpi.jit(turns)(X)[1]) == 8.0
+    assert float(jaxmpi.jit(branch, replicated_argnums=1)(X, 3)) == 2.0
+    assert float(jaxmpi.jit(folded)(X)) == 4.0
+
+
+@run_ranks(1, 2)
+def test_a_branch_that_only_prints_the_mean():
+    seen = []
+
+    def step(i, x):
+        lax.cond(i % 2 == 0, lambda: jax.debug.callback(seen.append, lax.pmean(x, R)), lambda: None)
+        return x * 2
+
+    jitted = jaxmpi.jit(step, replicated_argnums=0)
+    for i in range(4):
+        jax.block_until_ready(jitted(i, np.float32(jaxmpi.rank() + i)))
+    jax.effects_barrier()
+    mean = (jaxmpi.size() - 1) / 2
+    assert [float(v) for v in seen] == [mean, mean + 2]
+    if jaxmpi.size() > 1:
+        assert [entry.path for entry in jitted.program(0, X).entries] == ["cond:1"]
+
+
+@run_ranks(1, 2)
+def test_effects_stay_behind_those_of_a_loop_before_them():
+    log = []
+
+    def step(x):
+        def body(c, _):
+            c = lax.pmean(c, R)
+            jax.debug.callback(lambda v: log.append("in"), c, ordered=True)
+            return c, None
+
+        y, _ = lax.scan(body, x, None, length=2)
+        jax.debug.callback(lambda v: log.append("after"), x, ordered=True)
+        return y
+
+    jax.block_until_ready(jaxmpi.jit(step)(X))
+    jax.effects_barrier()
+    assert log == ["in", "in", "after"]
+
+
+@run_ranks(2)
+def test_traced_lowered_and_compiled_programs_are_compared():
+    step = jaxmpi.jit((lambda x: lax.psum(x, R)) if jaxmpi.rank() else (lambda x: lax.pmax(x, R)))
+    with pytest.raises(RankMismatchError):
+        step.trace(X).lower().compile()(X)
+
+
+def test_a_callback_in_a_nested_jit_varies():
+    with jaxmpi.simulate(2), pytest.raises(ValueError, match="it may differ"):
+        jaxmpi.jit(lambda x: jax.jit(lambda: jax.pure_callback(lambda: np.float32(1), X))(), replicated_outnums=0)(X)
+
+
+def test_a_nested_jit_keeps_apart_what_varies_and_what_does_not():
+    with jaxmpi.simulate(2):
+        both = jax.jit(lambda a, b: (a * 2, b * 2))
+        jaxmpi.jit(lambda p, x: both(p, x), replicated_argnums=0, replicated_outnums=0)(X, X)
+
+
+class Out(NamedTuple):
+    params: jax.Array
+    loss: jax.Array
+
+
+@pytest.mark.parametrize("make", [lambda *xs: xs, lambda *xs: list(xs), Out], ids=["tuple", "list", "NamedTuple"])
+def test_outputs_by_position(make):
+    def step(p, x):
+        return make(p, p - x)
+
+    with jaxmpi.simulate(2):
+        jaxmpi.jit(step, replicated_argnums=0, replicated_outnums=0)(X, X)
+        for outnums in (1, -1, (0, 1)):
+            with pytest.raises(ValueError, match="is in replicated_outnums"):
+                jaxmpi.jit(step, replicated_argnums=0, replicated_outnums=outnums)(X, X)
+        with pytest.raises(ValueError, match="replicated_outnums has 7, and step returns 2"):
+            jaxmpi.jit(step, replicated_outnums=7)(X, X)
+        with pytest.raises(ValueError, match="replicated_argnums has 5, and the positional arguments of step are 2"):
+            jaxmpi.jit(step, replicated_argnums=5)(X, X)
+
+
+def test_the_rank_may_be_asked_for_anywhere():
+    x = jaxmpi.PerRank(np.arange(1.0, 3.0, dtype=np.float32))
+    with jaxmpi.simulate(2):
+        branch = jaxmpi.jit(lambda x: lax.cond(x > 1.5, lambda: lax.axis_index(R) * 1.0, lambda: 0.0))
+        np.testing.assert_array_equal(np.asarray(branch(x)), [0.0, 1.0])
+        loop = jaxmpi.jit(lambda x: lax.while_loop(lambda c: c < 5, lambda c: c + 1 + jaxmpi.rank(), x))
+        np.testing.assert_array_equal(np.asarray(loop(x)), [5.0, 6.0])
+
+
+def test_assert_equivalent_tests_something():
+    x = np.arange(24.0).reshape(8, 3)
+    with pytest.raises(AssertionError, match="differs between the ranks"):
+        assert_equivalent(lambda w, x: (x @ w).sum(), [1, 2, 4], np.ones(3), x, batch_argnums=-1)
+    with pytest.raises(ValueError, match="there are 2 arguments"):
+        assert_equivalent(lambda w, x: w, [1, 2], np.ones(3), x, batch_argnums=5)
+    with pytest.raises(ValueError, match="sizes is empty"):
+        assert_equivalent(lambda w: w, [], np.ones(3))
+
+
+@run_ranks(2)
+def test_static_arguments_are_told_apart_as_in_jax():
+    step = jaxmpi.jit(lambda x, n: lax.psum(x, R) * n, static_argnums=1)
+    assert [step(np.int32(1), n).dtype.name for n in (1, 1.0, True)] == ["int32", "float32", "int32"]
+    with pytest.raises(ValueError, match=r"static argument 1 of <lambda> is a list, which has no hash"):
+        step(X, [2])
+
+    def last(x, n, *, flag=False):
+        return lax.psum(x, R) * n if isinstance(n, int) and not isinstance(flag, bool) else flag
+
+    assert float(jaxmpi.jit(last, static_argnums=-1)(X, 3, flag=True)) == 6.0
+
+
+@run_ranks(2)
+def test_another_precision_is_another_program():
+    step = jaxmpi.jit(lambda x: lax.psum(x, R))
+    assert step(np.ones(2)).dtype == np.float32
+    with jax.enable_x64(True):
+        assert step(np.ones(2)).dtype == np.float64
+    assert step(np.ones(2)).dtype == np.float32
+
+
+@run_ranks(1, 2)
+def test_without_jit():
+    with jax.disable_jit():
+        assert float(jaxmpi.tree_allreduce(np.float32(2), "sum")) == 2 * jaxmpi.size()
+        assert float(jaxmpi.jit(lambda x: lax.psum(x, R) + 1)(X)) == jaxmpi.size() + 1
+
+
+@run_ranks(2)
+def test_a_gradient_around_it_is_traced_once():
+    traced = []
+
+    @jaxmpi.jit
+    def loss(x):
+        traced.append(1)
+        return jnp.sum(lax.psum(x, R) ** 2)
+
+    for _ in range(5):
+        jax.grad(loss)(np.ones(3, np.float32))
+    assert len(traced) <= 2
+
+
+def test_a_captured_per_rank_value_is_refused():
+    x = jaxmpi.PerRank(np.arange(2.0))
+    with jaxmpi.simulate(2), pytest.raises(TypeError, match="Make it an argument"):
+        jaxmpi.jit(lambda: jaxmpi.tree_allreduce(x))()
+
+
+def gathered_keys():
+    n, r = jaxmpi.size(), jaxmpi.rank()
+    keys = jax.random.split(jax.random.key(3), n)
+    return jaxmpi.jit(lambda k: (lax.all_gather(k, R), lax.ppermute(k, R, [(p, (p + 1) % n) for p in range(n)]))), keys, r
+
+
+def check_keys():
+    step, keys, rank = gathered_keys()
+    everyone, before = step(keys[rank])
+    np.testing.assert_array_equal(jax.random.key_data(everyone), jax.random.key_data(keys))
+    np.testing.assert_array_equal(jax.random.key_data(before), jax.random.key_data(keys[rank - 1]))
+
+
+@run_ranks(1, 2, 3)
+def test_keys_move():
+    check_keys()
+
+
+@run_ranks(2, backend="xla")
+def test_keys_move_on_xla():
+    check_keys()
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1), (0, 0)], [(0, 7)], [(0, 1), (1, 1)]])
+def test_pairs_of_a_permutation_are_checked(pairs):
+    with jaxmpi.simulate(2), pytest.raises(ValueError, match=r"ppermute at test_program.py:\d+ has pairs .* on 2 ranks"):
+        jaxmpi.jit(lambda x: lax.ppermute(x, R, pairs))(X)
+
+
+@run_ranks(2)
+def test_a_program_without_outputs_sends_all_the_same():
+    step = jaxmpi.jit(lambda x: (lax.psum(x, R), None)[1])
+    assert len(step.program(X).entries) == 1
+    assert "mpi_allreduce" in step.lower(X).as_text()
+    assert step(X) is None
+
+
+def test_testing_is_found():
+    assert jaxmpi.testing.run_ranks is run_ranks
