@@ -179,6 +179,7 @@ PROGRAM = (
     "schedule",
     "rewrite",
     "variation",
+    "steering",
     "listing",
     "costs",
     "build",
