@@ -32,10 +32,7 @@ class Step:
             return self._inside(backend)(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten(self._function.dynamic(args, kwargs))
-        if backend.name == "xla":
-            leaves = backend.wrap(leaves)
-        program, run = self._program(leaves, treedef, args, kwargs)
+        program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
         self._meet(program)
         return self._settle(run(leaves))
 
@@ -116,19 +113,35 @@ class Step:
 
     # what the ranks agree on
 
-    def _program(self, leaves: Sequence[Any], treedef: Any, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any]]:
-        """The program for these arguments, and what runs it; traced where there is none yet."""
-        key = self._function.key(leaves, treedef, args, kwargs)
-        for i, known in enumerate(self._programs):
-            if known[0].key == key:
-                if i:
-                    self._programs.insert(0, self._programs.pop(i))
-                return known
+    def _last_program(self, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any], list[Any]] | None:
+        """The program of the last call, what runs it and the arrays for it, if it is that of these arguments, too."""
+        if not self._programs:
+            return None
+        program, run = self._programs[0]
+        try:  # quicker than to flatten anything
+            leaves = self._leaves(program.structure.flatten_up_to(self._function.dynamic(args, kwargs)))
+        except (ValueError, TypeError, AttributeError):
+            return None
+        return (program, run, leaves) if program.key == self._function.key(leaves, args, kwargs) else None
+
+    def _program(self, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any], list[Any]]:
+        """The same for any arguments; traced where there is no program yet. It is the last from now on."""
+        leaves, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
+        leaves = self._leaves(leaves)
+        key = self._function.key(leaves, args, kwargs)
+        for i, (program, run) in enumerate(self._programs):
+            if program.structure == structure and program.key == key:
+                self._programs.insert(0, self._programs.pop(i))
+                return program, run, leaves
         program = self._build(args, kwargs)
-        program.key = key
+        program.structure, program.key = structure, key
+        run = program.compiled(_flat_options(self._options))
         self._show(program)
-        self._programs.insert(0, (program, program.compiled(_flat_options(self._options))))
-        return self._programs[0]
+        self._programs.insert(0, (program, run))
+        return program, run, leaves
+
+    def _leaves(self, leaves: list[Any]) -> list[Any]:
+        return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves
 
     def _meet(self, program: Program) -> None:
         if program.statement:  # what sends nothing may run on any rank alone

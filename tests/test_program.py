@@ -246,3 +246,19 @@ def test_a_program_without_outputs_sends_all_the_same():
 
 def test_testing_is_found():
     assert jaxmpi.testing.run_ranks is run_ranks
+
+
+@run_ranks(2)
+def test_arguments_of_another_structure_are_another_program():
+    step = jaxmpi.jit(lambda tree: jax.tree.map(lambda x: lax.psum(x, R), tree))
+    trees = [{"a": X}, {"a": (X, X)}, {"a": None}, {"a": X, "b": X}, [X], {"a": {"a": X}}, X, {"a": np.ones(2, np.float32)}]
+    for tree in trees * 2:
+        want = jax.tree.map(lambda x: x * 2, tree)
+        got = step(tree)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@run_ranks(2, backend="xla")
+def test_arguments_of_another_structure_on_xla():
+    test_arguments_of_another_structure_are_another_program.__wrapped__()

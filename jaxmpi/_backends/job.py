@@ -87,7 +87,7 @@ class Job:
 
     def extremes(self, word: int) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers: 16 bytes from each."""
-        self._word[:] = -word, word
+        self._word[0], self._word[1] = -word, word
         with self._enter():
             self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
         return -int(self._words[0]), int(self._words[1])

@@ -55,15 +55,18 @@ class Function:
         """The arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)
 
-    def key(self, leaves: Sequence[Any], treedef: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What two calls have in common if they run the same program. In the steady state all comparisons are of identity."""
+    def key(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What two calls with one structure have in common if they run the same program.
+
+        In the steady state all comparisons of keys are of identity.
+        """
         try:
             avals = list(map(_aval, leaves))
         except AttributeError:  # NumPy arrays and numbers
             avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
         x64 = jax.config.jax_enable_x64
         if not self.static.names and not self.static.nums:
-            return treedef, avals, x64
+            return avals, x64
         values: list[tuple[int | str, Any]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
         values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
         for which, value in values:
@@ -74,7 +77,7 @@ class Function:
                     f"jaxmpi.jit: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
                     "Pass a tuple, or make it an array argument."
                 ) from error
-        return treedef, avals, x64, [(which, type(value), value) for which, value in values]
+        return avals, x64, [(which, type(value), value) for which, value in values]
 
 
 def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:

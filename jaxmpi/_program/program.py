@@ -30,6 +30,7 @@ class Program:
     statement: _agreement.Statement | None  # of it; None where the ranks have nothing to agree on
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
+    structure: Any = None  # of the arguments
     key: Any = None
 
     def sides(self) -> tuple[list[str], list[str]]:
@@ -56,9 +57,10 @@ class Program:
 
 
 def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda leaves: [leaves[i] for i in indices]
+    """What takes these out of a list; mostly they are its first or its last."""
+    if list(indices) == list(range(min(indices, default=0), max(indices, default=-1) + 1)):
+        return itemgetter(slice(min(indices, default=0), max(indices, default=-1) + 1))
+    return itemgetter(*indices)
 
 
 def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
