@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import io
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class Task(NamedTuple):
 
     path: str
     qualname: str
-    kwargs: dict[str, Any]
+    kwargs: Any
     timeout_seconds: float
 
 
@@ -102,7 +103,7 @@ class Pool:
         """Run one task on every rank; raise a RankFailure with every failing rank's words."""
         self._log.truncate(0)
         for connection in self.ranks.values():
-            connection.send(task)
+            connection.send(task._replace(kwargs=pickle.dumps(task.kwargs)))  # to be read once the test's module is there
         waiting, failed = dict(self.ranks), []
         deadline = time.monotonic() + task.timeout_seconds
         while waiting and time.monotonic() < deadline:
@@ -179,7 +180,8 @@ def _run(task: Task, rank: int) -> _Result:
     output, error = io.StringIO(), None
     with redirect_stdout(output), redirect_stderr(output):
         try:
-            _find(task)(**task.kwargs)
+            function = _find(task)
+            function(**pickle.loads(task.kwargs))  # what our own outer process has written
         except BaseException:  # pytest's own failures are no Exceptions; the rank lives on for the next task
             error = traceback.format_exc()
     return _Result(rank, error, output.getvalue())
