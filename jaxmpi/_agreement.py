@@ -59,8 +59,8 @@ def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:
     if titles[0] != titles[1]:
         head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}."
     differences = [
-        f"\n  {names[0]} {verb} {a or 'nothing more'}\n  {names[1]} {verb} {b or 'nothing more'}"
-        for verb, mine, theirs in zip(("sends", "takes"), sides[0], sides[other], strict=True)
+        f"\n  {verb} by {names[0]}: {a or 'nothing more'}\n  {verb} by {names[1]}: {b or 'nothing more'}"
+        for verb, mine, theirs in zip(("sent", "taken"), sides[0], sides[other], strict=True)
         for a, b in zip_longest(mine, theirs, fillvalue="")
         if a != b
     ]

@@ -61,10 +61,12 @@ class Plain:
 
 
 def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:
+    """Carry out a collective that only moves arrays."""
     return ranks.run(call, xs)
 
 
 def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+    """Y = op_r x_r on every rank."""
     if ranks.size == 1:
         return list(xs)
     if op in ("max", "min", "prod"):
@@ -73,6 +75,7 @@ def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Arr
 
 
 def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list[jax.Array]:
+    """Y = op_r x_r on root, x elsewhere."""
     if ranks.size == 1:
         return list(xs)
     # a choice in the data, not in Python: the program, and so its derivative's messages, is the same on every rank
@@ -81,6 +84,7 @@ def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list
 
 
 def reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+    """y_q = op_r x_r[q], of `[size, ...]` arrays."""
     if op in ("max", "min", "prod"):
         return [x[ranks.index()] for x in allreduce(xs, ranks, op=op)]
     return _divide(ranks.run(Collective("reduce_scatter", op="sum"), _widen(xs, op)), xs, op, ranks)

@@ -78,7 +78,7 @@ class Guard:
             self._sigint = signal.getsignal(signal.SIGINT)
             if self._sigint is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_interrupt)
-        self._dismiss_witness = _call_witness(backend)
+        self._dismiss_witness = _witness.call(backend)
         atexit.register(self.leave)
         self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
         if self.listening:
@@ -195,14 +195,3 @@ class Guard:
                 self.send((self.backend.place.rank + 1) % size, "left", self.backend.entered)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-
-
-def _call_witness(backend: Any) -> Callable[[], None]:
-    """Leave a witness on each node where nobody else names a rank that is killed; returns what sends it away."""
-    place = backend.place
-    if backend.launcher_names_the_killed:
-        return lambda: None
-    supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
-    address = _witness.start() if place.local_rank == 0 and not supervised else ""
-    addresses = dict(reversed(backend.allgather_object((place.node, address))))  # of each node, that of its lowest rank
-    return _witness.connect(addresses[place.node], place.rank, place.size) if addresses[place.node] else lambda: None

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -72,18 +72,20 @@ class Step:
         if backend is not self._backend:
             self._backend, self._programs = backend, []
             self._alone = backend.place.size == 1 or backend.name == "simulate"
-            self._jitted = jax.jit(self._named(self._body), **self._options)
-            self._open = jax.jit(self._named(partial(self._body, hide=False)), **self._options)
+            self._jitted = jax.jit(self._body(hide=True), **self._options)
+            self._open = jax.jit(self._body(hide=False), **self._options)
         return backend
 
-    def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        return update_wrapper(lambda *args, **kwargs: body(*args, **kwargs), self._function.fun, updated=())
+    def _body(self, *, hide: bool) -> Callable[..., Any]:
+        """What `jax.jit` traces, with the name and the signature of the user's function."""
 
-    def _body(self, *args: Any, hide: bool = True, **kwargs: Any) -> Any:
-        program = self._build(args, kwargs, hide=hide)
-        if self._alone:
-            self._show(program)
-        return program(self._function.leaves(args, kwargs))
+        def body(*args: Any, **kwargs: Any) -> Any:
+            program = self._build(args, kwargs, hide=hide)
+            if self._alone:
+                self._show(program)
+            return program(self._function.leaves(args, kwargs))
+
+        return update_wrapper(body, self._function.fun, updated=())
 
     def _inside(self, backend: Any) -> Callable[..., Any]:
         """What runs where the caller is traced, too."""
@@ -156,48 +158,40 @@ class Step:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
 
-class Traced:
-    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`."""
+class _Stage:
+    """A stage of `jax.stages`, of a step's program."""
 
-    def __init__(self, step: Step, program: Program, traced: Any) -> None:
-        self._step, self._program, self._traced = step, program, traced
+    def __init__(self, step: Step, program: Program, stage: Any) -> None:
+        self._step, self._program, self._stage = step, program, stage
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._traced, name)
+        return getattr(self._stage, name)
+
+
+class Traced(_Stage):
+    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`."""
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """Lower it; nothing is sent."""
-        return Lowered(self._step, self._program, self._traced.lower(*args, **kwargs))
+        return Lowered(self._step, self._program, self._stage.lower(*args, **kwargs))
 
 
-class Lowered:
-    """What `Step.lower` returns: a `jax.stages.Lowered` whose compiled program compares itself with the other ranks'."""
-
-    def __init__(self, step: Step, program: Program, lowered: Any) -> None:
-        self._step, self._program, self._lowered = step, program, lowered
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
+class Lowered(_Stage):
+    """What `Step.lower` returns: a `jax.stages.Lowered` that leads to a `Compiled`."""
 
     def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
         """Compile it; nothing is sent."""
-        return Compiled(self._step, self._program, self._lowered.compile(*args, **kwargs))
+        return Compiled(self._step, self._program, self._stage.compile(*args, **kwargs))
 
 
-class Compiled:
-    """What `Lowered.compile` returns, in the place of a `jax.stages.Compiled`."""
-
-    def __init__(self, step: Step, program: Program, compiled: Any) -> None:
-        self._step, self._program, self._compiled = step, program, compiled
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+class Compiled(_Stage):
+    """What `Lowered.compile` returns: a `jax.stages.Compiled` that the ranks compare before each call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._step._wrapped(args, kwargs)
         if not self._step._alone:
             self._step._meet(self._program)
-        return self._step._settle(self._compiled(*args, **kwargs))
+        return self._step._settle(self._stage(*args, **kwargs))
 
 
 def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Names the rank that was killed, where MPI's launcher does not.
 
 MPICH's mpiexec kills the other ranks as soon as it misses one, and names only a process id; so nobody inside the job is left
-to speak. `start` leaves a small process beside the ranks of a node (this file, run without site-packages), which ends with
+to speak. `call` leaves a small process beside the ranks of a node (this file, run without site-packages), which ends with
 them: silently when it is told that the job ends in order, and otherwise with a line about the first rank that was gone.
 """
 
@@ -13,11 +13,23 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["connect", "start"]
+__all__ = ["call", "connect", "start"]
 
 _CREDENTIALS = "3i"  # struct ucred: process, user and group id
 _RANK = "2i"  # what a rank says first: its number, and how many ranks there are
+
+
+def call(backend: Any) -> Callable[[], None]:
+    """Leave a witness on each node where nobody else names a rank that is killed; returns what sends it away."""
+    place = backend.place
+    if backend.launcher_names_the_killed:
+        return lambda: None
+    supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
+    address = start() if place.local_rank == 0 and not supervised else ""
+    addresses = dict(reversed(backend.allgather_object((place.node, address))))  # of each node, that of its lowest rank
+    return connect(addresses[place.node], place.rank, place.size) if addresses[place.node] else lambda: None
 
 
 def start() -> str:

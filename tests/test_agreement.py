@@ -67,7 +67,7 @@ DIFFERENCES = {
     "eager trees": (
         lambda: jaxmpi.tree_allgather({"a": X}),
         lambda: jaxmpi.tree_allgather({"a": X, "b": X}),
-        "takes nothing more",
+        "nothing more",
         "argument 0['b']: float32[4]",
     ),
     "eager ops": (lambda: jaxmpi.tree_allreduce(X), lambda: jaxmpi.tree_allreduce(X, "max"), "allreduce sum", "allreduce max"),

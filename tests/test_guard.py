@@ -189,3 +189,41 @@ def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
     assert code != 0 and processes == [], output
     assert re.search(r"rank 1/2 on \S+\] interrupted while it waited inside a collective. The job ends.", output), output
     assert seconds < 20
+
+
+WITNESSED = """
+import os, signal, sys
+from jaxmpi import _witness
+address = _witness.start()
+ranks = []
+for rank in range(3):
+    mine, theirs = os.pipe()
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        dismiss = _witness.connect(address, rank, 3)
+        os.write(theirs, b".")
+        os.read(0, 1)  # until told to go on
+        dismiss()
+        os._exit(0)
+    os.read(mine, 1)
+print(*ranks, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_the_witness_names_the_first_rank_that_is_killed(killed):
+    job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
+    pids = list(map(int, job.stdout.readline().split()))
+    for pid in (pids[killed], pids[1]):
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+    said = job.communicate("", timeout=20)[1]
+    assert re.search(rf"rank {killed}/3 on \S+\] was the first to end \(pid {pids[killed]}\)", said), said
+    assert said.count("first") == 1
+
+
+def test_the_witness_is_silent_about_a_job_that_ends_in_order():
+    job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
+    job.stdout.readline()
+    assert job.communicate("...", timeout=20)[1] == ""

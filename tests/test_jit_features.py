@@ -38,6 +38,12 @@ def test_static_arguments_by_position_and_name():
     np.testing.assert_array_equal(by_number(5, X), X * n * 5)
 
 
+@run_ranks(1, 2)
+def test_keywords_of_any_name():
+    step = jaxmpi.jit(lambda x, *, hide, program=1: lax.psum(x, R) * hide * program)
+    np.testing.assert_array_equal(step(X, hide=2, program=3), X * 6 * jaxmpi.size())
+
+
 class Model:
     scale = 2
 

@@ -14,10 +14,10 @@ import pytest
 
 from jaxmpi import _launch, _mpiexec, _registry
 from jaxmpi.__main__ import main
+from jaxmpi._blame import End, blame
 from jaxmpi._launch import Machine, Request
 from jaxmpi._mpiexec import Launcher, LaunchError
 from jaxmpi._registry import Member
-from jaxmpi._supervise import End, blame
 
 ROOT = Path(__file__).parent.parent
 OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")

@@ -262,3 +262,13 @@ def test_arguments_of_another_structure_are_another_program():
 @run_ranks(2, backend="xla")
 def test_arguments_of_another_structure_on_xla():
     test_arguments_of_another_structure_are_another_program.__wrapped__()
+
+
+@run_ranks(2)
+def test_checkpoint_recomputes_behind_a_barrier():
+    @jax.checkpoint
+    def block(x):
+        return jnp.sin(lax.pmean(jnp.sin(x), R))
+
+    text = jaxmpi.jit(jax.grad(lambda x: block(x).sum())).lower(jnp.ones(4)).as_text()
+    assert "optimization_barrier" in text  # or XLA would merge the second computation with the first

@@ -193,7 +193,7 @@ LAYERS = [
     {"_step", "_jit"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", "data", "console"},
-    {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "__main__", "__init__"},
+    {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "_blame", "__main__", "__init__"},
 ]
 
 

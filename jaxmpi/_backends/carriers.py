@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxmpi._backends import Collective
 
-__all__ = ["from_carrier", "reduce_rows", "to_carrier"]
+__all__ = ["LOCAL_REDUCE", "from_carrier", "reduce_rows", "to_carrier"]
 
 LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 

@@ -1,12 +1,13 @@
 """Several ranks in one process: the values that differ between them are stacked, and a step runs on all at once."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmpi._backends import Collective, Place
+from jaxmpi._backends.single import OneProcess
 
 __all__ = ["PerRank", "Simulated"]
 
@@ -41,11 +42,10 @@ class PerRank:
         return cls(*children)
 
 
-class Simulated:
+class Simulated(OneProcess):
     """`size` ranks, of which Python sees rank 0; values that are no `PerRank` are equal on all of them."""
 
     name = "simulate"
-    effects: frozenset[Hashable] = frozenset()
 
     def __init__(self, size: int) -> None:
         self.place = Place(rank=0, size=size, local_rank=0, local_size=size, node=0)
@@ -53,24 +53,3 @@ class Simulated:
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Not outside of `jaxmpi.jit`, where an array does not say whether it is one rank's or all ranks'."""
         raise RuntimeError("Simulated ranks communicate inside of jaxmpi.jit. Put it in the place of jax.jit.")
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        """Every rank has the same object."""
-        return [obj] * self.place.size
-
-    def broadcast_object(self, obj: Any, root: int) -> Any:
-        """Every rank has the same object."""
-        return obj
-
-    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
-        """Every rank has the same buffer."""
-
-    def barrier(self) -> None:
-        """Return at once."""
-
-    def extremes(self, word: int) -> tuple[int, int]:
-        """The number itself."""
-        return word, word
-
-    def close(self) -> None:
-        """Nothing was taken."""

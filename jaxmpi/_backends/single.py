@@ -9,25 +9,18 @@ import numpy as np
 
 from jaxmpi._backends import Collective, Place
 
-__all__ = ["Single"]
+__all__ = ["OneProcess", "Single"]
 
 
-class Single:
-    """The backend of a job of one rank."""
+class OneProcess:
+    """What is said outside of programs where there is one process: everyone has the same objects."""
 
-    name = "single"
-    place = Place()
     effects: frozenset[Hashable] = frozenset()
-
-    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Give back the only rank's arrays, in the shapes that `call` promises."""
-        if call.kind == "permute" and not call.pairs:
-            return [jnp.zeros_like(x) for x in xs]
-        return [x.reshape(call.out_shape(x.shape, 1)) for x in xs]
+    place: Place
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        """A list of one."""
-        return [obj]
+        """The object, once for each rank."""
+        return [obj] * self.place.size
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """The object itself."""
@@ -45,3 +38,16 @@ class Single:
 
     def close(self) -> None:
         """Nothing was taken."""
+
+
+class Single(OneProcess):
+    """The backend of a job of one rank."""
+
+    name = "single"
+    place = Place()
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Give back the only rank's arrays, in the shapes that `call` promises."""
+        if call.kind == "permute" and not call.pairs:
+            return [jnp.zeros_like(x) for x in xs]
+        return [x.reshape(call.out_shape(x.shape, 1)) for x in xs]

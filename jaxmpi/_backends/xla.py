@@ -52,11 +52,11 @@ class Xla(Job):
                 "that starts JAX's backend, such as jnp.zeros or jax.devices."
             ) from error
 
-    def wrap(self, leaves: Sequence[Any]) -> list[Any]:
-        """Arrays of this rank as global arrays; what is global already, such as the state of a train step, stays as it is."""
+    def wrap(self, leaves: list[Any]) -> list[Any]:
+        """Arrays of this rank as global ones; the list itself if all are global already, as the state of a train step is."""
         try:
             if [x.sharding for x in leaves].count(self.sharding) == len(leaves):
-                return list(leaves)
+                return leaves
         except AttributeError:  # NumPy arrays and numbers
             pass
         return [self._wrap(x) for x in leaves]

@@ -1,7 +1,9 @@
 """What an equation of a traced function has to do with the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
+
+from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -13,6 +15,7 @@ __all__ = [
     "REDUCE",
     "calls_python",
     "communicates",
+    "follows_from",
     "has_collective",
     "kind",
     "map_subjaxprs",
@@ -110,6 +113,12 @@ def _over_ranks(eqn: Any) -> bool:
     if AXIS in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)):
         return True
     return not any(True for _ in subjaxprs(eqn)) and any(_jaxcompat.is_axis_effect(e, AXIS) for e in eqn.effects)
+
+
+def follows_from(known: Container[Any], eqn: Any) -> bool:
+    """Whether an equation only computes, from literals and from variables that are `known`."""
+    operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
+    return operands and not other_effects(eqn) and not calls_python(eqn)
 
 
 def other_effects(eqn: Any) -> bool:

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
-from jaxmpi._program.reading import calls_python, communicates, kind, other_effects
+from jaxmpi._program.reading import communicates, follows_from, kind, other_effects
 from jaxmpi._program.translate import Translation, translate
 
 __all__ = ["Group", "Level", "folded", "schedule"]
@@ -93,7 +93,7 @@ def folded(jaxpr: Any) -> set[int]:
     known: set[Any] = set()
     found = set()
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        if other_effects(eqn) or calls_python(eqn) or not all(isinstance(v, Literal) or v in known for v in eqn.invars):
+        if not follows_from(known, eqn):
             continue
         if kind(eqn) == "":
             known.update(eqn.outvars)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
+from jaxmpi._backends.carriers import LOCAL_REDUCE
 from jaxmpi._program.reading import REDUCE
 
 __all__ = ["Translation", "translate"]
-
-_LOCAL: dict[str, Callable[..., jax.Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 
 Array = jax.Array
 
@@ -76,7 +75,7 @@ def _same(x: Array) -> Array:
 
 
 def _reduce(name: str, dims: tuple[int, ...], x: Array) -> Array:
-    return _LOCAL[name](x, dims).astype(x.dtype)
+    return LOCAL_REDUCE[REDUCE[name]](x, dims).astype(x.dtype)
 
 
 def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:

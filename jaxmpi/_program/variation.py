@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._program.reading import CALLS, calls_python, communicates, kind, subjaxprs
+from jaxmpi._program.reading import CALLS, calls_python, communicates, follows_from, kind, subjaxprs
 
 __all__ = ["varying"]
 
@@ -41,8 +41,8 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, check: bool = True, warn: bool =
     literal: set[Any] = set()
     for eqn in inner.eqns:
         xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
-        known = all(isinstance(v, Literal) or v in literal for v in eqn.invars)
-        if known and not eqn.effects and not calls_python(eqn):
+        known = follows_from(literal, eqn)
+        if known and kind(eqn) == "":
             literal.update(eqn.outvars)
         warns = warn and "transpose(" not in str(eqn.source_info.name_stack)
         if check and warns and not known and not any(xs):
