@@ -41,11 +41,13 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml Makefile | $(VENV)/.python
-	@echo "== installing jaxmpi, JAX, Flax and optax (1 of 3)"
-	@$(PIP) -e '.[build,examples]' || { $(FAILED); }
+	@echo "== installing JAX, and what it takes to build for it (1 of 3)"
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*p["optional-dependencies"]["build"], *p["dependencies"], sep="\n")' > $(VENV)/build.txt
+	@$(PIP) -r $(VENV)/build.txt || { $(FAILED); }
 	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
 	@$(PIP) $(MPI) || { $(FAILED); }
-	@echo "== compiling mpi4jax against it, which takes half a minute (3 of 3)"
+	@echo "== compiling jaxmpi's transport, and mpi4jax against that MPI, which takes a minute (3 of 3)"
 	@mkdir -p $(VENV)/no-cuda
 	@PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)" \
 	  $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi,examples]' || { $(FAILED); }

@@ -1,19 +1,20 @@
 """The ranks find out whether they are about to do the same thing, before any of them waits for another in vain.
 
 A rank that is about to communicate says a number: what it is about to do. One short message tells the smallest and the largest
-of all ranks' numbers to everyone; only when these differ do the ranks say more. All of it happens in Python between programs,
-never while tracing, and so a rank that has to trace and compile first is waited for.
+of all ranks' numbers to everyone; only when these differ do the ranks say more. It happens in Python between programs, or,
+where the transport compares what it carries, with the messages of the program itself; never while tracing, and so a rank that
+has to trace and compile first is waited for.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxmpi._backends import Backend
+from jaxmpi._backends import word_of
 from jaxmpi._errors import RankMismatchError
 
-__all__ = ["Statement", "meet"]
+__all__ = ["Statement", "know", "listen", "meet", "raise_found"]
 
 Sides = tuple[list[str], list[str]]
 
@@ -27,11 +28,10 @@ class Statement(NamedTuple):
     @staticmethod
     def of(title: str, content: str | None = None) -> "Statement":
         """The statement with a word that differs where `content` does; by default it is the title."""
-        digest = hashlib.blake2b((title if content is None else content).encode(), digest_size=8).digest()
-        return Statement(int.from_bytes(digest, "big") >> 2, title)  # 62 bits: its negative is to be an int64, too
+        return Statement(word_of(title if content is None else content), title)
 
 
-def meet(backend: Backend, statement: Statement, sides: Callable[[], Sides] = lambda: ([], [])) -> None:
+def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = lambda: ([], [])) -> None:
     """Go on if all ranks make the same statement; raise on all of them otherwise.
 
     **Communication:** 16 bytes.
@@ -46,8 +46,48 @@ def meet(backend: Backend, statement: Statement, sides: Callable[[], Sides] = la
     """
     smallest, largest = backend.extremes(statement.word)
     if smallest != largest:
-        everyone = backend.allgather_object((tuple(statement), sides()))
-        raise RankMismatchError(_compare([Statement(*said) for said, _ in everyone], [side for _, side in everyone]))
+        raise _mismatch(backend, statement, sides())
+
+
+# where the transport compares
+
+_known: dict[int, tuple[Statement, Sides]] = {}  # the programs that were traced
+_found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
+
+
+def know(statement: Statement, sides: Sides) -> None:
+    """Keep what a program sends and takes, for an error."""
+    _known[statement.word] = statement, sides
+
+
+def listen(backend: Any) -> None:
+    """Have the ranks of a transport that compares explain their differences."""
+    if backend.in_band:
+        backend.listen(partial(_explain, backend))
+
+
+def raise_found() -> None:
+    """Raise what the error of a program stands for, if the ranks differ."""
+    if _found:
+        raise _found.pop() from None
+
+
+def _explain(backend: Any, word: int, message: str) -> str:
+    statement, sides = _known.get(word, (Statement.of(message), ([], [])))
+    _found[:] = [_mismatch(backend, statement, sides, message)]
+    return f"RankMismatchError: {_found[0]}"
+
+
+def _mismatch(backend: Any, statement: Statement, sides: Sides, message: str = "") -> RankMismatchError:
+    """The error that all ranks raise, of what each of them says."""
+    everyone = backend.gather_sides((tuple(statement), sides, message))
+    said = [Statement(*statement) for statement, _, _ in everyone]
+    if len(set(said)) > 1:
+        return RankMismatchError(_compare(said, [sides for _, sides, _ in everyone]))
+    messages = [message for _, _, message in everyone]  # the same program, at different places
+    return RankMismatchError(
+        _compare([Statement.of(m)._replace(title=statement.title) for m in messages], [([m], []) for m in messages])
+    )
 
 
 def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:

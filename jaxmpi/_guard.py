@@ -22,8 +22,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-import jax
-
 from jaxmpi import _jaxcompat, _registry, _witness
 from jaxmpi._rounds import Key, Rounds
 
@@ -131,7 +129,8 @@ class Guard:
                 self._interrupted = 0.0
 
     def _waits_for_ever(self, rank: int, entered: int) -> bool:
-        if self.backend.inside and self.backend.entered > entered:
+        mine, inside = self.backend.progress()
+        if inside and mine > entered:
             return True
         if not self._waits():
             self._waiting_since = None
@@ -166,7 +165,7 @@ class Guard:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
         if self._stop.is_set():
             return
-        jax.effects_barrier()
+        self.backend.finish()
         self._stop.set()
         if self.listening:
             self._thread.join()
@@ -192,6 +191,6 @@ class Guard:
             self.poll()
             if not told and time.monotonic() - start > 1.0:
                 told = True
-                self.send((self.backend.place.rank + 1) % size, "left", self.backend.entered)
+                self.send((self.backend.place.rank + 1) % size, "left", self.backend.progress()[0])
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from jax._src import core, dispatch, source_info_util
 from jax._src.lax.lax import _convert_element_type
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.ffi import ffi_lowering
 from jax.interpreters import mlir
 
 try:
@@ -25,6 +26,7 @@ __all__ = [
     "bind",
     "caller_line",
     "can_hide_effects",
+    "ffi_call_in_order",
     "is_axis_effect",
     "lower_with_tokens",
     "parts",
@@ -32,6 +34,7 @@ __all__ = [
     "source_line",
     "tracing",
     "watch_communication",
+    "with_equations",
 ]
 
 
@@ -49,6 +52,12 @@ def tracing() -> bool:
 def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """The same jaxpr with other equations."""
+    inner, _ = parts(jaxpr)
+    return inner.replace(eqns=list(eqns)) if inner is jaxpr else jaxpr.replace(jaxpr=inner.replace(eqns=list(eqns)))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -112,6 +121,26 @@ def _library_folders() -> tuple[str, ...]:
 def can_hide_effects() -> bool:
     """Whether this JAX has what `lower_with_tokens` needs."""
     return TokenSet is not None
+
+
+def ffi_call_in_order(
+    ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Iterable[int], attributes: dict[str, Any]
+) -> list[Any]:
+    """Lower a primitive with an ordered effect to an FFI call behind the one before.
+
+    Args:
+      ctx: of the lowering rule.
+      name: of the FFI target.
+      xs: the operands.
+      effect: the ordered effect.
+      in_place: numbers of operands whose memory the results of the same numbers take.
+      attributes: of the FFI call.
+    """
+    lower = ffi_lowering(name, operand_output_aliases={i: i for i in in_place}, has_side_effect=True)
+    avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
+    *outs, token = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *xs, ctx.tokens_in.get(effect), **attributes)
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    return outs
 
 
 def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:

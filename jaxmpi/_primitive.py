@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi._backends import Backend, Collective
 
-__all__ = ["run"]
+__all__ = ["meet", "run"]
 
 collective_p = Primitive("jaxmpi_collective")
 collective_p.multiple_results = True
@@ -44,6 +44,11 @@ TRANSPOSED = {
 def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax.Array]:
     """Carry out one collective on a list of arrays; nothing is sent for an empty list."""
     return collective_p.bind(*xs, call=call, backend=backend) if xs else []
+
+
+def meet(word: int, backend: Backend) -> None:
+    """Compare the word of a program with those of the other ranks, in the order of the collectives."""
+    collective_p.bind(call=Collective("meet", word=word), backend=backend)
 
 
 def _abstract(*xs: Any, call: Collective, backend: Backend) -> tuple[list[ShapedArray], Any]:

@@ -1,18 +1,20 @@
 """What `jaxmpi.jit` returns: a function that finds, compares and runs the program for its arguments."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmpi import _agreement, _axis, _jaxcompat, _world
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
-from jaxmpi._program.program import Program, build_program
+from jaxmpi._program.program import Program, build_program, check_arguments
 
 __all__ = ["Step"]
 
@@ -32,6 +34,8 @@ class Step:
             return self._inside(backend)(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
+        if self._in_band:
+            return self._compared(args, kwargs)
         program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
         self._meet(program)
         return self._settle(run(leaves))
@@ -68,22 +72,31 @@ class Step:
     # for the backend in use
 
     def _on(self) -> Any:
-        backend = _world.current("jaxmpi.jit")
+        backend: Any = _world.current("jaxmpi.jit")
         if backend is not self._backend:
             self._backend, self._programs = backend, []
             self._alone = backend.place.size == 1 or backend.name == "simulate"
+            self._in_band = not self._alone and backend.name == "mpi" and backend.in_band
             self._jitted = jax.jit(self._body(hide=True), **self._options)
+            self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
             self._open = jax.jit(self._body(hide=False), **self._options)
         return backend
 
-    def _body(self, *, hide: bool) -> Callable[..., Any]:
-        """What `jax.jit` traces, with the name and the signature of the user's function."""
+    def _body(self, *, hide: bool, end: bool = False) -> Callable[..., Any]:
+        """What `jax.jit` traces, with the name and the signature of the user's function.
+
+        With `end`, it has another output before the function's: one that nobody can donate, to wait for.
+        """
 
         def body(*args: Any, **kwargs: Any) -> Any:
             program = self._build(args, kwargs, hide=hide)
-            if self._alone:
+            if self._alone or end:
                 self._show(program)
-            return program(self._function.leaves(args, kwargs))
+            if program.statement:
+                _agreement.know(program.statement, program.sides())
+            self._traced = True
+            outs = program(self._function.leaves(args, kwargs))
+            return (jnp.zeros((), jnp.bool_), outs) if end else outs
 
         return update_wrapper(body, self._function.fun, updated=())
 
@@ -145,6 +158,26 @@ class Step:
     def _leaves(self, leaves: list[Any]) -> list[Any]:
         return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves
 
+    def _compared(self, args: Any, kwargs: Any) -> Any:
+        """Run the program for these arguments, in which the ranks compare theirs."""
+        self._traced = False
+        with self._explained(args, kwargs):
+            end, out = self._with_end(*args, **kwargs)
+            self._backend.pending = end
+            if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
+                jax.block_until_ready(end)
+        return self._settle(out)
+
+    @contextlib.contextmanager
+    def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Raise our own errors where JAX has met them first."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError):  # the first is a ValueError on JAX's quick path
+            _agreement.raise_found()
+            check_arguments(self._function, args, kwargs)
+            raise
+
     def _meet(self, program: Program) -> None:
         if program.statement:  # what sends nothing may run on any rank alone
             _agreement.meet(self._backend, program.statement, program.sides)
@@ -189,6 +222,9 @@ class Compiled(_Stage):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._step._wrapped(args, kwargs)
+        if self._step._in_band:
+            with self._step._explained(args, kwargs):  # without an output of our own to wait for
+                return jax.block_until_ready(self._stage(*args, **kwargs))
         if not self._step._alone:
             self._step._meet(self._program)
         return self._step._settle(self._stage(*args, **kwargs))

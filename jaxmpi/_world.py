@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmpi import _axis, _devices, _guard, _registry
+from jaxmpi import _agreement, _axis, _devices, _guard, _registry
 from jaxmpi._backends import Backend
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
@@ -127,9 +127,9 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     """What "auto" is, the same on all ranks."""
     if launched == 1:
         return "single"
-    from jaxmpi._backends.mpi import all_ranks
+    from jaxmpi._backends.mpi import gathered
 
-    return "xla" if all_ranks(launched, _devices.enough(devices)) else "mpi"
+    return "xla" if all(gathered(launched, _devices.enough(devices))) else "mpi"
 
 
 def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Backend, str | None]:
@@ -142,9 +142,10 @@ def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[
     if backend == "single":
         chosen: Backend = Single()
     else:
-        from jaxmpi._backends.mpi import Mpi
+        from jaxmpi._backends.native import join
 
-        chosen = Mpi(launched)
+        chosen = join(launched)
+        _agreement.listen(chosen)
     return chosen, _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
 
 

@@ -178,7 +178,7 @@ def test_all_of_a_tree_travels_together():
     plan = jaxmpi.explain(step, tree, 1.0)
     assert len(plan.entries) == 1 and len(plan.entries[0].arrays) == 162
     text = step.lower(tree, 1.0).as_text()
-    assert text.count("mpi_allreduce") == plan.messages == 1
+    assert text.count("custom_call @") == plan.messages == 1
 
 
 @run_ranks(2, 3)
@@ -191,7 +191,7 @@ def test_the_messages_of_every_collective_are_those_of_explain():
         return *parts, lax.ppermute(x, R, [(0, 1)]), lax.psum(x.astype(jnp.bfloat16), R), lax.psum(np.ones(50_000), R)
 
     plan = jaxmpi.explain(step, x)
-    assert step.lower(x).as_text().count("custom_call @mpi_") == plan.messages
+    assert step.lower(x).as_text().count("custom_call @") == plan.messages
 
 
 @run_ranks(1, 2)

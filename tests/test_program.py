@@ -240,7 +240,7 @@ def test_pairs_of_a_permutation_are_checked(pairs):
 def test_a_program_without_outputs_sends_all_the_same():
     step = jaxmpi.jit(lambda x: (lax.psum(x, R), None)[1])
     assert len(step.program(X).entries) == 1
-    assert "mpi_allreduce" in step.lower(X).as_text()
+    assert "custom_call @" in step.lower(X).as_text()
     assert step(X) is None
 
 

@@ -177,6 +177,7 @@ PROGRAM = (
     "translate",
     "trace",
     "schedule",
+    "fold",
     "rewrite",
     "variation",
     "steering",
@@ -187,7 +188,10 @@ PROGRAM = (
 )
 LAYERS = [
     {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
-    {"_backends", *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "xla", "carriers"))},
+    {
+        "_backends",
+        *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "native", "xla", "carriers")),
+    },
     {"_primitive", "_arrays", "_guard", "_world", "_simulate", "_agreement"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_step", "_jit"},

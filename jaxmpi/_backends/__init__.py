@@ -4,13 +4,19 @@ A backend is an object with the attributes and methods of `Backend`. `run` stand
 Python, outside of it. The layers above know nothing else of how ranks talk to each other.
 """
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-__all__ = ["Backend", "Collective", "Place"]
+__all__ = ["Backend", "Collective", "Place", "word_of"]
+
+
+def word_of(text: str) -> int:
+    """A number of 62 bits that differs where texts do: its negative is an int64, too."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 class Collective(NamedTuple):
@@ -26,9 +32,10 @@ class Collective(NamedTuple):
     """
 
     kind: str
-    op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter
+    op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter; "mean" of floats where the backend divides
     root: int = 0  # of bcast
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
+    word: int = 0  # of the program that it is part of, for transports that compare it on the way
 
     def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The shape that an operand of shape `shape` comes back with."""

@@ -16,7 +16,7 @@ from jaxmpi import _plan, _registry
 from jaxmpi._backends import Place
 from jaxmpi._errors import MPIError, RankMismatchError
 
-__all__ = ["Job"]
+__all__ = ["Job", "check_start"]
 
 
 class Job:
@@ -24,45 +24,47 @@ class Job:
 
     name: str  # of the backend
 
-    def __init__(self, mpi: Any, launched: int) -> None:
-        """Join the other ranks.
-
-        Args:
-          mpi: the module `mpi4py.MPI`.
-          launched: how many ranks the launcher's environment speaks of.
-        """
+    def __init__(self, mpi: Any) -> None:
+        """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
         self._mpi = mpi
         world = mpi.COMM_WORLD
-        if launched > world.size == 1:
-            vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
-            raise MPIError(
-                f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
-                "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
-            )
-        asked = world.allgather(self.name)
-        if len(set(asked)) > 1:
-            other = next(rank for rank, name in enumerate(asked) if name != asked[0])
-            raise RankMismatchError(
-                f"init: rank 0 asked for backend {asked[0]!r}, and rank {other} for {asked[other]!r}. "
-                "Give every rank the same argument and the same JAXMPI_BACKEND."
-            )
         self._objects, self._channel = world.Dup(), world.Dup()
-        node_comm = world.Split_type(mpi.COMM_TYPE_SHARED)
+        node_comm = self._node_communicator()
         leaders = world.allgather(node_comm.bcast(world.rank))
         node = sorted(set(leaders)).index(leaders[world.rank])
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         _unlink_shared_memory(node_comm)
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
-        self.entered = 0  # collectives outside of programs that this rank has entered, for the guard
-        self.inside = False
+        self.pending: Any = None  # an output of the last program that was started
+        self._entered = 0  # collectives outside of programs
+        self._inside = False
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
+    def _node_communicator(self) -> Any:
+        """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""
+        world = self._mpi.COMM_WORLD
+        if pretended := os.environ.get("JAXMPI_NODE_RANKS"):
+            return world.Split(world.rank // int(pretended), world.rank)
+        return world.Split_type(self._mpi.COMM_TYPE_SHARED)
+
     def _enter(self) -> "_Entered":
-        jax.effects_barrier()  # one order for both kinds of traffic, and never two threads inside MPI for their sake
+        self.finish()  # one order for both kinds of traffic, and never two threads inside MPI for their sake
         return _Entered(self)
+
+    def finish(self) -> None:
+        """Wait until the programs that were started have ended; who reads their outputs learns how."""
+        jax.effects_barrier()
+        if self.pending is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.pending.block_until_ready()
+
+    def gather_sides(self, side: Any) -> list[Any]:
+        """As `allgather_object`, where a program of this rank is still running."""
+        with _Entered(self):
+            return self._objects.allgather(side)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """All ranks' picklable objects, in the order of the ranks."""
@@ -91,6 +93,10 @@ class Job:
         with self._enter():
             self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
         return -int(self._words[0]), int(self._words[1])
+
+    def progress(self) -> tuple[int, bool]:
+        """How many collectives outside of programs this rank has entered, and whether it is inside one; for the guard."""
+        return self._entered, self._inside
 
     # the guard's channel: short messages that nobody has to be waiting for
 
@@ -121,7 +127,7 @@ class Job:
 
     def close(self) -> None:
         """Free the communicators, and the programs that were compiled for them."""
-        jax.effects_barrier()
+        self.finish()
         jax.clear_caches()
         for comm in (self._objects, self._channel):
             comm.Free()
@@ -134,11 +140,39 @@ class _Entered:
         self._backend = backend
 
     def __enter__(self) -> None:
-        self._backend.entered += 1
-        self._backend.inside = True
+        self._backend._entered += 1
+        self._backend._inside = True
 
     def __exit__(self, *_: object) -> None:
-        self._backend.inside = False
+        self._backend._inside = False
+
+
+def check_start(mpi: Any, launched: int, name: str) -> None:
+    """The first thing that ranks say to each other: which backend they want.
+
+    Args:
+      mpi: the module `mpi4py.MPI`.
+      launched: how many ranks the launcher's environment speaks of.
+      name: of the backend.
+
+    Raises:
+      MPIError: each rank is alone, as the launcher is that of another MPI.
+      RankMismatchError: on every rank, if they want different backends.
+    """
+    world = mpi.COMM_WORLD
+    if launched > world.size == 1:
+        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
+        raise MPIError(
+            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
+            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+        )
+    asked = world.allgather(name)
+    if len(set(asked)) > 1:
+        other = next(rank for rank, name in enumerate(asked) if name != asked[0])
+        raise RankMismatchError(
+            f"init: rank 0 asked for backend {asked[0]!r}, and rank {other} for {asked[other]!r}. "
+            "Give every rank the same argument and the same JAXMPI_BACKEND."
+        )
 
 
 def _unlink_shared_memory(node_comm: Any) -> None:

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "all_ranks", "import_mpi4py"]
+__all__ = ["Mpi", "gathered", "import_mpi4py"]
 
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
@@ -28,11 +29,14 @@ class Mpi(Job):
     """Ranks whose programs talk with mpi4jax."""
 
     name = "mpi"
+    transport = "mpi4jax"
+    divides = False  # whether it carries "mean", and sums short floats in float32
+    in_band = False  # whether the ranks compare their programs while these run
 
     def __init__(self, launched: int) -> None:
         """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
         mpi, self._mpi4jax = import_mpi4py(launched), _import_mpi4jax(launched)
-        super().__init__(mpi, launched)
+        super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
 
@@ -43,6 +47,10 @@ class Mpi(Job):
         """mpi4jax's ordered effect, which keeps all its calls in program order."""
         probe = jax.make_jaxpr(lambda x: self._mpi4jax.bcast(x, 0, comm=self._programs))
         return frozenset(probe(jax.ShapeDtypeStruct((), np.float32)).effects)
+
+    def carries(self, call: Collective) -> bool:
+        """Whether the ranks compare what they send when they carry it out."""
+        return False
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `_plan.messages`."""
@@ -74,6 +82,19 @@ class Mpi(Job):
             whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
             outs.append(from_carrier(whole.reshape(shape), x.dtype, call))
         return outs
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """The bytes of each message that `run` sends for arrays like these."""
+        rows = self.place.size if call.kind in ("alltoall", "reduce_scatter") else 1
+        columns: dict[np.dtype, list[int]] = {}
+        for array in arrays:
+            carried = jax.eval_shape(partial(to_carrier, call=call), array)
+            columns.setdefault(carried.dtype, []).append(prod(carried.shape) // rows)
+        return [
+            sum(piece.stop - piece.start for piece in message) * rows * dtype.itemsize
+            for dtype, counts in columns.items()
+            for message in _plan.messages(counts, dtype.itemsize, max_items=_plan.MAX_ITEMS // rows)
+        ]
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
         """One MPI call on a `[rows, columns]` array."""
@@ -116,10 +137,10 @@ def import_mpi4py(launched: int) -> Any:
     return MPI
 
 
-def all_ranks(launched: int, mine: bool) -> bool:
-    """Whether it is true on every rank."""
-    mpi = import_mpi4py(launched)
-    return bool(mpi.COMM_WORLD.allreduce(int(mine), mpi.MIN))
+def gathered(launched: int, mine: Any) -> list[Any]:
+    """All ranks' answers to a question, before there is a backend."""
+    answers: list[Any] = import_mpi4py(launched).COMM_WORLD.allgather(mine)
+    return answers
 
 
 def _import_mpi4jax(launched: int) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmpi import _devices
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
-from jaxmpi._backends.job import Job
+from jaxmpi._backends.job import Job, check_start
 from jaxmpi._backends.mpi import import_mpi4py
 
 __all__ = ["Xla"]
@@ -31,7 +31,9 @@ class Xla(Job):
 
     def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
         """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""
-        super().__init__(import_mpi4py(launched), launched)
+        mpi = import_mpi4py(launched)
+        check_start(mpi, launched, self.name)
+        super().__init__(mpi)
         self.device = _devices.choose(self.place.local_rank, self.place.local_size, devices)
         if self.place.size > 1:
             self._bootstrap()

@@ -28,6 +28,7 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._program.reading import has_collective
 from jaxmpi._program.rewrite import Target, rewrite
+from jaxmpi._program.trace import make
 from jaxmpi._program.variation import varying
 
 __all__ = ["build", "together"]
@@ -35,13 +36,17 @@ __all__ = ["build", "together"]
 Flat = Callable[..., list[Any]]  # of arrays, to arrays
 
 
-def build(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], *, hide: bool) -> tuple[Flat, Flat]:
+def build(
+    jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], first: Collective | None, word: int, *, hide: bool
+) -> tuple[Flat, Flat]:
     """Make a traced program one of `backend`.
 
     Args:
       jaxpr: of `trace.trace`.
       backend: the ranks.
       stacked: for simulated ranks, which of the arguments each rank has its own of.
+      first: what it carries out before anything else, if it surely does.
+      word: what the ranks compare, where the transport does; 0 where there is nothing to.
       hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call of a jitted function
         through Python, at tens of microseconds for each array; but inside of another function it is what keeps the order.
 
@@ -56,7 +61,7 @@ def build(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], *, hide: bo
         return jaxpr_as_fun(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
     if backend.name == "xla":
         return _on_mesh(jaxpr, backend), list
-    return _on_mpi(jaxpr, backend, hide), list
+    return _on_mpi(jaxpr, backend, first, word, hide), list
 
 
 def together(backend: Any) -> bool:
@@ -64,12 +69,14 @@ def together(backend: Any) -> bool:
     return backend.name != "xla" or jax.default_backend() == "cpu"
 
 
-def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, hide: bool) -> Flat:
+def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, first: Collective | None, word: int, hide: bool) -> Flat:
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return _primitive.run(call, xs, backend)
+        return _primitive.run(call._replace(word=word), xs, backend)
 
     rank = backend.place.rank
     program = rewrite(jaxpr, Target(backend.place.size, run, lambda: np.int32(rank)))
+    if backend.in_band and word and not (first and backend.carries(first)):
+        program = _behind_a_meeting(program, backend, word)
     effects = set(_jaxcompat.parts(program)[0].effects)
     # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
     others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
@@ -83,6 +90,16 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, hide: bool) -> Flat:
         )
         return jaxpr_as_fun(program)
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
+
+
+def _behind_a_meeting(program: ClosedJaxpr, backend: Any, word: int) -> ClosedJaxpr:
+    """A program that compares its word before anything else, as its first message would not."""
+
+    def whole(*xs: Any) -> list[Any]:
+        _primitive.meet(word, backend)
+        return jaxpr_as_fun(program)(*xs)
+
+    return make(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:

@@ -1,15 +1,11 @@
 """What the collectives of a program cost: messages and bytes, counted."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from jaxmpi import _plan
-from jaxmpi._backends.carriers import to_carrier
 from jaxmpi._program.listing import Entry
 
 __all__ = ["Cost", "cost", "table"]
@@ -25,23 +21,14 @@ class Cost(NamedTuple):
 def cost(entry: Entry, backend: Any) -> Cost:
     """What an entry costs on the ranks of `backend`."""
     size, kind = backend.place.size, entry.call.kind
-    columns: dict[np.dtype, list[int]] = {}
-    for shape, dtype in entry.arrays:
-        struct = jax.ShapeDtypeStruct(shape, dtype)
-        if backend.name == "mpi":  # which widens what MPI cannot add
-            struct = jax.eval_shape(partial(to_carrier, call=entry.call), struct)
-        columns.setdefault(struct.dtype, []).append(prod(struct.shape))
-    items = {dtype: sum(counts) for dtype, counts in columns.items()}
-    total = sum(count * dtype.itemsize for dtype, count in items.items())
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
-    if backend.name != "mpi":
-        return Cost(1 if kind == "allreduce" else len(entry.arrays), share * total)
-    rows = size if kind in ("alltoall", "reduce_scatter") else 1
-    messages = sum(
-        len(_plan.messages([count // rows for count in counts], dtype.itemsize, max_items=_plan.MAX_ITEMS // rows))
-        for dtype, counts in columns.items()
-    )
-    return Cost(messages, share * total)
+    if backend.name == "mpi":  # which packs, splits and widens as its transport needs
+        sent = backend.messages(entry.call, arrays)
+    else:
+        total = sum(prod(x.shape) * x.dtype.itemsize for x in arrays)
+        sent = [total] if kind == "allreduce" else [total / len(arrays)] * len(arrays)
+    return Cost(len(sent), share * sum(sent))
 
 
 def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:

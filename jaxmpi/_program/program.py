@@ -11,12 +11,13 @@ import numpy as np
 from jaxmpi import _agreement, _jaxcompat
 from jaxmpi._leaves import leaf_name
 from jaxmpi._program import build
+from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, listing, signature
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
-__all__ = ["Program", "build_program"]
+__all__ = ["Program", "build_program", "check_arguments"]
 
 
 @dataclass(eq=False)
@@ -65,8 +66,7 @@ def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
-    avals = [_struct(function, path, leaf) for path, leaf in paths]
+    paths, treedef, avals = _kinds(function, args, kwargs)
     tree: Any = None
 
     def flat(*xs: Any) -> list[Any]:
@@ -87,20 +87,37 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         inputs = [True] * len(captured) + [not function.replicated.hold(path) for path, _ in paths]
         varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
+    if size > 1 and backend.name == "mpi" and backend.divides:
+        jaxpr = fold(jaxpr, size)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
-    program, finish = build.build(jaxpr, backend, stacked, hide=hide)
+    entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
+    entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
+    said = signature(jaxpr, entries) if size > 1 else ""
+    statement = _agreement.Statement.of(function.title, said) if said else None
+    first = entries[0].call if entries and entries[0].times else None
+    program, finish = build.build(jaxpr, backend, stacked, first, statement.word if statement else 0, hide=hide)
 
     def call(leaves: Sequence[Any]) -> list[Any]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
-    entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
-    entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
-    said = signature(jaxpr, entries) if size > 1 else ""
-    statement = _agreement.Statement.of(function.title, said) if said else None
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     donated = [function.donated.hold(path) for path, _ in paths]
     return Program(function, call, tree, entries, statement, arguments, donated)
+
+
+def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise a TypeError or a ValueError that names an argument which no program can have."""
+    _kinds(function, args, kwargs)
+    function.key(function.leaves(args, kwargs), args, kwargs)
+
+
+def _kinds(
+    function: Function, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
+    """The arrays among the arguments with their paths, the structure, and shape and dtype of each."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
+    return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
 
 def _argument(path: Any) -> str:

@@ -52,7 +52,9 @@ def _translate(eqn: Any, size: int) -> Translation:
     name = eqn.primitive.name
     if name in REDUCE:
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
-        return Translation(Collective("allreduce", op=REDUCE[name]), partial(_reduce, name, dims) if dims else _same, _same)
+        return Translation(
+            Collective("allreduce", op=params.get("op", REDUCE[name])), partial(_reduce, name, dims) if dims else _same, _same
+        )
     if name == "ppermute":
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
         _check_pairs(eqn, pairs, size)
@@ -61,7 +63,7 @@ def _translate(eqn: Any, size: int) -> Translation:
     if name == "all_gather":
         return Translation(Collective("allgather"), _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
     if name == "reduce_scatter":
-        call = Collective("reduce_scatter", op="sum")
+        call = Collective("reduce_scatter", op=params.get("op", "sum"))
         return Translation(call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same)
     return Translation(
         Collective("alltoall"),

@@ -1,0 +1,245 @@
+"""The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
+
+It carries the collectives of a train step, allreduce, reduce_scatter and allgather; mpi4jax carries the others. A call is one
+message for all its arrays, in place where XLA lets it, and 16-bit floats are summed in float32. With each message the ranks
+compare what they are about to send, so the programs of this transport need no other meeting.
+"""
+
+import contextlib
+import importlib
+import mmap
+import os
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends import Collective, word_of
+from jaxmpi._backends.carriers import from_carrier, to_carrier
+from jaxmpi._backends.job import check_start
+from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py
+from jaxmpi._errors import MPIError, RankMismatchError
+
+__all__ = ["Native", "join"]
+
+KINDS = ("allreduce", "reduce_scatter", "allgather")  # and "meet", which compares only
+OPS = ("sum", "max", "min", "prod")
+TYPES = (
+    *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
+    *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
+)
+TRANSPORTS = ("auto", "native", "mpi4jax")
+SLOTS, SLOT_BYTES, SLOT_BYTES_BETWEEN_NODES = 4, 1 << 18, 1 << 21
+SHARED_MEMORY = "/dev/shm"
+
+
+def join(launched: int) -> Mpi:
+    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on this one if every rank can use it."""
+    asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
+    if asked not in TRANSPORTS:
+        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
+    check_start(import_mpi4py(launched), launched, Mpi.name)
+    answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not()))
+    if len({asked for asked, _ in answers}) > 1:
+        raise RankMismatchError(
+            f"init: JAXMPI_TRANSPORT is {[asked for asked, _ in answers]} on the ranks. Set it on all of them."
+        )
+    obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
+    if asked == "native" and obstacles:
+        raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
+    return Mpi(launched) if asked == "mpi4jax" or obstacles or len(answers) == 1 else Native(launched)
+
+
+def why_not() -> str:
+    """Why this process cannot use the transport, in words; "" if it can."""
+    try:
+        native = importlib.import_module("jaxmpi._native")
+    except ImportError as error:
+        return f"the extension is not built ({error})"
+    if not native.can_reduce():
+        return "the processor has no AVX2"
+    if jax.default_backend() != "cpu":
+        return f"it carries arrays of the CPU, and these are on {jax.default_backend()}"
+    return "" if os.path.isdir(SHARED_MEMORY) else f"there is no {SHARED_MEMORY}"
+
+
+class Native(Mpi):
+    """Ranks whose programs talk through `jaxmpi._native`."""
+
+    transport, divides, in_band = "native", True, True
+
+    def __init__(self, launched: int) -> None:
+        """Join the other ranks; `launched` as in `Mpi`."""
+        _native: Any = importlib.import_module("jaxmpi._native")
+
+        super().__init__(launched)
+        self._native = _native
+        self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
+        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(), platform="cpu")
+        self._others: Any = None  # the communicator of the owners with this local rank
+        self._open()
+
+    # in traced code
+
+    def carries(self, call: Collective) -> bool:
+        """Whether the ranks compare what they send when they carry it out."""
+        return call.kind in KINDS
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out `call`: one message for all arrays, for the kinds that are native."""
+        if call.kind not in (*KINDS, "meet"):
+            return super().run(call, xs)
+        carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
+        arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in carried)
+        statement = word_of(f"{call.word} {call.kind} {call.op} of {arrays}")
+        self._statements[statement] = call.word, f"{call.kind} {call.op} of {arrays}"
+        outs = native_p.bind(*carried, call=call, backend=self, word=statement)
+        return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """The bytes of each message that `run` sends for arrays like these."""
+        if not self.carries(call):
+            return super().messages(call, arrays)
+        carried = [x if x.dtype in TYPES else jax.eval_shape(partial(to_carrier, call=_carrier(call)), x) for x in arrays]
+        return [sum(prod(x.shape) * x.dtype.itemsize for x in carried)]
+
+    # outside
+
+    def listen(self, explain: Callable[[int, str], str]) -> None:
+        """Have the text of the error made by `explain` where the ranks' messages differ.
+
+        It is called on every rank, on the thread that communicates, with the word of the program and what this rank sends.
+        """
+        self._native.on_disagreement(lambda word: explain(*self._statements[word]))
+
+    def extremes(self, word: int) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
+        with self._enter():
+            return self._native.meet(word)
+
+    def progress(self) -> tuple[int, bool]:
+        """How many collectives this rank has entered, messages of programs included, and whether it is inside one."""
+        entered, inside = super().progress()
+        return entered + self._native.messages() + self._native.inside(), inside or self._native.inside()
+
+    def close(self) -> None:
+        """Free the communicators, the shared memory, and the programs that were compiled for them."""
+        super().close()
+        self._native.close()
+        os.close(self._file)
+        if self._others is not None:
+            self._others.Free()
+
+    def _connect(self, others: Any) -> None:
+        """Make this owner known to those of the other nodes that have its local rank."""
+        mpi, self._others = self._mpi, others
+        datatypes = (mpi.UINT8_T, mpi.UINT16_T, mpi.UINT32_T, mpi.UINT64_T, mpi.C_DOUBLE_COMPLEX)
+        self._native.connect(
+            library=_libmpi(),
+            comm=mpi._handleof(others),
+            bytes=[mpi._handleof(datatype) for datatype in datatypes],
+            int64=mpi._handleof(mpi.INT64_T),
+            max=mpi._handleof(mpi.MAX),
+            ranks=others.allgather(self.place.local_size),
+            node=self.place.node,
+        )
+
+    def _open(self) -> None:
+        """Map the node's shared memory, and connect its owners with those of other nodes."""
+        mpi, place = self._mpi, self.place
+        world, node = mpi.COMM_WORLD, self._node_communicator()
+        order = [rank for _, _, rank in sorted(world.allgather((place.node, place.local_rank, place.rank)))]
+        owners = world.allreduce(place.local_size, mpi.MIN)
+        cores = set().union(*node.allgather(os.sched_getaffinity(0)))
+        slot_bytes = SLOT_BYTES if place.local_size == place.size else SLOT_BYTES_BETWEEN_NODES
+        bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, SLOTS)
+        self._file, self._memory = _shared_memory(node, bytes_)
+        self._native.open(
+            rank=place.rank, size=place.size, order=order, owners=owners, local_rank=place.local_rank,
+            local_size=place.local_size, slot_bytes=slot_bytes, slots=SLOTS, crowded=len(cores) < place.local_size,
+            memory=np.frombuffer(self._memory, np.uint8).ctypes.data, file=self._file,
+        )  # fmt: skip
+        if place.local_size < place.size:
+            others = world.Split(place.local_rank if place.local_rank < owners else mpi.UNDEFINED, place.node)
+            if others != mpi.COMM_NULL:
+                self._connect(others)
+        node.Barrier()  # nobody looks whether a rank lives before it says that it does
+        node.Free()
+
+
+def _carrier(call: Collective) -> Collective:
+    """What the dtypes that are not native are carried for: numbers to be reduced, or bits to be moved."""
+    return Collective("allreduce", op="sum") if call.op else call
+
+
+def _shared_memory(node: Any, size: int) -> tuple[int, mmap.mmap]:
+    """A file of zeros that all ranks of the node map, and that has no name any more once they do."""
+    path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}" if node.rank == 0 else ""
+    failure = ""
+    if node.rank == 0:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
+        except OSError as error:
+            failure = f"{SHARED_MEMORY} has no {size >> 20} MiB for the shared memory of {node.size} ranks ({error})"
+    path, failure = node.bcast((path, failure))
+    try:
+        if failure:
+            raise MPIError(f"init: {failure}. Make room there, or set JAXMPI_TRANSPORT=mpi4jax.")
+        if node.rank != 0:
+            file = os.open(path, os.O_RDWR)
+        memory = mmap.mmap(file, size)
+        node.Barrier()
+    finally:
+        if node.rank == 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return file, memory
+
+
+def _libmpi() -> str:
+    """The path of the MPI library that mpi4py has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
+    named = sorted(
+        path for path in paths if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", os.path.basename(path))
+    )
+    if not named:
+        raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
+    return min(named, key=len)
+
+
+# the primitive
+
+native_p = Primitive("jaxmpi_native")
+native_p.multiple_results = True
+
+
+def _abstract(*xs: Any, call: Collective, backend: Native, word: int) -> tuple[list[ShapedArray], Any]:
+    return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
+
+
+def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, word: int) -> Any:
+    attributes = {
+        "kind": np.int32(KINDS.index(call.kind)) if call.kind in KINDS else np.int32(0),
+        "op": np.int32(OPS.index("sum" if call.op in ("", "mean") else call.op)),
+        "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
+        "word": np.int64(word),
+    }
+    (effect,) = backend.effects
+    in_place = range(len(xs)) if call.kind == "allreduce" else ()
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_collective", xs, effect, in_place, attributes)
+
+
+native_p.def_effectful_abstract_eval(_abstract)
+mlir.register_lowering(native_p, _lower)

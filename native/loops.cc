@@ -1,0 +1,262 @@
+// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this one. Nothing here may end up as
+// a function that another file shares, which could be the copy of a processor that is not there.
+
+#include "loops.h"
+
+#include <algorithm>
+#include <complex>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace jaxmpi::LEVEL {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // elements: a block of totals stays in the L1 cache
+
+// 16-bit floats, by their bits
+
+struct BF16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+To bit_cast(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline float widen(BF16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+
+// To nearest, ties to even. A NaN stays one: its lowest bits alone would be lost.
+inline BF16 to_bf16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40;
+  return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded)};
+}
+
+template <class T>
+void widen_all(const T* in, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = widen(in[i]);
+}
+
+void narrow_all(const float* in, BF16* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
+}
+
+#if defined(__F16C__)
+inline float widen(F16 x) { return _cvtsh_ss(x.bits); }
+
+template <>
+void widen_all(const F16* in, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+  }
+  for (; i < n; ++i) out[i] = widen(in[i]);
+}
+
+void narrow_all(const float* in, F16* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i rounded = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), rounded);
+  }
+  for (; i < n; ++i) out[i] = {static_cast<uint16_t>(_cvtss_sh(in[i], _MM_FROUND_TO_NEAREST_INT))};
+}
+#else
+inline float widen(F16 x) { return static_cast<float>(bit_cast<_Float16>(x.bits)); }
+
+void narrow_all(const float* in, F16* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = {bit_cast<uint16_t>(static_cast<_Float16>(in[i]))};
+}
+#endif
+
+template <class T>
+constexpr bool is_short = std::is_same_v<T, BF16> || std::is_same_v<T, F16>;
+
+template <class T>
+using Wide = std::conditional_t<is_short<T>, float, T>;
+
+template <class T>
+struct is_complex : std::false_type {};
+template <class T>
+struct is_complex<std::complex<T>> : std::true_type {};
+
+// operations; integers wrap around, and a NaN is larger and smaller than all else
+
+template <class T>
+T wrapping(T a, T b, bool product) {
+  using U = std::conditional_t<(sizeof(T) < 4), uint32_t, std::make_unsigned_t<T>>;
+  const U x = static_cast<U>(a), y = static_cast<U>(b);
+  return static_cast<T>(product ? x * y : x + y);
+}
+
+template <Op op, class T>
+T apply(T a, T b) {
+  if constexpr (op == Op::Sum) {
+    if constexpr (std::is_integral_v<T>) return wrapping(a, b, false);
+    else return a + b;
+  } else if constexpr (op == Op::Prod) {
+    if constexpr (std::is_integral_v<T>) return wrapping(a, b, true);
+    else if constexpr (is_complex<T>::value) {
+      return {a.real() * b.real() - a.imag() * b.imag(), a.real() * b.imag() + a.imag() * b.real()};
+    } else return a * b;
+  } else if constexpr (is_complex<T>::value) {
+    return a;  // complex numbers have no order; the layers above refuse them
+  } else if constexpr (op == Op::Max) {
+    return a > b || a != a ? a : b;
+  } else {
+    return a < b || a != a ? a : b;
+  }
+}
+
+// From here on, a type and an operation are chosen at run time.
+
+template <class F>
+auto with_type(Type type, F f) {
+  switch (type) {
+    case Type::F32: return f(float{});
+    case Type::F64: return f(double{});
+    case Type::BF16: return f(BF16{});
+    case Type::F16: return f(F16{});
+    case Type::S8: return f(int8_t{});
+    case Type::S16: return f(int16_t{});
+    case Type::S32: return f(int32_t{});
+    case Type::S64: return f(int64_t{});
+    case Type::U8: return f(uint8_t{});
+    case Type::U16: return f(uint16_t{});
+    case Type::U32: return f(uint32_t{});
+    case Type::U64: return f(uint64_t{});
+    case Type::C64: return f(std::complex<float>{});
+    case Type::C128: break;
+  }
+  return f(std::complex<double>{});
+}
+
+template <class F>
+void with_op(Op op, F f) {
+  switch (op) {
+    case Op::Sum: return f(std::integral_constant<Op, Op::Sum>{});
+    case Op::Max: return f(std::integral_constant<Op, Op::Max>{});
+    case Op::Min: return f(std::integral_constant<Op, Op::Min>{});
+    case Op::Prod: return f(std::integral_constant<Op, Op::Prod>{});
+  }
+}
+
+template <Op op, class T>
+void add_on(const T* source, Wide<T>* __restrict total, int64_t n) {
+  if constexpr (is_short<T>) {
+    float widened[kBlock];
+    widen_all(source, widened, n);
+    for (int64_t i = 0; i < n; ++i) total[i] = apply<op>(total[i], widened[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) total[i] = apply<op>(total[i], source[i]);
+  }
+}
+
+// Up to kBlock elements.
+template <Op op, class T>
+void combine_block(const void* const* sources, int count, int64_t start, Wide<T>* __restrict total, int64_t n) {
+  auto source = [&](int i) { return static_cast<const T*>(sources[i]) + start; };
+  int done = 1;
+  if constexpr (is_short<T>) {
+    widen_all(source(0), total, n);
+  } else if (count == 1) {
+    std::memcpy(total, source(0), n * sizeof(T));
+  } else {
+    const T *a = source(0), *b = source(1);
+    for (int64_t i = 0; i < n; ++i) total[i] = apply<op>(a[i], b[i]);
+    done = 2;
+  }
+  for (; done < count; ++done) add_on<op, T>(source(done), total, n);
+}
+
+template <class T>
+void divide_block(T* total, int divisor, int64_t n) {
+  if constexpr (std::is_floating_point_v<T>) {
+    const T by = static_cast<T>(divisor), inverse = 1 / by;
+    if (divisor == 1) return;
+    if ((divisor & (divisor - 1)) == 0) {  // exact
+      for (int64_t i = 0; i < n; ++i) total[i] *= inverse;
+    } else {
+      for (int64_t i = 0; i < n; ++i) total[i] /= by;
+    }
+  }
+}
+
+template <class T>
+void narrow_block(const Wide<T>* total, T* out, int64_t n) {
+  if constexpr (is_short<T>) narrow_all(total, out, n);
+  else std::memcpy(out, total, n * sizeof(T));
+}
+
+template <class F>
+void in_blocks(int64_t n, F f) {
+  for (int64_t start = 0; start < n; start += kBlock) f(start, std::min(kBlock, n - start));
+}
+
+void combine(Type type, Op op, const void* const* sources, int count, void* total, int64_t n) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    with_op(op, [&](auto o) {
+      in_blocks(n, [&](int64_t start, int64_t m) {
+        combine_block<o(), T>(sources, count, start, static_cast<Wide<T>*>(total) + start, m);
+      });
+    });
+  });
+}
+
+void combine_wide(Type type, Op op, const void* left, const void* right, void* total, int64_t n) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    with_op(op, [&](auto o) {
+      if constexpr (!is_short<T>) {
+        const T *a = static_cast<const T*>(left), *b = static_cast<const T*>(right);
+        T* out = static_cast<T*>(total);
+        for (int64_t i = 0; i < n; ++i) out[i] = apply<o()>(a[i], b[i]);
+      }
+    });
+  });
+}
+
+void finish(Type type, const void* total, int divisor, void* out, int64_t n) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    in_blocks(n, [&](int64_t start, int64_t m) {
+      Wide<T> block[kBlock];
+      std::memcpy(block, static_cast<const Wide<T>*>(total) + start, m * sizeof(Wide<T>));
+      divide_block(block, divisor, m);
+      narrow_block<T>(block, static_cast<T*>(out) + start, m);
+    });
+  });
+}
+
+void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n) {
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    with_op(op, [&](auto o) {
+      in_blocks(n, [&](int64_t start, int64_t m) {
+        Wide<T> block[kBlock];
+        combine_block<o(), T>(sources, count, start, block, m);
+        divide_block(block, divisor, m);
+        narrow_block<T>(block, static_cast<T*>(out) + start, m);
+        if (second) std::memcpy(static_cast<T*>(second) + start, static_cast<T*>(out) + start, m * sizeof(T));
+      });
+    });
+  });
+}
+
+}  // namespace
+
+const Loops loops = {combine, combine_wide, finish, reduce};
+
+}  // namespace jaxmpi::LEVEL

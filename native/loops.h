@@ -1,0 +1,28 @@
+// One set of loops for each kind of processor.
+#pragma once
+
+#include "reduce.h"
+
+namespace jaxmpi {
+
+struct Loops {
+  decltype(&::jaxmpi::combine) combine;
+  decltype(&::jaxmpi::combine_wide) combine_wide;
+  decltype(&::jaxmpi::finish) finish;
+  decltype(&::jaxmpi::reduce) reduce;
+};
+
+#if defined(__x86_64__)
+namespace v3 {
+extern const Loops loops;  // AVX2 and F16C
+}
+namespace v4 {
+extern const Loops loops;  // AVX-512
+}
+#else
+namespace v1 {
+extern const Loops loops;
+}
+#endif
+
+}  // namespace jaxmpi

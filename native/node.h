@@ -1,0 +1,71 @@
+// The ranks of one node: how they pass arrays to each other through shared memory.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace jaxmpi {
+
+// A rank that ended while others wait for it.
+struct RankLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Extremes {
+  int64_t smallest, largest;
+};
+
+class Node {
+ public:
+  // Layout of the shared memory: for each rank a `Post`, then its slots.
+  struct Layout {
+    int rank, size;      // of this process among the ranks of the node
+    int64_t slot_bytes;  // what a rank can lay out at once
+    int slots;           // how many times
+    bool crowded;        // more ranks than cores
+    int64_t bytes() const;
+  };
+
+  // memory: `layout.bytes()` of zeros that all ranks of the node map. file: where it is from; each rank holds a lock on the byte
+  // of its number as long as it lives.
+  Node(const Layout& layout, char* memory, int file);
+
+  const Layout& layout() const { return layout_; }
+
+  // The memory for one chunk of this message, of any rank.
+  char* slot(int rank, int64_t chunk) const;
+
+  // What a message does with each chunk, by its number. All ranks lay it out; then each reduces its share; then each takes what
+  // the others have reduced.
+  struct Message {
+    int64_t chunks;
+    int64_t word;  // equal on all ranks, or nothing is exchanged
+    std::function<void(int64_t)> lay_out, reduce, take;  // without `take`, the ranks are done when they have reduced
+  };
+
+  // Returns the extremes of the ranks' words. `everywhere` makes those of this node those of all nodes.
+  Extremes exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
+
+  int64_t messages() const { return messages_; }
+
+ private:
+  struct Post;
+  Post& post(int rank) const;
+  using Counter = std::atomic<uint64_t> Post::*;
+  void wait(Counter counter, uint64_t value);  // for all others
+  void wait_for(int rank, Counter counter, uint64_t value);
+  bool is_gone(int rank) const;
+  Extremes agree(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
+
+  Layout layout_;
+  char* memory_;
+  int file_;
+  uint64_t chunks_ = 0;  // of all messages before this one
+  std::atomic<uint64_t> messages_ = 0;
+};
+
+}  // namespace jaxmpi

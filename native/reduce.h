@@ -1,0 +1,32 @@
+// Sums, products and extremes of arrays, element by element.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jaxmpi {
+
+enum class Type : uint8_t { F32, F64, BF16, F16, S8, S16, S32, S64, U8, U16, U32, U64, C64, C128 };
+enum class Op : uint8_t { Sum, Max, Min, Prod };
+
+// Whether this processor has what the loops are compiled for.
+bool can_reduce();
+
+int64_t size_of(Type type);
+
+// The type that sums are formed in: F32 for 16-bit floats, the type itself otherwise.
+Type wide(Type type);
+
+// total = sources[0] op sources[1] op ..., in this order, of `wide(type)`. The total overlaps no source.
+void combine(Type type, Op op, const void* const* sources, int count, void* total, int64_t n);
+
+// total = left op right, of `wide(type)`; the total may be one of them.
+void combine_wide(Type type, Op op, const void* left, const void* right, void* total, int64_t n);
+
+// out = total / divisor, of `wide(type)`, rounded to `type`. The divisor of integers and complex numbers is 1.
+void finish(Type type, const void* total, int divisor, void* out, int64_t n);
+
+// Both at once, block by block; each out may be a source, and the second may be null.
+void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n);
+
+}  // namespace jaxmpi

@@ -1,0 +1,308 @@
+"""The transport of jaxmpi itself: sums across the borders of its chunks, the same bits on all ranks, and an end for those who
+wait in vain. What every transport does, the other tests say."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmpi
+from jaxmpi._backends import native
+from jaxmpi.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
+R = jaxmpi.AXIS
+COLUMNS = [1, 7, 300_000, 0, 64, 70_001]  # together some chunks, whose borders are in the middle of arrays
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "complex128"]
+
+
+def test_it_is_built_and_is_the_default():
+    """Where there is a compiler, as on the machines of these tests; elsewhere mpi4jax is used."""
+    assert native.why_not() == ""
+
+
+@run_ranks(2)
+def test_ranks_use_it():
+    assert jaxmpi._world.current("test").transport == "native"
+
+
+def of_rank(rank, dtype, rows=()):
+    rng = np.random.default_rng(rank)
+    values = [rng.normal(size=(*rows, n)) * 4 for n in COLUMNS]
+    if dtype.startswith("complex"):
+        values = [v + 1j * rng.normal(size=v.shape) for v in values]
+    return [np.asarray(jnp.asarray(np.abs(v) if dtype.startswith("uint") else v, dtype)) for v in values]
+
+
+def check(got, inputs, dtype, *, divide=False):
+    """`got` is the sum over the first axis of `inputs`, formed in the order of the ranks and rounded once."""
+    wide = np.float32 if dtype in ("bfloat16", "float16") else inputs.dtype
+    want = inputs[0].astype(wide)
+    for x in inputs[1:]:
+        want = want + x.astype(wide)
+    if divide:
+        want = want / np.asarray(len(inputs), want.dtype)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want.astype(inputs.dtype)))
+
+
+def same_everywhere(arrays):
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest()
+    assert len(set(jaxmpi.allgather_object(digest))) == 1
+    return digest
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@run_ranks(2, 3, 4)
+def test_sums_across_chunks(dtype):
+    with jax.enable_x64(True):
+        n = jaxmpi.size()
+        inputs = list(zip(*(of_rank(r, dtype) for r in range(n)), strict=True))
+        mine = [x[jaxmpi.rank()] for x in inputs]
+        sums = jaxmpi.tree_allreduce(mine, "sum")
+        for got, x in zip(sums, inputs, strict=True):
+            check(got, np.stack(x), dtype)
+        assert same_everywhere(sums) == same_everywhere(jaxmpi.tree_allreduce(mine, "sum"))
+        if dtype not in ("int8", "uint64", "complex128"):
+            for got, x in zip(jaxmpi.tree_allreduce(mine), inputs, strict=True):
+                check(got, np.stack(x), dtype, divide=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@run_ranks(2, 3, 4)
+def test_reduce_scatter_and_allgather_across_chunks(dtype):
+    n, me = jaxmpi.size(), jaxmpi.rank()
+    inputs = list(zip(*(of_rank(r, dtype, (n,)) for r in range(n)), strict=True))
+    scattered = jaxmpi.tree_reduce_scatter([x[me] for x in inputs], "sum")
+    for got, x in zip(scattered, inputs, strict=True):
+        check(got, np.stack(x)[:, me], dtype)
+    whole = jaxmpi.tree_allgather([x[me][0] for x in inputs])
+    for got, x in zip(whole, inputs, strict=True):
+        np.testing.assert_array_equal(got, np.stack([y[0] for y in x]))
+    same_everywhere(whole)
+
+
+@run_ranks(2, 3)
+def test_mixed_trees():
+    """Arrays of several dtypes, transposed and sliced, in one message, beside ones that are needed afterwards."""
+    rng, n = np.random.default_rng(0), jaxmpi.size()
+    big = rng.normal(size=(300, 200)).astype(np.float32)
+
+    @jaxmpi.jit
+    def step(x):
+        tree = {"t": x.T, "row": x[7], "half": x.astype(jnp.bfloat16), "int": jnp.arange(5), "same": x}
+        return lax.psum(tree, R), x
+
+    sums, kept = step(big * (jaxmpi.rank() + 1))
+    total = n * (n + 1) / 2
+    np.testing.assert_allclose(sums["t"], big.T * total, rtol=1e-5)
+    np.testing.assert_allclose(sums["row"], big[7] * total, rtol=1e-5)
+    np.testing.assert_array_equal(sums["int"], np.arange(5) * n)
+    np.testing.assert_allclose(np.float32(sums["half"]), big * total, rtol=0.02)
+    np.testing.assert_array_equal(kept, big * (jaxmpi.rank() + 1))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@run_ranks(2, 3)
+def test_means_of_short_floats_are_rounded_once_on_the_way(dtype):
+    n = jaxmpi.size()
+    inputs = np.stack([of_rank(r, dtype)[2] for r in range(n)])
+    step = jaxmpi.jit(jaxmpi.tree_allreduce)
+    text = step.lower(inputs[0]).as_text()
+    assert text.count("custom_call @") == 1 and "convert" not in text and "divide" not in text
+    exact = inputs.astype(np.float64).mean(0)
+    error = np.abs(np.float64(step(inputs[jaxmpi.rank()])) - exact)
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(exact) + 1e-30)) - (7 if dtype == "bfloat16" else 10))
+    assert np.all(error <= np.maximum(0.5001 * ulp, 2.0**-25))
+
+
+@run_ranks(2, 3)
+def test_what_is_folded_and_what_is_not():
+    n = jaxmpi.size()
+
+    def parts(x):
+        total = lax.psum(x, R)
+        other = lax.psum(2 * x, R)
+        half = lax.psum((3 * x).astype(jnp.bfloat16).astype(jnp.float32), R)
+        return total / n, total, other / (n + 1), half.astype(jnp.float16), jax.grad(lambda x: lax.pmean(x, R).sum())(x)
+
+    x = jnp.arange(8.0)
+    mean, total, other, half, gradient = jaxmpi.jit(parts)(x)
+    np.testing.assert_array_equal(total, x * n)
+    np.testing.assert_allclose(mean, x, rtol=1e-6)
+    np.testing.assert_allclose(other, 2 * x * n / (n + 1), rtol=1e-6)
+    np.testing.assert_array_equal(half, (3 * x * n).astype(jnp.float16))
+    np.testing.assert_array_equal(gradient, np.ones(8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@run_ranks(2, 3)
+def test_nan_and_infinity(dtype):
+    x = jnp.array([np.nan, np.inf, -np.inf, 1.0, -0.0], dtype)
+    y = jnp.array([1.0, 1.0, 1.0, np.nan, -0.0], dtype)
+    mine = x if jaxmpi.rank() == 0 else y
+    for op in ("max", "min", "sum", "prod"):
+        got = np.asarray(jaxmpi.tree_allreduce(mine, op), np.float32)
+        reduce = {"max": np.fmax, "min": np.fmin}.get(op, np.add if op == "sum" else np.multiply)
+        others = np.asarray(y, np.float32)
+        want = np.asarray(x, np.float32)
+        for _ in range(jaxmpi.size() - 1):
+            want = np.where(np.isnan(want) | np.isnan(others), np.nan, reduce(want, others))
+        np.testing.assert_array_equal(got, want)
+
+
+# nodes
+
+NODES = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxmpi
+w = jaxmpi.init()
+n, me = w.size, w.rank
+assert w.local_size < n
+rng = np.random.default_rng(0)
+for dtype in ("float32", "bfloat16", "int32"):
+    data = np.asarray(jnp.asarray(rng.normal(size=(n, n, 700_001)) * 9, dtype))
+    want = data.astype(np.float64).sum(0)
+    scale = 2e-2 if dtype == "bfloat16" else 1e-5
+    close = lambda got, want: np.testing.assert_allclose(np.float64(got), want, rtol=scale, atol=scale * 9)
+    close(jaxmpi.tree_allreduce(data[me, 0], "sum"), want[0])
+    close(jaxmpi.tree_allreduce(data[me, 0], "max"), data[:, 0].max(0))
+    close(jaxmpi.tree_allreduce([data[me, 1, :3]], "sum")[0], want[1, :3])
+    if dtype != "int32":
+        close(jaxmpi.tree_allreduce(data[me, 0]), want[0] / n)
+    close(jaxmpi.tree_reduce_scatter(data[me], "sum"), want[me])
+    np.testing.assert_array_equal(jaxmpi.tree_allgather(data[me, 0]), data[:, 0])
+try:
+    jaxmpi.tree_allreduce(np.ones(3 if me else 4, np.float32))
+except jaxmpi.RankMismatchError as error:
+    assert "float32[3]" in str(error) and "float32[4]" in str(error)
+    jaxmpi.print("caught on", me)
+assert jaxmpi.allgather_object(float(jaxmpi.tree_allreduce(1.0, "sum"))) == [n] * n
+jaxmpi.print("fine on", me, w.node, w.local_rank)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "on_a_node"), [(2, 1), (3, 2), (4, 2), (4, 3)])
+def test_several_nodes(ranks, on_a_node, tmp_path):
+    """Pretended ones, of equal and of other sizes."""
+    done = run(ranks, NODES, tmp_path, JAXMPI_NODE_RANKS=str(on_a_node))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("fine on") == ranks and done.stdout.count("caught on") == ranks
+
+
+def run(ranks, code, folder, *, timeout=120, **environ):
+    script = Path(folder, "script.py")
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)],
+        capture_output=True, text=True, timeout=timeout, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def test_more_ranks_than_cores(tmp_path):
+    """Nobody starves: eight ranks, which on most machines of these tests share two cores."""
+    code = """
+        import jaxmpi, numpy as np
+        w = jaxmpi.init()
+        x = np.arange(2_000_000, dtype=np.float32)
+        for i in range(5):
+            total = jaxmpi.tree_allreduce(x * (w.rank + i), "sum")
+            np.testing.assert_allclose(total, x * (28 + 8 * i), rtol=1e-6)
+        jaxmpi.print("fine on", w.rank)
+    """
+    done = run(8, "\n".join(line[8:] for line in code.splitlines()), tmp_path)
+    assert done.returncode == 0 and done.stdout.count("fine on") == 8, done.stdout + done.stderr
+
+
+# ends
+
+KILLED = """
+import os, signal, threading, time
+import numpy as np
+import jaxmpi
+rank = jaxmpi.init().rank
+x = np.ones(64_000_000, np.float32)
+jaxmpi.barrier()
+if rank == 1:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+jaxmpi.print("start", time.time())
+while True:
+    jaxmpi.tree_allreduce(x)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_large_message_leaves_nothing(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    start = time.monotonic()
+    done = run(3, KILLED, tmp_path, timeout=60)
+    assert done.returncode != 0 and "rank 1" in done.stderr, done.stderr
+    assert time.monotonic() - start < 30
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+LOST = """
+import mmap, os, sys, time
+import numpy as np
+import importlib
+native = importlib.import_module("jaxmpi._native")
+file = os.memfd_create("test")
+size = native.layout_bytes(2, 4096, 4)
+os.ftruncate(file, size)
+path, child = f"/proc/{os.getpid()}/fd/{file}", os.fork()
+file = os.open(path, os.O_RDWR)
+memory = mmap.mmap(file, size)
+native.open(rank=int(child == 0), size=2, order=[0, 1], owners=2, local_rank=int(child == 0), local_size=2, slot_bytes=4096,
+            slots=4, crowded=True, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file)
+print(native.meet(5 + (child == 0)), flush=True)
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+start = time.monotonic()
+try:
+    native.meet(7)
+except RuntimeError as error:
+    print(error, time.monotonic() - start < 5)
+"""
+
+
+def test_a_rank_that_is_gone_is_noticed_without_a_launcher():
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("(5, 6)") == 2, done.stdout + done.stderr
+    assert "local rank 1 of this node has ended True" in done.stdout, done.stdout + done.stderr
+
+
+# the choice
+
+CHOICE = """
+import jaxmpi, sys
+{before}
+try:
+    jaxmpi.init()
+    jaxmpi.print(jaxmpi._world.current("test").transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
+except (ValueError, jaxmpi.MPIError) as error:
+    print(f"{{type(error).__name__}}: {{error}}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "built", "said"),
+    [
+        ("", False, "mpi4jax 2.0"),
+        ("mpi4jax", True, "mpi4jax 2.0"),
+        ("native", True, "native 2.0"),
+        ("native", False, "MPIError: init: JAXMPI_TRANSPORT is native, which cannot be. rank 0: the extension is not built"),
+        ("ring", True, "ValueError: init: JAXMPI_TRANSPORT is 'ring'. Use one of auto, native, mpi4jax"),
+    ],
+)
+def test_the_transport_is_chosen(transport, built, said, tmp_path):
+    code = CHOICE.format(before="" if built else "sys.modules['jaxmpi._native'] = None")
+    done = run(2, code, tmp_path, JAXMPI_TRANSPORT=transport or "auto")
+    assert done.stdout.count(said) >= 1, done.stdout + done.stderr
