@@ -1,0 +1,138 @@
+"""What the benchmarks share: contenders that take turns, medians and their spread, ratios and their bounds, JSON, a plot."""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import jaxmpi
+
+UNTIMED = 2  # calls at the start of a turn, which find the caches of another contender
+PACKAGES = ("jax", "jaxlib", "mpi4py", "mpi4jax", "torch")
+
+
+def parser(doc):
+    """The options of every benchmark."""
+    made = argparse.ArgumentParser(description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made.add_argument("--rounds", type=int, default=7, help="turns of each contender")
+    made.add_argument("--quick", action="store_true", help="2 rounds of few calls, no bounds: to see that it works")
+    made.add_argument("--out", type=Path, help="folder for NAME.json and NAME.png")
+    return made
+
+
+def machine(world):
+    """One line about where this runs."""
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().split(",")[0].strip("\0 \n")
+    versions = []
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    transport = getattr(jaxmpi._world.current("benchmark"), "transport", "XLA")
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
+        f"{world.device.device_kind}, backend {world.backend} ({transport}), Python {platform.python_version()}, "
+        f"{', '.join(versions)}, {library}"
+    )
+
+
+class Report:
+    """Times and ratios, as they are found; printed by rank 0."""
+
+    def __init__(self, name, args):
+        self.name, self.args, self.world = name, args, jaxmpi.init()
+        self.rows, self.ratios = [], []
+        self.machine = machine(self.world)
+        self.show(f"{name}: {self.machine}, {time.strftime('%Y-%m-%d')}")
+
+    def show(self, *columns):
+        if self.world.rank == 0:
+            tqdm.write(" ".join(map(str, columns)), file=sys.stdout)
+            sys.stdout.flush()
+
+    def progress(self, cases):
+        return tqdm(cases, desc=self.name, disable=self.world.rank != 0 or not sys.stderr.isatty())
+
+    def measure(self, case, contenders, seconds=1.0):
+        """Have the contenders take turns, each for about so many seconds in all; returns {name: µs [rounds, ranks · calls]}.
+
+        All ranks start each turn together, and the times of all ranks count.
+        """
+        rounds = 2 if self.args.quick else self.args.rounds
+        calls = {name: self._calls(call, seconds / rounds) for name, call in contenders.items()}
+        times = {name: np.empty((rounds, calls[name])) for name in contenders}
+        for turn in range(rounds):
+            for name in list(contenders)[:: -1 if turn % 2 else 1]:
+                jaxmpi.barrier()
+                for i in range(-UNTIMED, calls[name]):
+                    start = time.perf_counter()
+                    jax.block_until_ready(contenders[name]())
+                    if i >= 0:
+                        times[name][turn, i] = 1e6 * (time.perf_counter() - start)
+        everyone = jaxmpi.allgather_object(times)
+        times = {name: np.concatenate([one[name] for one in everyone], axis=1) for name in contenders}
+        for name, values in times.items():
+            low, median, high = np.percentile(values, [25, 50, 75])
+            self.rows.append({"case": case, "contender": name, "median_us": median, "low_us": low, "high_us": high})
+            self.show(f"{case:22} {name:34} median {median:12.1f} µs, quartiles {low:12.1f} to {high:12.1f}")
+        return times
+
+    def _calls(self, call, seconds):
+        """How many calls of the slowest rank take so long."""
+        jax.block_until_ready(call())  # compiles
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        took = max(jaxmpi.allgather_object(time.perf_counter() - start))
+        return 3 if self.args.quick else int(np.clip(seconds / took, 3, 1000))
+
+    def ratio(self, case, name, above, below, *, at_most=None, at_least=None):
+        """Note the ratio of two medians, and its range over the rounds."""
+        ratio = np.median(above) / np.median(below)
+        by_round = np.median(above, axis=1) / np.median(below, axis=1)
+        bound, holds = "no bound", True
+        if at_most is not None:
+            bound, holds = f"at most {at_most:g}", ratio <= at_most
+        elif at_least is not None:
+            bound, holds = f"at least {at_least:g}", ratio >= at_least
+        verdict = "" if bound == "no bound" else ": holds" if holds else ": MISSED"
+        self.ratios.append({"case": case, "ratio": name, "value": float(ratio), "bound": bound, "holds": bool(holds)})
+        spread = f"rounds {by_round.min():.2f} to {by_round.max():.2f}"
+        self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
+
+    def finish(self, plot=None):
+        """Write what was found, and end with 1 where a bound was missed."""
+        missed = [r for r in self.ratios if not r["holds"]]
+        if self.args.out and self.world.rank == 0:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            found = {"machine": self.machine, "date": time.strftime("%Y-%m-%d"), "rows": self.rows, "ratios": self.ratios}
+            (self.args.out / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            if plot:
+                self._plot(plot)
+        self.show(f"\n{self.name}: {len(self.ratios)} ratios, {len(missed)} missed their bound")
+        jaxmpi.barrier()
+        sys.exit(int(bool(missed) and not self.args.quick))
+
+    def _plot(self, plot):
+        try:
+            import matplotlib
+        except ImportError:
+            return self.show("no plot: matplotlib is not installed (pip install '.[bench]')")
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+        plot(axes, self.rows)
+        axes.set_title(f"{self.name}, {self.world.size} ranks, {time.strftime('%Y-%m-%d')}", fontsize=10)
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+        figure.savefig(self.args.out / f"{self.name}.png", dpi=120)

@@ -1,0 +1,145 @@
+"""Other ways to average arrays over the ranks. Each function takes shapes and a dtype, and returns a call without arguments.
+
+Every call averages in the place of the last result where the library can.
+"""
+
+import os
+import socket
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD.Dup()
+
+
+def start_jax():
+    """Have JAX's own processes join each other, for gloo; before anything starts its backend."""
+    port = 0
+    if COMM.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+    port = COMM.bcast(port)
+    jax.distributed.initialize(f"localhost:{port}", COMM.size, COMM.rank, cluster_detection_method="deactivate")
+
+
+def start_torch():
+    """The module torch with its gloo started; None where it is not installed."""
+    try:
+        import torch
+        import torch.distributed
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = COMM.bcast(probe.getsockname()[1])
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", rank=COMM.rank, world_size=COMM.size)
+    return torch
+
+
+def host(shapes, dtype):
+    rng = np.random.default_rng(COMM.rank)
+    return [rng.random(shape, np.float32).astype(dtype) for shape in shapes]
+
+
+def memcpy(shapes, dtype):
+    sources, copies = host(shapes, dtype), host(shapes, dtype)
+
+    def call():
+        for copy, source in zip(copies, sources, strict=True):
+            np.copyto(copy, source)
+
+    return call
+
+
+def mpi4py_in_place(shapes, dtype):
+    """Without the division; MPI knows no bfloat16."""
+    arrays = host(shapes, np.float32 if dtype == ml_dtypes.bfloat16 else dtype)
+
+    def call():
+        for array in arrays:
+            array *= 1 / COMM.size  # or it grows to infinity
+            COMM.Allreduce(MPI.IN_PLACE, array)
+
+    return call
+
+
+class Fed:
+    """Calls of a function, each on what the last one returned."""
+
+    def __init__(self, function, tree):
+        self.function, self.tree = function, tree
+
+    def __call__(self):
+        self.tree = self.function(self.tree)
+        return self.tree
+
+
+def jaxmpi_mean(shapes, dtype):
+    import jaxmpi
+
+    return Fed(jaxmpi.jit(jaxmpi.tree_allreduce, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
+
+
+def mpi4jax_per_leaf(shapes, dtype):
+    """In float32, as mpi4jax knows no bfloat16."""
+    import mpi4jax
+
+    comm = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
+
+    def mean(tree):
+        return [(mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm) / comm.size).astype(x.dtype) for x in tree]
+
+    return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
+
+
+def mpi4jax_concatenated(shapes, dtype):
+    import mpi4jax
+
+    comm = MPI.COMM_WORLD.Clone()
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+
+    def mean(tree):
+        flat = jnp.concatenate([x.ravel().astype(jnp.float32) for x in tree])
+        flat = mpi4jax.allreduce(flat, op=MPI.SUM, comm=comm) / comm.size
+        return [part.reshape(x.shape).astype(x.dtype) for part, x in zip(jnp.split(flat, ends[:-1]), tree, strict=True)]
+
+    return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
+
+
+def jax_gloo(shapes, dtype):
+    """`pmean` of every array in a `shard_map` over one device a process."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
+    spec = jax.sharding.PartitionSpec()
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def global_array(x):
+        mine = jax.device_put(x, jax.local_devices()[0])
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [mine])
+
+    mean = jax.shard_map(
+        lambda tree: jax.tree.map(lambda x: jax.lax.pmean(x, "ranks"), tree),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    return Fed(jax.jit(mean, donate_argnums=0), list(map(global_array, host(shapes, dtype))))
+
+
+def torch_gloo(torch):
+    """One flat tensor, which is what DDP makes of its buckets."""
+
+    def peer(shapes, dtype):
+        kind = torch.bfloat16 if dtype == ml_dtypes.bfloat16 else torch.float32
+        tensor = torch.rand(sum(int(np.prod(shape)) for shape in shapes)).to(kind)
+
+        def call():
+            torch.distributed.all_reduce(tensor)
+            tensor.div_(COMM.size)
+
+        return call
+
+    return peer
