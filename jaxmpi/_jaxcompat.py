@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import jax
 from jax._src import core, dispatch, source_info_util
 from jax._src.lax.lax import _convert_element_type
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -33,6 +34,7 @@ __all__ = [
     "scan_counts",
     "source_line",
     "tracing",
+    "wait_for_effects",
     "watch_communication",
     "with_equations",
 ]
@@ -166,6 +168,14 @@ def watch_communication() -> Callable[[], bool]:
         return any(not token._buf.is_ready() for token in list(token_set.get("current_tokens", {}).values()))
 
     return waits
+
+
+def wait_for_effects() -> None:
+    """As `jax.effects_barrier`; programs that failed have told whoever reads their outputs, and are forgotten here."""
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        dispatch.runtime_tokens.clear()  # or every later program with effects of this thread would fail, too
 
 
 def _dispatches(frame: FrameType | None) -> bool:

@@ -29,7 +29,8 @@ def jit(
 
     **Collective:** every rank calls the function, with arguments that lead to the same collectives. Before a program runs,
     the ranks compare theirs.
-    **Communication:** what `jaxmpi.explain` lists, and 16 bytes a call for the comparison.
+    **Communication:** what `jaxmpi.explain` lists, and the comparison: with the first message of a program on the native
+    transport, 16 bytes of their own a call on the others.
 
     Args:
       fun: the function; a decorator is returned without it.

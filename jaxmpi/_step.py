@@ -77,6 +77,8 @@ class Step:
             self._backend, self._programs = backend, []
             self._alone = backend.place.size == 1 or backend.name == "simulate"
             self._in_band = not self._alone and backend.name == "mpi" and backend.in_band
+            if not self._alone:
+                _flat_options(self._options)  # raises for what several ranks cannot have
             self._jitted = jax.jit(self._body(hide=True), **self._options)
             self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
             self._open = jax.jit(self._body(hide=False), **self._options)
@@ -163,7 +165,7 @@ class Step:
         self._traced = False
         with self._explained(args, kwargs):
             end, out = self._with_end(*args, **kwargs)
-            self._backend.pending = end
+            self._backend.started(end)
             if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
                 jax.block_until_ready(end)
         return self._settle(out)
@@ -173,8 +175,8 @@ class Step:
         """Raise our own errors where JAX has met them first."""
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError, TypeError):  # the first is a ValueError on JAX's quick path
-            _agreement.raise_found()
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:  # the first may come as a ValueError
+            _agreement.raise_found(error)
             check_arguments(self._function, args, kwargs)
             raise
 

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from jaxmpi import _agreement, _axis, _devices, _guard, _registry
-from jaxmpi._backends import Backend
+from jaxmpi._backends import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
 
@@ -111,7 +111,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     if backend == "auto":
         backend = _choose(launched, devices)
     chosen, device = _start(backend, launched, devices)
-    _State.backend, _State.world = chosen, World(*chosen.place, backend=backend)
+    place: Place = chosen.place
+    _State.backend, _State.world = chosen, World(*place, backend=backend)
     if chosen.place.size > 1:
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             _registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
@@ -119,7 +120,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     if _State.world.size > 1:
         _warn_if_shared(chosen, device)
     if verbose and _State.world.rank == 0:
-        sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}\n")
+        transport = f", transport {chosen.transport}" if backend == "mpi" else ""
+        sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}{transport}\n")
     return _State.world
 
 
@@ -132,7 +134,7 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if all(gathered(launched, _devices.enough(devices))) else "mpi"
 
 
-def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Backend, str | None]:
+def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Any, str | None]:
     """The backend, and the name of this rank's GPU."""
     if backend == "xla":
         from jaxmpi._backends.xla import Xla

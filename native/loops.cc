@@ -100,6 +100,18 @@ T wrapping(T a, T b, bool product) {
   return static_cast<T>(product ? x * y : x + y);
 }
 
+// Of -0 and +0, the one or the other: in any order the same.
+template <class T>
+T of_equals(T a, T b, bool negative) {
+  if constexpr (std::is_floating_point_v<T>) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    const Bits x = bit_cast<Bits>(a), y = bit_cast<Bits>(b);
+    return bit_cast<T>(negative ? x | y : x & y);
+  } else {
+    return a;
+  }
+}
+
 template <Op op, class T>
 T apply(T a, T b) {
   if constexpr (op == Op::Sum) {
@@ -113,9 +125,9 @@ T apply(T a, T b) {
   } else if constexpr (is_complex<T>::value) {
     return a;  // complex numbers have no order; the layers above refuse them
   } else if constexpr (op == Op::Max) {
-    return a > b || a != a ? a : b;
+    return a > b || a != a ? a : a == b ? of_equals(a, b, false) : b;
   } else {
-    return a < b || a != a ? a : b;
+    return a < b || a != a ? a : a == b ? of_equals(a, b, true) : b;
   }
 }
 

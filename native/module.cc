@@ -20,16 +20,17 @@ namespace ffi = xla::ffi;
 namespace jaxmpi {
 namespace {
 
-// One of each per process. The mutex keeps the messages of two threads apart; the flag is for those who only look.
-std::unique_ptr<Transport> transport;
-std::mutex one_at_a_time;
-std::atomic<bool> inside = false;
-PyObject* on_disagreement = nullptr;  // (word) -> str; held for as long as the process lives
+// One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages of
+// two threads apart; the counters are for those who only look.
+std::unique_ptr<Transport>& transport = *new std::unique_ptr<Transport>;
+std::mutex& one_at_a_time = *new std::mutex;
+std::atomic<int64_t> started = 0, ended = 0;  // messages
+PyObject* on_disagreement = nullptr;          // (word) -> str, or null
 
 class Entered {
  public:
-  Entered() : lock_(one_at_a_time) { inside = true; }
-  ~Entered() { inside = false; }
+  Entered() : lock_(one_at_a_time) { ++started; }
+  ~Entered() { ++ended; }
 
  private:
   std::lock_guard<std::mutex> lock_;
@@ -63,6 +64,7 @@ std::optional<Type> type_of(ffi::DataType type) {
 // What Python makes of a disagreement: it asks the other ranks for their sides, in words.
 std::string explain(int64_t word) {
   nb::gil_scoped_acquire gil;
+  if (!on_disagreement) return "the ranks do not do the same";
   try {
     return nb::cast<std::string>(nb::handle(on_disagreement)(word));
   } catch (const std::exception& error) {
@@ -70,31 +72,34 @@ std::string explain(int64_t word) {
   }
 }
 
-ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
+std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   std::vector<Array> arrays;
   arrays.reserve(args.size());
   for (size_t i = 0; i < args.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>(i);
     auto out = rets.get<ffi::AnyBuffer>(i);
-    if (!in || !out) return ffi::Error::InvalidArgument("jaxmpi: an operand is no array");
+    if (!in || !out) throw std::runtime_error("an operand is no array");
     if (in->element_type() == ffi::DataType::TOKEN) continue;
     const auto type = type_of(in->element_type());
-    if (!type) return ffi::Error::InvalidArgument("jaxmpi: an array of a type that the transport does not know");
+    if (!type) throw std::runtime_error("an array of a type that the transport does not know");
     const int64_t columns = std::min<int64_t>(in->element_count(), (*out)->element_count());  // of an array, or of a row of it
     if (columns == 0) continue;
     arrays.push_back({*type, static_cast<const char*>(in->untyped_data()), static_cast<char*>((*out)->untyped_data()), columns});
   }
+  return arrays;
+}
+
+ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
   try {
+    std::vector<Array> arrays = arrays_of(args, rets);
     const Entered entered;
     current().run(static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, std::move(arrays));
+    return ffi::Error::Success();
   } catch (const Disagreement&) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
-  } catch (const RankLost& error) {
-    return ffi::Error(ffi::ErrorCode::kAborted, std::string("jaxmpi: ") + error.what() + " while this rank waited for it.");
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
   }
-  return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, collective,
@@ -108,6 +113,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, collective,
 
 void open(int rank, int size, std::vector<int> order, int owners, int local_rank, int local_size, int64_t slot_bytes, int slots,
           bool crowded, intptr_t memory, int file) {
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   const Node::Layout layout = {local_rank, local_size, slot_bytes, slots, crowded};
   auto node = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
   transport = std::make_unique<Transport>(Transport::Place{rank, size, std::move(order), owners}, std::move(node));
@@ -115,9 +121,22 @@ void open(int rank, int size, std::vector<int> order, int owners, int local_rank
 
 void connect(const std::string& library, intptr_t comm, const std::vector<intptr_t>& bytes, intptr_t int64, intptr_t max,
              std::vector<int> ranks, int node) {
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   Nodes::Handles handles = {comm, {}, int64, max, std::move(ranks)};
   std::copy(bytes.begin(), bytes.end(), handles.bytes);
   current().connect(std::make_unique<Nodes>(library, handles, node));
+}
+
+void close() {
+  Py_CLEAR(on_disagreement);
+  nb::gil_scoped_release release;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  transport.reset();
+}
+
+std::pair<int64_t, int64_t> messages() {
+  const int64_t done = ended;  // first, so that what is between two messages does not look like being inside of one
+  return {started, done};
 }
 
 std::pair<int64_t, int64_t> meet(int64_t word) {
@@ -138,11 +157,10 @@ NB_MODULE(_native, m) {
         nb::arg("local_size"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
   m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("bytes"), nb::arg("int64"), nb::arg("max"),
         nb::arg("ranks"), nb::arg("node"));
-  m.def("on_disagreement", [](nb::callable f) { on_disagreement = f.release().ptr(); });
+  m.def("on_disagreement", [](nb::callable f) { Py_XSETREF(on_disagreement, f.release().ptr()); });
   m.def("meet", &meet);
-  m.def("inside", [] { return inside.load(); });
-  m.def("messages", [] { return transport ? transport->messages() : 0; });
-  m.def("close", [] { transport.reset(); });
+  m.def("messages", &messages);
+  m.def("close", &close);
 }
 
 }  // namespace jaxmpi

@@ -77,6 +77,7 @@ struct Node::Post {
   alignas(kLine) std::atomic<uint64_t> laid_out;
   alignas(kLine) std::atomic<uint64_t> reduced;
   alignas(kLine) std::atomic<uint64_t> taken;
+  std::atomic<uint64_t> broken;  // 1 once a message has failed on this rank: its counters mean nothing from then on
   // Of this message and the one before, which a slower rank may still be reading.
   alignas(kLine) int64_t word[2];
   // Of the node's first rank: what it has heard from the other nodes, and about how many messages.
@@ -108,8 +109,10 @@ void Node::wait_for(int rank, Counter counter, uint64_t value) {
   const auto& theirs = post(rank).*counter;
   Patience patience(layout_.crowded);
   while (theirs.load(std::memory_order_acquire) < value) {
-    if (patience.pause() && is_gone(rank) && theirs.load(std::memory_order_acquire) < value) {
-      throw RankLost("local rank " + std::to_string(rank) + " of this node has ended");
+    if (!patience.pause()) continue;
+    const bool gone = is_gone(rank), broken = post(rank).broken;
+    if ((gone || broken) && theirs.load(std::memory_order_acquire) < value) {
+      throw RankLost("local rank " + std::to_string(rank) + " of this node has " + (gone ? "ended" : "failed in a message"));
     }
   }
 }
@@ -139,6 +142,17 @@ Extremes Node::agree(const Message& message, const std::function<Extremes(Extrem
 }
 
 Extremes Node::exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
+  Post& mine = post(layout_.rank);
+  if (mine.broken) throw std::runtime_error("an earlier message has failed on this rank: nothing more can be sent");
+  try {
+    return pass(message, everywhere);
+  } catch (...) {
+    mine.broken = 1;
+    throw;
+  }
+}
+
+Extremes Node::pass(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
   Post& mine = post(layout_.rank);
   const uint64_t first = chunks_;
   const int64_t chunks = std::max<int64_t>(message.chunks, 1);  // a message of nothing is one chunk of nothing

@@ -50,8 +50,6 @@ class Node {
   // Returns the extremes of the ranks' words. `everywhere` makes those of this node those of all nodes.
   Extremes exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
 
-  int64_t messages() const { return messages_; }
-
  private:
   struct Post;
   Post& post(int rank) const;
@@ -59,13 +57,14 @@ class Node {
   void wait(Counter counter, uint64_t value);  // for all others
   void wait_for(int rank, Counter counter, uint64_t value);
   bool is_gone(int rank) const;
+  Extremes pass(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
   Extremes agree(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
 
   Layout layout_;
   char* memory_;
   int file_;
   uint64_t chunks_ = 0;  // of all messages before this one
-  std::atomic<uint64_t> messages_ = 0;
+  uint64_t messages_ = 0;
 };
 
 }  // namespace jaxmpi

@@ -47,8 +47,6 @@ class Transport {
   // Only compare.
   Extremes meet(int64_t word);
 
-  int64_t messages() const { return node_->messages(); }
-
  private:
   class Stream;
   class Call;

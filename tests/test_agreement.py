@@ -70,7 +70,7 @@ DIFFERENCES = {
         "nothing more",
         "argument 0['b']: float32[4]",
     ),
-    "eager ops": (lambda: jaxmpi.tree_allreduce(X), lambda: jaxmpi.tree_allreduce(X, "max"), "allreduce sum", "allreduce max"),
+    "eager ops": (lambda: jaxmpi.tree_allreduce(X, "min"), lambda: jaxmpi.tree_allreduce(X, "max"), "e min", "allreduce max"),
     "an object": (
         lambda: jaxmpi.jit(sum_of)(X),
         lambda: jaxmpi.allgather_object(1),

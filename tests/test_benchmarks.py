@@ -1,5 +1,6 @@
 """The benchmarks run to their end and print their rows; what the times are is not tested here."""
 
+import json
 import os
 import re
 import signal
@@ -56,3 +57,31 @@ def test_dispatch_prints_every_row(backend):
     ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
     printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds .* bound", output, re.MULTILINE)
     assert sorted(printed) == sorted((f"k = {k}" if k else "1 KB", name) for name, k in ratios)
+
+
+def test_allreduce_compares_the_peers(tmp_path):
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/allreduce.py", "--quick", "--cases", "4 KB"]
+    output = run([*command, "--out", str(tmp_path)], 120)
+    found = json.loads((tmp_path / "allreduce.json").read_text())
+    contenders = {row["contender"] for row in found["rows"] if row["low_us"] <= row["median_us"] <= row["high_us"]}
+    assert contenders >= {"memcpy", "jaxmpi", "mpi4py in place", "mpi4jax per leaf", "JAX gloo"}
+    assert {ratio["ratio"] for ratio in found["ratios"]} >= {
+        "jaxmpi / memcpy",
+        "mpi4jax per leaf / jaxmpi",
+        "JAX gloo / jaxmpi",
+    }
+    assert found["machine"] in output and "2 ranks" in output
+
+
+def test_train_step_compares_the_peers():
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/train_step.py", "--quick", "--models", "CNN"]
+    output = run(command, 180)
+    assert re.search(r"^CNN +jaxmpi / local +[\d.]+, rounds", output, re.MULTILINE)
+    assert re.search(r"^CNN +added by jaxmpi -?[\d.]+ ms, by JAX gloo -?[\d.]+ ms", output, re.MULTILINE)
+
+
+def test_scaling_runs_on_every_number_of_ranks(tmp_path):
+    output = run([sys.executable, "benchmarks/scaling.py", "--quick", "--ranks", "1", "3", "--out", str(tmp_path)], 180)
+    assert len(re.findall(r"^1 ranks .* median", output, re.MULTILINE)) == 4
+    assert len(re.findall(r"^3 ranks .* times that of its bytes", output, re.MULTILINE)) == 4
+    assert json.loads((tmp_path / "scaling.json").read_text()).keys() == {"1", "2", "3"}

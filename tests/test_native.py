@@ -143,6 +143,57 @@ def test_what_is_folded_and_what_is_not():
     np.testing.assert_array_equal(gradient, np.ones(8))
 
 
+@run_ranks(2, 3)
+def test_means_of_literals():
+    n = jaxmpi.size()
+    step = jaxmpi.jit(lambda x: (x + lax.pmean(jnp.float32(3), R), lax.psum(jnp.asarray(2.5), R), jaxmpi.tree_allreduce(2.5)))
+    np.testing.assert_allclose(step(1.0), (4.0, 2.5 * n, 2.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@run_ranks(2, 3)
+def test_derivatives_around_a_step_with_a_mean(dtype):
+    """As those inside of it: the derivative of the mean of all ranks' outputs is that of psum / n."""
+    step = jaxmpi.jit(
+        lambda x: jaxmpi.tree_allreduce(x).sum() + jaxmpi.tree_reduce_scatter(jnp.tile(x, (jaxmpi.size(), 1))).sum()
+    )
+    x = jnp.ones(3, dtype)
+    np.testing.assert_allclose(np.float32(jax.grad(step)(x)), np.full(3, 2.0), rtol=1e-2)
+    np.testing.assert_allclose(np.float32(jax.jit(jax.grad(step))(x)), np.full(3, 2.0), rtol=1e-2)
+
+
+@run_ranks(2, 3)
+def test_zeros_of_both_signs():
+    mine = jnp.array([0.0, -0.0, -0.0]) if jaxmpi.rank() else jnp.array([-0.0, 0.0, -0.0])
+    assert np.signbit(jaxmpi.tree_allreduce(mine, "max")).tolist() == [False, False, True]
+    assert np.signbit(jaxmpi.tree_allreduce(mine, "min")).tolist() == [True, True, True]
+
+
+def large(x):
+    """Too much to be run while Python waits for it."""
+    for _ in range(4):
+        x = jnp.tanh(x @ x)
+    return x
+
+
+@run_ranks(2, 3)
+def test_after_a_difference_in_a_program_that_runs_by_itself_all_can_go_on():
+    n = jaxmpi.size()
+    step = jaxmpi.jit(lambda x: lax.psum(large(x), R))
+    plain = jax.jit(lambda x: jaxmpi.tree_allreduce(large(x)))
+    for run in (step, plain):
+        for shape in ((300, 300), (310, 310)):
+            jax.block_until_ready(run(jnp.ones(shape)))
+        with pytest.raises((jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError, ValueError), match=r"do not agree|called"):
+            jax.block_until_ready(run(jnp.ones((300, 300) if jaxmpi.rank() else (310, 310))))
+        jaxmpi.barrier()
+        with pytest.raises(TypeError, match="is a str"):
+            step("no array")
+        assert run(jnp.zeros((300, 300))).sum() == 0.0
+        assert float(jaxmpi.tree_allreduce(1.0, "sum")) == n
+        assert jaxmpi.allgather_object(3) == [3] * n
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @run_ranks(2, 3)
 def test_nan_and_infinity(dtype):

@@ -6,13 +6,14 @@ the compiled programs.
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmpi import _plan, _registry
+from jaxmpi import _jaxcompat, _plan, _registry
 from jaxmpi._backends import Place
 from jaxmpi._errors import MPIError, RankMismatchError
 
@@ -36,7 +37,7 @@ class Job:
         _unlink_shared_memory(node_comm)
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
-        self.pending: Any = None  # an output of the last program that was started
+        self._ends: dict[int, Any] = {}  # an output of the last program that each thread has started
         self._entered = 0  # collectives outside of programs
         self._inside = False
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
@@ -56,10 +57,14 @@ class Job:
 
     def finish(self) -> None:
         """Wait until the programs that were started have ended; who reads their outputs learns how."""
-        jax.effects_barrier()
-        if self.pending is not None:
+        _jaxcompat.wait_for_effects()
+        for end in list(self._ends.values()):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self.pending.block_until_ready()
+                end.block_until_ready()
+
+    def started(self, end: Any) -> None:
+        """Keep an output of a program that was started, which nobody donates: XLA keeps the order within a thread."""
+        self._ends[threading.get_ident()] = end
 
     def gather_sides(self, side: Any) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running."""

@@ -6,6 +6,7 @@ compare what they are about to send, so the programs of this transport need no o
 """
 
 import contextlib
+import ctypes
 import importlib
 import mmap
 import os
@@ -46,14 +47,14 @@ SHARED_MEMORY = "/dev/shm"
 def join(launched: int) -> Mpi:
     """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on this one if every rank can use it."""
     asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
-    if asked not in TRANSPORTS:
-        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
     check_start(import_mpi4py(launched), launched, Mpi.name)
     answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not()))
     if len({asked for asked, _ in answers}) > 1:
         raise RankMismatchError(
             f"init: JAXMPI_TRANSPORT is {[asked for asked, _ in answers]} on the ranks. Set it on all of them."
         )
+    if asked not in TRANSPORTS:
+        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
     obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
     if asked == "native" and obstacles:
         raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
@@ -120,7 +121,7 @@ class Native(Mpi):
 
         It is called on every rank, on the thread that communicates, with the word of the program and what this rank sends.
         """
-        self._native.on_disagreement(lambda word: explain(*self._statements[word]))
+        self._native.on_disagreement(lambda word: explain(*self._statements.get(word, (word, "a program of an earlier init"))))
 
     def extremes(self, word: int) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
@@ -130,12 +131,14 @@ class Native(Mpi):
     def progress(self) -> tuple[int, bool]:
         """How many collectives this rank has entered, messages of programs included, and whether it is inside one."""
         entered, inside = super().progress()
-        return entered + self._native.messages() + self._native.inside(), inside or self._native.inside()
+        started, ended = self._native.messages()
+        return entered + started, inside or started > ended
 
     def close(self) -> None:
         """Free the communicators, the shared memory, and the programs that were compiled for them."""
         super().close()
         self._native.close()
+        self._memory.close()
         os.close(self._file)
         if self._others is not None:
             self._others.Free()
@@ -143,13 +146,16 @@ class Native(Mpi):
     def _connect(self, others: Any) -> None:
         """Make this owner known to those of the other nodes that have its local rank."""
         mpi, self._others = self._mpi, others
+        handle: Callable[[Any], int] = lambda of: (
+            ctypes.c_int64(mpi._handleof(of)).value
+        )  # a pointer, or an int that mpi4py takes for unsigned
         datatypes = (mpi.UINT8_T, mpi.UINT16_T, mpi.UINT32_T, mpi.UINT64_T, mpi.C_DOUBLE_COMPLEX)
         self._native.connect(
             library=_libmpi(),
-            comm=mpi._handleof(others),
-            bytes=[mpi._handleof(datatype) for datatype in datatypes],
-            int64=mpi._handleof(mpi.INT64_T),
-            max=mpi._handleof(mpi.MAX),
+            comm=handle(others),
+            bytes=[*map(handle, datatypes)],
+            int64=handle(mpi.INT64_T),
+            max=handle(mpi.MAX),
             ranks=others.allgather(self.place.local_size),
             node=self.place.node,
         )
@@ -163,7 +169,7 @@ class Native(Mpi):
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         slot_bytes = SLOT_BYTES if place.local_size == place.size else SLOT_BYTES_BETWEEN_NODES
         bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, SLOTS)
-        self._file, self._memory = _shared_memory(node, bytes_)
+        self._file, self._memory = _shared_memory(world, node, bytes_)
         self._native.open(
             rank=place.rank, size=place.size, order=order, owners=owners, local_rank=place.local_rank,
             local_size=place.local_size, slot_bytes=slot_bytes, slots=SLOTS, crowded=len(cores) < place.local_size,
@@ -182,28 +188,25 @@ def _carrier(call: Collective) -> Collective:
     return Collective("allreduce", op="sum") if call.op else call
 
 
-def _shared_memory(node: Any, size: int) -> tuple[int, mmap.mmap]:
-    """A file of zeros that all ranks of the node map, and that has no name any more once they do."""
-    path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}" if node.rank == 0 else ""
+def _shared_memory(world: Any, node: Any, size: int) -> tuple[int, mmap.mmap]:
+    """A file of zeros that all ranks of the node map, and that has no name any more once they do; on all ranks, or on none."""
+    path = node.bcast(f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}" if node.rank == 0 else None)
     failure = ""
-    if node.rank == 0:
+    for turn in (True, False):  # the first rank makes it, then the others open it
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
+            if turn == (node.rank == 0):
+                file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if turn else 0), 0o600)
+                if turn:
+                    os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
+                memory = mmap.mmap(file, size)
         except OSError as error:
-            failure = f"{SHARED_MEMORY} has no {size >> 20} MiB for the shared memory of {node.size} ranks ({error})"
-    path, failure = node.bcast((path, failure))
-    try:
-        if failure:
-            raise MPIError(f"init: {failure}. Make room there, or set JAXMPI_TRANSPORT=mpi4jax.")
-        if node.rank != 0:
-            file = os.open(path, os.O_RDWR)
-        memory = mmap.mmap(file, size)
+            failure = f"{os.uname().nodename} has no {size >> 20} MiB of shared memory for {node.size} ranks ({error})"
         node.Barrier()
-    finally:
-        if node.rank == 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+    if node.rank == 0:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    if failures := [other for other in world.allgather(failure) if other]:
+        raise MPIError(f"init: {failures[0]}. Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax.")
     return file, memory
 
 

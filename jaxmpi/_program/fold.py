@@ -42,7 +42,7 @@ def fold(jaxpr: Any, size: int) -> Any:
                 merged.add(id(then))
                 y, op = then.outvars[0], "mean"
                 then = user.get(y) if uses[y] == 1 else None
-            before = source.get(x)
+            before = None if isinstance(x, Literal) else source.get(x)
             if then is not None and before is not None and _widens(before) and _converts(then, before.invars[0].aval.dtype):
                 merged.add(id(then))
                 x, y = before.invars[0], then.outvars[0]

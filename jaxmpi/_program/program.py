@@ -87,7 +87,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         inputs = [True] * len(captured) + [not function.replicated.hold(path) for path, _ in paths]
         varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
-    if size > 1 and backend.name == "mpi" and backend.divides:
+    if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
         jaxpr = fold(jaxpr, size)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []

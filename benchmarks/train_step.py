@@ -1,0 +1,137 @@
+"""What distribution adds to a train step, beside JAX's gloo, mpi4jax and torch DDP.
+
+    jaxmpi run -n 2 benchmarks/train_step.py
+
+Each contender trains the same model on the same shapes, with momentum; "local" is the step without communication. Exits with 1
+when a bound is missed. torch is a contender where it is installed.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peers
+from common import Report, parser
+from mpi4py import MPI
+from step_models import MODELS, torch_models
+
+import jaxmpi
+
+arguments = parser(__doc__)
+arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, help="which to train")
+args = arguments.parse_args()
+peers.start_jax()
+report = Report("train_step", args)
+torch = peers.start_torch()
+if torch is None:
+    report.show("torch is not installed: that contender is left out")
+optimizer = optax.sgd(1e-3, momentum=0.9)
+NOISE = 0.02
+
+
+class Trained:
+    """Calls of a step, each on the state that the last one left."""
+
+    def __init__(self, step, params, batch, put=lambda x: x):
+        self.step, self.batch = step, jax.tree.map(put, batch)
+        self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))  # a copy: it is donated
+
+    def __call__(self):
+        self.state, loss = self.step(self.state, self.batch)
+        return self.state, loss
+
+
+def step_of(loss_of, average):
+    def step(state, batch):
+        params, momentum = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, momentum = optimizer.update(average(grads), momentum, params)
+        return (optax.apply_updates(params, updates), momentum), loss
+
+    return step
+
+
+def contenders_of(loss_of, params, batch):
+    import mpi4jax
+
+    comm = MPI.COMM_WORLD.Clone()
+    jit = partial(jax.jit, donate_argnums=0)
+    mesh, sharding = peers.mesh()
+    spec = jax.sharding.PartitionSpec()
+    gloo = jax.shard_map(
+        step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads)),
+        mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
+    return {
+        "local": Trained(jit(step_of(loss_of, lambda grads: grads)), params, batch),
+        "jaxmpi": Trained(jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch),
+        "mpi4jax per leaf": Trained(jit(step_of(loss_of, per_leaf)), params, batch),
+        "JAX gloo": Trained(jit(gloo), params, batch, partial(peers.global_array, sharding)),
+    }
+
+
+def torch_contenders(model, batch, loss_of):
+    inputs, targets = (torch.from_numpy(np.asarray(x)) for x in batch)
+
+    def trained(model):
+        sgd = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+        def call():
+            sgd.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            sgd.step()
+
+        return call
+
+    return {
+        "torch local": trained(model()),
+        "torch DDP": trained(torch.nn.parallel.DistributedDataParallel(model())),
+    }
+
+
+def added(times, name, local):
+    """What a contender's steps take beyond the median local step of the same round."""
+    return times[name] - np.median(times[local], axis=1, keepdims=True)
+
+
+def show_added(case, times):
+    ours = added(times, "jaxmpi", "local")
+    report.ratio(case, "jaxmpi / local", times["jaxmpi"], times["local"])
+    for name, local, bound in (
+        ("mpi4jax per leaf", "local", None),
+        ("JAX gloo", "local", 0.2),
+        ("torch DDP", "torch local", 1.0),
+    ):
+        if name not in times:
+            continue
+        theirs = added(times, name, local)
+        report.show(f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, by {name} {np.median(theirs) / 1e3:.2f} ms")
+        if np.median(theirs) < NOISE * np.median(times[local]):
+            report.show(f"{case:22} {name} adds less than {NOISE:.0%} of a step: too little to compare")
+        else:
+            bounded = bound if case != "ResNet-50" else None
+            report.ratio(case, f"added by jaxmpi / by {name}", ours, theirs, at_most=bounded)
+
+
+for case in report.progress(args.models):
+    loss_of, params, batch = MODELS[case]()
+    calls = contenders_of(loss_of, params, batch)
+    if torch and case in torch_models(torch):
+        calls |= torch_contenders(*torch_models(torch)[case])
+    show_added(case, report.measure(case, calls, seconds=8.0))
+
+
+def plot(axes, rows):
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    names = list(dict.fromkeys(r["contender"] for r in rows))
+    for i, name in enumerate(names):
+        mine = {r["case"]: r for r in rows if r["contender"] == name}
+        places = [k + (i - len(names) / 2) * 0.8 / len(names) for k, case in enumerate(cases) if case in mine]
+        axes.bar(places, [mine[case]["median_us"] / 1e3 for case in cases if case in mine], 0.8 / len(names), label=name)
+    axes.set(yscale="log", ylabel="ms a step", xticks=range(len(cases)), xticklabels=cases)
+
+
+report.finish(plot)
