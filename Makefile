@@ -2,7 +2,7 @@
 # make test    set everything up in .venv and run the tests
 # make test-mpi4jax   the same on the other transport
 # make bench   the benchmarks, beside the peers that are installed
-# make lint    ruff and mypy
+# make lint    ruff, mypy and clang-format
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
@@ -44,8 +44,9 @@ bench: $(VENV)/.installed
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
 
 lint: $(VENV)/.test-installed
-	@echo "== ruff and mypy"
+	@echo "== ruff, mypy and clang-format"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror native/*.cc native/*.h
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

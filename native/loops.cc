@@ -1,5 +1,5 @@
-// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this one. Nothing here may end up as
-// a function that another file shares, which could be the copy of a processor that is not there.
+// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this one. Nothing here may end up
+// as a function that another file shares, which could be the copy of a processor that is not there.
 
 #include "loops.h"
 
@@ -115,13 +115,17 @@ T of_equals(T a, T b, bool negative) {
 template <Op op, class T>
 T apply(T a, T b) {
   if constexpr (op == Op::Sum) {
-    if constexpr (std::is_integral_v<T>) return wrapping(a, b, false);
-    else return a + b;
+    if constexpr (std::is_integral_v<T>)
+      return wrapping(a, b, false);
+    else
+      return a + b;
   } else if constexpr (op == Op::Prod) {
-    if constexpr (std::is_integral_v<T>) return wrapping(a, b, true);
+    if constexpr (std::is_integral_v<T>)
+      return wrapping(a, b, true);
     else if constexpr (is_complex<T>::value) {
       return {a.real() * b.real() - a.imag() * b.imag(), a.real() * b.imag() + a.imag() * b.real()};
-    } else return a * b;
+    } else
+      return a * b;
   } else if constexpr (is_complex<T>::value) {
     return a;  // complex numbers have no order; the layers above refuse them
   } else if constexpr (op == Op::Max) {
@@ -207,8 +211,10 @@ void divide_block(T* total, int divisor, int64_t n) {
 
 template <class T>
 void narrow_block(const Wide<T>* total, T* out, int64_t n) {
-  if constexpr (is_short<T>) narrow_all(total, out, n);
-  else std::memcpy(out, total, n * sizeof(T));
+  if constexpr (is_short<T>)
+    narrow_all(total, out, n);
+  else
+    std::memcpy(out, total, n * sizeof(T));
 }
 
 template <class F>

@@ -20,8 +20,8 @@ namespace ffi = xla::ffi;
 namespace jaxmpi {
 namespace {
 
-// One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages of
-// two threads apart; the counters are for those who only look.
+// One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages
+// of two threads apart; the counters are for those who only look.
 std::unique_ptr<Transport>& transport = *new std::unique_ptr<Transport>;
 std::mutex& one_at_a_time = *new std::mutex;
 std::atomic<int64_t> started = 0, ended = 0;  // messages
@@ -84,12 +84,14 @@ std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
     if (!type) throw std::runtime_error("an array of a type that the transport does not know");
     const int64_t columns = std::min<int64_t>(in->element_count(), (*out)->element_count());  // of an array, or of a row of it
     if (columns == 0) continue;
-    arrays.push_back({*type, static_cast<const char*>(in->untyped_data()), static_cast<char*>((*out)->untyped_data()), columns});
+    arrays.push_back(
+        {*type, static_cast<const char*>(in->untyped_data()), static_cast<char*>((*out)->untyped_data()), columns});
   }
   return arrays;
 }
 
-ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
+ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
+                      int64_t word) {
   try {
     std::vector<Array> arrays = arrays_of(args, rets);
     const Entered entered;
@@ -152,11 +154,13 @@ NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
   m.def("can_reduce", &can_reduce);
   m.def("handler", [] { return nb::capsule(reinterpret_cast<void*>(handler)); });
-  m.def("layout_bytes", [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
-  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("owners"), nb::arg("local_rank"),
-        nb::arg("local_size"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
-  m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("bytes"), nb::arg("int64"), nb::arg("max"),
-        nb::arg("ranks"), nb::arg("node"));
+  m.def("layout_bytes",
+        [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
+  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("owners"),
+        nb::arg("local_rank"), nb::arg("local_size"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"),
+        nb::arg("memory"), nb::arg("file"));
+  m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("bytes"), nb::arg("int64"),
+        nb::arg("max"), nb::arg("ranks"), nb::arg("node"));
   m.def("on_disagreement", [](nb::callable f) { Py_XSETREF(on_disagreement, f.release().ptr()); });
   m.def("meet", &meet);
   m.def("messages", &messages);

@@ -1,4 +1,19 @@
 // The ranks of one node: how they pass arrays to each other through shared memory.
+//
+// All messages of all ranks are one sequence of chunks, counted from the beginning. Each rank has a few slots, which its chunks
+// take in turn, and three counters, which only it writes:
+//
+//   laid_out  its part of so many chunks is in its slots
+//   reduced   its share of so many chunks is reduced, and in its slots for the others
+//   taken     it needs nothing of so many chunks any more
+//
+// Before it lays out a chunk, a rank waits until all have taken what was in that slot before; before it reduces, until all have
+// laid out; before it takes, until all have reduced. A rank lays out the next chunk before it reduces this one, and takes the
+// one before after that, so it seldom waits.
+//
+// With the first chunk of a message goes its word. No rank is more than one message ahead of another, as it waits for the first
+// chunks of all: two words of each rank are enough. Where the words differ, every rank leaves the message after its first
+// chunk, and all counters are equal again.
 #pragma once
 
 #include <atomic>
@@ -30,8 +45,8 @@ class Node {
     int64_t bytes() const;
   };
 
-  // memory: `layout.bytes()` of zeros that all ranks of the node map. file: where it is from; each rank holds a lock on the byte
-  // of its number as long as it lives.
+  // memory: `layout.bytes()` of zeros that all ranks of the node map. file: where it is from; each rank holds a lock on the
+  // byte of its number as long as it lives.
   Node(const Layout& layout, char* memory, int file);
 
   const Layout& layout() const { return layout_; }
@@ -43,11 +58,12 @@ class Node {
   // the others have reduced.
   struct Message {
     int64_t chunks;
-    int64_t word;  // equal on all ranks, or nothing is exchanged
+    int64_t word;                                        // equal on all ranks, or nothing is exchanged
     std::function<void(int64_t)> lay_out, reduce, take;  // without `take`, the ranks are done when they have reduced
   };
 
-  // Returns the extremes of the ranks' words. `everywhere` makes those of this node those of all nodes.
+  // Returns the extremes of the ranks' words. `everywhere`, called on the node's first rank, makes those of this node those of
+  // all nodes. If it throws, this rank can send nothing more.
   Extremes exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
 
  private:

@@ -10,17 +10,17 @@
 
 namespace jaxmpi {
 
-// The MPI functions and handles that are needed, from the library that runs: nothing here is compiled against an MPI. Handles are
-// pointers in some MPIs and ints in others; both travel in a register of 64 bits.
+// The MPI functions and handles that are needed, from the library that runs: nothing here is compiled against an MPI. Handles
+// are pointers in some MPIs and ints in others; both travel in a register of 64 bits.
 class Nodes {
  public:
   using Handle = intptr_t;
 
   struct Handles {
-    Handle comm;              // one rank of each node
-    Handle bytes[5];          // datatypes of 1, 2, 4, 8 and 16 bytes
-    Handle int64, max;        // for words
-    std::vector<int> ranks;   // how many ranks each node has, in the order of `comm`
+    Handle comm;             // one rank of each node
+    Handle bytes[5];         // datatypes of 1, 2, 4, 8 and 16 bytes
+    Handle int64, max;       // for words
+    std::vector<int> ranks;  // how many ranks each node has, in the order of `comm`
   };
 
   // library: the path of libmpi.

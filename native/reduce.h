@@ -7,6 +7,7 @@
 namespace jaxmpi {
 
 enum class Type : uint8_t { F32, F64, BF16, F16, S8, S16, S32, S64, U8, U16, U32, U64, C64, C128 };
+// By position, as in jaxmpi/_backends/native.py.
 enum class Op : uint8_t { Sum, Max, Min, Prod };
 
 // Whether this processor has what the loops are compiled for.

@@ -8,7 +8,7 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kLine = 64;           // bytes: shares of a chunk begin on cache lines
+constexpr int64_t kLine = 64;            // bytes: shares of a chunk begin on cache lines
 constexpr int64_t kDirectBytes = 32768;  // up to here it is quicker if every rank reduces everything itself
 
 struct Range {
@@ -47,8 +47,8 @@ class Transport::Stream {
   std::vector<int64_t> starts_;
 };
 
-// One collective on all arrays, cut into chunks of columns that a slot has room for. In a slot, each row of the chunk follows the
-// one before. The first ranks of the node, its owners, each reduce a share of the columns of every chunk.
+// One collective on all arrays, cut into chunks of columns that a slot has room for. In a slot, each row of the chunk follows
+// the one before. The first ranks of the node, its owners, each reduce a share of the columns of every chunk.
 class Transport::Call {
  public:
   Call(Transport& transport, Kind kind, Op op, int divisor, std::vector<Array> arrays)
@@ -108,9 +108,8 @@ class Transport::Call {
   template <class F>
   void each(const Chunk& chunk, Range part, F f) const {
     const Range columns = {chunk.columns.begin + part.begin, chunk.columns.begin + part.end};
-    chunk.stream->each(columns, [&](const Array& a, int64_t column, int64_t n, int64_t before) {
-      f(a, column, n, part.begin + before);
-    });
+    chunk.stream->each(
+        columns, [&](const Array& a, int64_t column, int64_t n, int64_t before) { f(a, column, n, part.begin + before); });
   }
 
   char* at(int64_t k, int rank, int64_t row, int64_t column) const {
@@ -143,7 +142,8 @@ class Transport::Call {
   void reduce_all(int64_t k) {
     const Chunk& chunk = chunks_[k];
     each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
-      reduce(a.type, op_, sources(k, 0, from, at(k, me_, 0, from)), local_, divisor_, a.out + column * chunk.stream->item, nullptr, n);
+      reduce(a.type, op_, sources(k, 0, from, at(k, me_, 0, from)), local_, divisor_, a.out + column * chunk.stream->item,
+             nullptr, n);
     });
   }
 
@@ -170,8 +170,10 @@ class Transport::Call {
         const int64_t item = chunk.stream->item;
         const void* const* all = sources(k, row, from, a.in + (row * a.columns + column) * item);
         char *out = a.out + column * item, *slot = at(k, me_, i, from);
-        if (rows == 1) reduce(a.type, op_, all, local_, divisor_, out, slot, n);
-        else reduce(a.type, op_, all, local_, divisor_, i == me_ ? out : slot, nullptr, n);
+        if (rows == 1)
+          reduce(a.type, op_, all, local_, divisor_, out, slot, n);
+        else
+          reduce(a.type, op_, all, local_, divisor_, i == me_ ? out : slot, nullptr, n);
       });
     }
   }
@@ -190,8 +192,10 @@ class Transport::Call {
         combine(type, op_, all, local_, partial + (i * n + from - mine.begin) * wide_item, m);
       });
     }
-    if (rows == 1) transport_.nodes_->allreduce(type, op_, partial, total, n);
-    else transport_.nodes_->reduce_scatter(type, op_, partial, total, n);
+    if (rows == 1)
+      transport_.nodes_->allreduce(type, op_, partial, total, n);
+    else
+      transport_.nodes_->reduce_scatter(type, op_, partial, total, n);
     for (int64_t i = 0; i < rows_here; ++i) {
       finish(type, total + i * n * wide_item, divisor_, at(k, me_, i, mine.begin), n);
     }

@@ -17,10 +17,11 @@ struct Disagreement : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// By position, as in jaxmpi/_backends/native.py.
 enum class Kind : uint8_t { Allreduce, ReduceScatter, Allgather };
 
-// One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter, and `out` in an allgather; one
-// row otherwise. The two may be the same memory.
+// One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter, and `out` in an allgather;
+// one row otherwise. The two may be the same memory.
 struct Array {
   Type type;
   const char* in;
@@ -31,9 +32,9 @@ struct Array {
 class Transport {
  public:
   struct Place {
-    int rank, size;                // in the job
-    std::vector<int> order;        // of the ranks: by node, and by local rank within
-    int owners;                    // how many ranks of each node reduce
+    int rank, size;          // in the job
+    std::vector<int> order;  // of the ranks: by node, and by local rank within
+    int owners;              // how many ranks of each node reduce
   };
 
   Transport(const Place& place, std::unique_ptr<Node> node);
@@ -55,7 +56,7 @@ class Transport {
   Place place_;
   std::unique_ptr<Node> node_;
   std::unique_ptr<Nodes> nodes_;
-  bool several_;  // nodes
+  bool several_;                       // nodes
   std::vector<char> partial_, total_;  // of one chunk, between nodes
 };
 

@@ -33,7 +33,9 @@ from jaxmpi._errors import MPIError, RankMismatchError
 
 __all__ = ["Native", "join"]
 
-KINDS = ("allreduce", "reduce_scatter", "allgather")  # and "meet", which compares only
+# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
+# "mean" is a sum with a divisor.
+KINDS = ("allreduce", "reduce_scatter", "allgather")
 OPS = ("sum", "max", "min", "prod")
 TYPES = (
     *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
@@ -234,8 +236,8 @@ def _abstract(*xs: Any, call: Collective, backend: Native, word: int) -> tuple[l
 
 def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, word: int) -> Any:
     attributes = {
-        "kind": np.int32(KINDS.index(call.kind)) if call.kind in KINDS else np.int32(0),
-        "op": np.int32(OPS.index("sum" if call.op in ("", "mean") else call.op)),
+        "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
+        "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
         "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
         "word": np.int64(word),
     }

@@ -24,31 +24,46 @@ SHORT = (jnp.bfloat16, jnp.float16)
 def fold(jaxpr: Any, size: int) -> Any:
     """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it."""
     open_jaxpr = _jaxcompat.parts(jaxpr)[0]
-    uses = Counter(v for eqn in open_jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
-    uses.update(v for v in open_jaxpr.outvars if not isinstance(v, Literal))
-    user = {v: eqn for eqn in open_jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}  # the one, of those with one
-    source = {v: eqn for eqn in open_jaxpr.eqns for v in eqn.outvars}
+    around = _Around(open_jaxpr, size)
     known = folded(jaxpr)
-    eqns, merged = [], set()
+    eqns: list[Any] = []
     for eqn in open_jaxpr.eqns:
-        if id(eqn) in merged:
-            continue
         if kind(eqn) == "loop":
-            eqn = eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, lambda inner: fold(inner, size))})
+            eqns.append(eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, lambda inner: fold(inner, size))}))
         elif kind(eqn) == "collective" and eqn.primitive.name in SUMS and id(eqn) not in known:
-            x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
-            then = user.get(y) if uses[y] == 1 else None
-            if then is not None and _divides(then, y, size):
-                merged.add(id(then))
-                y, op = then.outvars[0], "mean"
-                then = user.get(y) if uses[y] == 1 else None
-            before = None if isinstance(x, Literal) else source.get(x)
-            if then is not None and before is not None and _widens(before) and _converts(then, before.invars[0].aval.dtype):
-                merged.add(id(then))
-                x, y = before.invars[0], then.outvars[0]
-            eqn = eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
-        eqns.append(eqn)
+            eqns.append(around.take_in(eqn))
+        elif id(eqn) not in around.taken:
+            eqns.append(eqn)
     return _jaxcompat.with_equations(jaxpr, eqns)
+
+
+class _Around:
+    """What stands before and behind the sums of a program, and is done on the way."""
+
+    def __init__(self, jaxpr: Any, size: int) -> None:
+        used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
+        self._uses = Counter([v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)])
+        self._user = dict(used)
+        self._source = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._size = size
+        self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
+
+    def take_in(self, eqn: Any) -> Any:
+        """A sum, with the division and the conversions around it if there are any."""
+        x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
+        then = self._only_user(y)
+        if then is not None and _divides(then, y, self._size):
+            self.taken.add(id(then))
+            y, op = then.outvars[0], "mean"
+            then = self._only_user(y)
+        before = None if isinstance(x, Literal) else self._source.get(x)
+        if then is not None and before is not None and _widens(before) and _converts(then, before.invars[0].aval.dtype):
+            self.taken.add(id(then))
+            x, y = before.invars[0], then.outvars[0]
+        return eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
+
+    def _only_user(self, y: Any) -> Any:
+        return self._user.get(y) if self._uses[y] == 1 else None
 
 
 def _divides(eqn: Any, y: Any, size: int) -> bool:
