@@ -141,7 +141,7 @@ def ffi_call_in_order(
     lower = ffi_lowering(name, operand_output_aliases={i: i for i in in_place}, has_side_effect=True)
     avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
     *outs, token = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *xs, ctx.tokens_in.get(effect), **attributes)
-    ctx.set_tokens_out(TokenSet({effect: token}))
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
     return outs
 
 
