@@ -142,13 +142,12 @@ def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[
         xla = Xla(launched, devices)
         return xla, xla.device
     if backend == "single":
-        chosen: Backend = Single()
-    else:
-        from jaxmpi._backends.native import join
+        return Single(), _devices.choose(0, 1, devices)
+    from jaxmpi._backends.native import join
 
-        chosen = join(launched)
-        _agreement.listen(chosen)
-    return chosen, _devices.choose(chosen.place.local_rank, chosen.place.local_size, devices)
+    mpi = join(launched, devices)
+    _agreement.listen(mpi)
+    return mpi, mpi.device
 
 
 def initialized() -> bool:

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 
+#include "staged.h"
 #include "transport.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,6 +24,7 @@ namespace {
 // One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages
 // of two threads apart; the counters are for those who only look.
 std::unique_ptr<Transport>& transport = *new std::unique_ptr<Transport>;
+std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 std::mutex& one_at_a_time = *new std::mutex;
 std::atomic<int64_t> started = 0, ended = 0;  // messages
 PyObject* on_disagreement = nullptr;          // (word) -> str, or null
@@ -90,12 +92,12 @@ std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return arrays;
 }
 
-ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                      int64_t word) {
+template <class Run>
+ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
   try {
     std::vector<Array> arrays = arrays_of(args, rets);
     const Entered entered;
-    current().run(static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, std::move(arrays));
+    run(current(), std::move(arrays));
     return ffi::Error::Success();
   } catch (const Disagreement&) {
   } catch (const std::exception& error) {
@@ -104,14 +106,46 @@ ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t 
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, collective,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int32_t>("kind")
-                                  .Attr<int32_t>("op")
-                                  .Attr<int32_t>("divisor")
-                                  .Attr<int64_t>("word"));
+ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
+  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays) {
+    transport.run(static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, std::move(arrays));
+  });
+}
+
+ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
+                  int64_t word) {
+  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays) {
+    staging->run(transport, static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, arrays, stream);
+  });
+}
+
+// A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
+ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
+                     int64_t word) {
+  return on_gpu(nullptr, args, rets, kind, op, divisor, word);
+}
+
+template <class Binding>
+auto operands(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<int32_t>("kind")
+      .template Attr<int32_t>("op")
+      .template Attr<int32_t>("divisor")
+      .template Attr<int64_t>("word");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
+
+nb::capsule handler(const std::string& name) {
+  if (name == "host") return nb::capsule(reinterpret_cast<void*>(host_handler));
+  if (name == "gpu") return nb::capsule(reinterpret_cast<void*>(gpu_handler));
+  if (name == "rehearsal") return nb::capsule(reinterpret_cast<void*>(rehearsal_handler));
+  throw std::invalid_argument("no handler is called " + name);
+}
 
 void open(int rank, int size, std::vector<int> order, int owners, int local_rank, int local_size, int64_t slot_bytes, int slots,
           bool crowded, intptr_t memory, int file) {
@@ -153,7 +187,8 @@ std::pair<int64_t, int64_t> meet(int64_t word) {
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
   m.def("can_reduce", &can_reduce);
-  m.def("handler", [] { return nb::capsule(reinterpret_cast<void*>(handler)); });
+  m.def("handler", &handler);
+  m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
   m.def("layout_bytes",
         [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
   m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("owners"),

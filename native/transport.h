@@ -45,6 +45,8 @@ class Transport {
   // Carry out a collective on all arrays. The ranks compare `word`. Throws Disagreement on all of them if it differs.
   void run(Kind kind, Op op, int divisor, int64_t word, std::vector<Array> arrays);
 
+  int size() const { return place_.size; }
+
   // Only compare.
   Extremes meet(int64_t word);
 

@@ -273,6 +273,86 @@ def test_more_ranks_than_cores(tmp_path):
     assert done.returncode == 0 and done.stdout.count("fine on") == 8, done.stdout + done.stderr
 
 
+# GPUs
+
+STAGED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+import jaxmpi
+import jaxmpi._native as extension
+from jaxmpi._backends import native
+
+jax.ffi.register_ffi_target("jaxmpi_collective", extension.handler("rehearsal"), platform="cpu")
+extension.handler = lambda name: None
+register = jax.ffi.register_ffi_target
+jax.ffi.register_ffi_target = lambda name, handler, **options: handler and register(name, handler, **options)
+native._is_on_host = lambda: False
+native.why_not = lambda: extension.use_cuda({library!r}) or ""
+w = jaxmpi.init()
+n, me = w.size, w.rank
+columns = [1, 7, 2_500_000, 0, 64, 70_001]  # of several batches, whose borders are in the middle of arrays
+rng = np.random.default_rng(0)
+for dtype in ("float32", "bfloat16", "int8", "complex128"):
+    data = [np.asarray(jnp.asarray(rng.normal(size=(n, k)) * 9, dtype)) for k in columns]
+    mine = [x[me] for x in data]
+    exact = [x.astype(np.complex128 if dtype == "complex128" else np.float64).sum(0) for x in data]
+    for got, want in zip(jaxmpi.tree_allreduce(mine, "sum"), exact):
+        want = want.astype(np.int64).astype(np.int8) if dtype == "int8" else want
+        scale = 2e-2 if dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(got.astype(want.dtype), want, rtol=scale, atol=10 * scale)
+    for got, want in zip(jaxmpi.tree_allgather(mine), data):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(jaxmpi.tree_bcast(mine, root=n - 1), data):
+        np.testing.assert_array_equal(got, want[n - 1])
+blocks = np.arange(n * n * 700_001, dtype=np.float32).reshape(n, n, 700_001) % 1009
+np.testing.assert_array_equal(jaxmpi.tree_reduce_scatter(blocks[me], "sum"), blocks.sum(0)[me])
+
+@jaxmpi.jit
+def step(x, rows):
+    ring = [(p, (p + 1) % n) for p in range(n)]
+    x = x * 2
+    return lax.pmean(x, jaxmpi.AXIS), lax.ppermute(x, jaxmpi.AXIS, ring), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0)
+
+for _ in range(3):
+    mean, before, rows = step(jnp.full(1000, me + 1.0), jnp.asarray(blocks[me]))
+    np.testing.assert_array_equal(mean, np.full(1000, n + 1.0))
+    np.testing.assert_array_equal(before, np.full(1000, 2.0 * ((me - 1) % n + 1)))
+    np.testing.assert_array_equal(rows, blocks[:, me])
+try:
+    jaxmpi.tree_allreduce(np.ones(3 if me else 4, np.float32))
+except jaxmpi.RankMismatchError as error:
+    assert "float32[3]" in str(error) and "float32[4]" in str(error)
+    jaxmpi.print("caught on", me)
+assert jaxmpi.allgather_object(float(jaxmpi.tree_allreduce(1.0, "sum"))) == [n] * n
+jaxmpi.print("fine on", me)
+"""
+
+
+@pytest.fixture(scope="module")
+def stand_in_for_cuda(tmp_path_factory):
+    """A library with the functions of CUDA's driver that are called, for arrays of the host."""
+    library = tmp_path_factory.mktemp("cuda") / "libcuda.so"
+    source = Path(__file__).with_name("stand_in_for_cuda.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
+    return str(library)
+
+
+@pytest.mark.parametrize("environ", [{}, {"CUDA_HURRIES": "1"}])
+def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
+    """With copies that happen as late, and as early, as a GPU's may."""
+    done = run(3, STAGED.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("fine on") == 3 and done.stdout.count("caught on") == 3
+
+
+def test_an_error_of_the_gpu_is_one_of_the_step(stand_in_for_cuda, tmp_path):
+    code = STAGED.replace("{library!r}", repr(stand_in_for_cuda))
+    done = run(2, code, tmp_path, CUDA_FAILS_AFTER="3")
+    assert done.returncode != 0
+    assert "cuMemcpyAsync failed: unspecified launch failure" in done.stdout + done.stderr
+
+
 # ends
 
 KILLED = """

@@ -33,8 +33,14 @@ class Mpi(Job):
     divides = False  # whether it carries "mean", and sums short floats in float32
     in_band = False  # whether the ranks compare their programs while these run
 
-    def __init__(self, launched: int) -> None:
-        """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
+    def __init__(self, launched: int, device: str | None) -> None:
+        """Join the other ranks.
+
+        Args:
+          launched: how many of them the launcher's environment speaks of.
+          device: the GPU of this rank, if it has chosen one.
+        """
+        self.device = device
         mpi, self._mpi4jax = import_mpi4py(launched), _import_mpi4jax(launched)
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()

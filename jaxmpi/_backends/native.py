@@ -2,7 +2,8 @@
 
 It carries the collectives of a train step, allreduce, reduce_scatter and allgather; mpi4jax carries the others. A call is one
 message for all its arrays, in place where XLA lets it, and 16-bit floats are summed in float32. With each message the ranks
-compare what they are about to send, so the programs of this transport need no other meeting.
+compare what they are about to send, so the programs of this transport need no other meeting. Arrays of a CUDA GPU come through
+pinned memory of the host, whatever the collective, and mpi4jax needs no CUDA of its own.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxmpi import _jaxcompat
+from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends import Collective, word_of
 from jaxmpi._backends.carriers import from_carrier, to_carrier
 from jaxmpi._backends.job import check_start
@@ -44,12 +45,22 @@ TYPES = (
 TRANSPORTS = ("auto", "native", "mpi4jax")
 SLOTS, SLOT_BYTES, SLOT_BYTES_BETWEEN_NODES = 4, 1 << 18, 1 << 21
 SHARED_MEMORY = "/dev/shm"
+CUDA_DRIVER = "libcuda.so.1"
 
 
-def join(launched: int) -> Mpi:
-    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on this one if every rank can use it."""
+def join(launched: int, devices: Sequence[int] | None) -> Mpi:
+    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on this one if every rank can use it.
+
+    Args:
+      launched: as in `Mpi`.
+      devices: as in `jaxmpi.init`.
+    """
     asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
-    check_start(import_mpi4py(launched), launched, Mpi.name)
+    mpi = import_mpi4py(launched)
+    check_start(mpi, launched, Mpi.name)
+    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    device = _devices.choose(node.rank, node.size, devices)  # before anything below starts JAX's backend
+    node.Free()
     answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not()))
     if len({asked for asked, _ in answers}) > 1:
         raise RankMismatchError(
@@ -60,7 +71,8 @@ def join(launched: int) -> Mpi:
     obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
     if asked == "native" and obstacles:
         raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
-    return Mpi(launched) if asked == "mpi4jax" or obstacles or len(answers) == 1 else Native(launched)
+    kind = Mpi if asked == "mpi4jax" or obstacles or len(answers) == 1 else Native
+    return kind(launched, device)
 
 
 def why_not() -> str:
@@ -71,8 +83,14 @@ def why_not() -> str:
         return f"the extension is not built ({error})"
     if not native.can_reduce():
         return "the processor has no AVX2"
-    if jax.default_backend() != "cpu":
-        return f"it carries arrays of the CPU, and these are on {jax.default_backend()}"
+    if not _is_on_host():
+        version = jax.local_devices()[0].client.platform_version
+        if "cuda" not in version.lower():
+            return f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
+        try:
+            native.use_cuda(CUDA_DRIVER)
+        except RuntimeError as error:
+            return str(error)
     return "" if os.path.isdir(SHARED_MEMORY) else f"there is no {SHARED_MEMORY}"
 
 
@@ -81,14 +99,16 @@ class Native(Mpi):
 
     transport, divides, in_band = "native", True, True
 
-    def __init__(self, launched: int) -> None:
-        """Join the other ranks; `launched` as in `Mpi`."""
+    def __init__(self, launched: int, device: str | None) -> None:
+        """Join the other ranks, as `Mpi` does."""
         _native: Any = importlib.import_module("jaxmpi._native")
 
-        super().__init__(launched)
+        super().__init__(launched, device)
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
-        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(), platform="cpu")
+        self._host = _is_on_host()
+        platform, handler = ("cpu", "host") if self._host else ("CUDA", "gpu")
+        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(handler), platform=platform)
         self._others: Any = None  # the communicator of the owners with this local rank
         self._open()
 
@@ -96,18 +116,27 @@ class Native(Mpi):
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
-        return call.kind in KINDS
+        return call.kind in KINDS or not self._host
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays, for the kinds that are native."""
         if call.kind not in (*KINDS, "meet"):
-            return super().run(call, xs)
+            return super().run(call, xs) if self._host else self._pick(call, xs)
         carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
         arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in carried)
         statement = word_of(f"{call.word} {call.kind} {call.op} of {arrays}")
         self._statements[statement] = call.word, f"{call.kind} {call.op} of {arrays}"
         outs = native_p.bind(*carried, call=call, backend=self, word=statement)
         return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
+
+    def _pick(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """A collective that only moves arrays, as an allgather of which each rank keeps its part."""
+        here = self.place.rank
+        gathered = self.run(Collective("allgather", word=call.word), xs)
+        if call.kind == "alltoall":
+            return [rows[:, here] for rows in gathered]
+        source = call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), None)
+        return [rows[source] if source is not None else jnp.zeros_like(x) for rows, x in zip(gathered, xs, strict=True)]
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
@@ -183,6 +212,10 @@ class Native(Mpi):
                 self._connect(others)
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
+
+
+def _is_on_host() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def _carrier(call: Collective) -> Collective:

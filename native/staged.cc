@@ -1,0 +1,90 @@
+#include "staged.h"
+
+#include <algorithm>
+
+namespace jaxmpi {
+namespace {
+
+constexpr int64_t kBatchBytes = 4 << 20;  // of the operands, and as much of the results
+constexpr int64_t kAlign = 64;            // bytes
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+// Some columns of some arrays, and where they are in pinned memory.
+struct Staging::Batch {
+  struct Piece {
+    const Array* array;
+    int64_t column, columns, in, out;  // in, out: offsets in bytes
+  };
+  std::vector<Piece> pieces;
+  int64_t bytes = 0;
+};
+
+void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t word, const std::vector<Array>& arrays,
+                  Cuda::Stream stream) {
+  const int64_t size = transport.size();
+  const int64_t rows_in = kind == Kind::ReduceScatter ? size : 1, rows_out = kind == Kind::Allgather ? size : 1;
+  const bool in_place = kind == Kind::Allreduce;
+  std::vector<Batch> batches(1);
+  for (const Array& array : arrays) {
+    const int64_t item = size_of(array.type), column_bytes = item * (in_place ? 1 : rows_in + rows_out);
+    for (int64_t column = 0; column < array.columns;) {
+      if (batches.back().bytes + column_bytes > kBatchBytes) batches.emplace_back();
+      Batch& batch = batches.back();
+      const int64_t room = std::max<int64_t>(1, (kBatchBytes - batch.bytes) / column_bytes);
+      const int64_t columns = std::min(array.columns - column, room);
+      const int64_t in = batch.bytes, out = in_place ? in : aligned(in + columns * item * rows_in);
+      batch.pieces.push_back({&array, column, columns, in, out});
+      batch.bytes = aligned(out + columns * item * rows_out);
+      column += columns;
+    }
+  }
+
+  const Cuda::Current current(cuda_, stream);
+  for (int i = 0; i < 2 && !copied_[i]; ++i) {
+    memory_[i] = cuda_.pinned(kBatchBytes + 2 * kAlign);
+    copied_[i] = cuda_.event();
+  }
+  // Rows of a piece follow each other in pinned memory; on the GPU they are a whole array apart.
+  auto to_host = [&](size_t k) {
+    for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
+      const int64_t item = size_of(array->type);
+      for (int64_t row = 0; row < rows_in; ++row) {
+        cuda_.copy(memory_[k % 2] + in + row * columns * item, array->in + (row * array->columns + column) * item,
+                   columns * item, stream);
+      }
+    }
+    cuda_.record(copied_[k % 2], stream);
+  };
+  auto to_gpu = [&](size_t k) {
+    for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
+      const int64_t item = size_of(array->type);
+      for (int64_t row = 0; row < rows_out; ++row) {
+        cuda_.copy(array->out + (row * array->columns + column) * item, memory_[k % 2] + out + row * columns * item,
+                   columns * item, stream);
+      }
+    }
+  };
+  // What a stream is given happens in that order: a batch comes into memory that the one before the last has left.
+  try {
+    to_host(0);
+    for (size_t k = 0; k < batches.size(); ++k) {
+      if (k + 1 < batches.size()) to_host(k + 1);
+      cuda_.wait(copied_[k % 2]);
+      std::vector<Array> staged;
+      for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
+        staged.push_back({array->type, memory_[k % 2] + in, memory_[k % 2] + out, columns});
+      }
+      transport.run(kind, op, divisor, word, std::move(staged));
+      to_gpu(k);
+    }
+  } catch (...) {
+    cuda_.finish(stream);
+    throw;
+  }
+  cuda_.finish(stream);  // the next message may come on another stream
+}
+
+}  // namespace jaxmpi
