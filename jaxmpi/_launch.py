@@ -40,17 +40,19 @@ class Request:
     mpiexec: str | None
     bind_to: str | None
     threads: int | None
+    huge_pages: bool
     mpi_options: tuple[str, ...]
     program: tuple[str, ...]  # what follows `python` in the command of a rank
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is here: the physical cores that we may use, whether a launcher may bind to them, whether we are root."""
+    """What there is here."""
 
-    cores: int
-    bindable: bool
-    root: bool
+    cores: int  # physical ones, which we may use
+    bindable: bool  # whether a launcher may bind to them
+    root: bool  # whether we are
+    huge_pages: bool  # whether a process gets huge pages if it asks for them, and not otherwise
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Request:
         name = rest[0].partition("=")[0]
         if rest[0] in _OWN:
             own, rest = own + rest[:2], rest[2:]
-        elif name in _OWN or name in ("-h", "--help") or re.fullmatch(r"-n\d+", name):
+        elif name in _OWN or name in ("-h", "--help", "--no-huge-pages") or re.fullmatch(r"-n\d+", name):
             own.append(rest.pop(0))
         else:
             mpi_options.append(rest.pop(0))
@@ -98,6 +100,7 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--mpiexec", metavar="PATH", help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python")
     parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
     parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
+    parser.add_argument("--no-huge-pages", action="store_true", help="leave malloc as it is, slower but with smaller pages")
     options = parser.parse_args(own)
 
     if options.ranks < 1:
@@ -108,11 +111,19 @@ def parse(arguments: Sequence[str]) -> Request:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):
         raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
-    return Request(options.ranks, options.mpiexec, options.bind_to, options.threads, tuple(mpi_options), tuple(program))
+    return Request(
+        options.ranks,
+        options.mpiexec,
+        options.bind_to,
+        options.threads,
+        not options.no_huge_pages,
+        tuple(mpi_options),
+        tuple(program),
+    )
 
 
 def survey() -> Machine:
-    """Count the cores; hyperthreads of one core count once."""
+    """Count the cores, of which hyperthreads are parts, and see whether malloc would have to ask for huge pages."""
     cpus = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel grants what the cpuset allows
@@ -120,8 +131,13 @@ def survey() -> Machine:
     os.sched_setaffinity(0, cpus)
     files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
     cores = {path.read_text() if path.exists() else str(path) for path in files}
-    # Both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where another job may run.
-    return Machine(cores=len(cores), bindable=cpus == allowed, root=os.getuid() == 0)
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return Machine(
+        cores=len(cores),
+        bindable=cpus == allowed,  # both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where others run
+        root=os.getuid() == 0,
+        huge_pages=huge_pages.exists() and "[madvise]" in huge_pages.read_text(),
+    )
 
 
 def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
@@ -149,6 +165,8 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
 
     threads = request.threads or share
     wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}  # XLA's CPU client reads NPROC
+    if huge := request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ:
+        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
     told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
     if not open_mpi:
         wanted["PYTHONUNBUFFERED"] = "1"  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
@@ -162,6 +180,7 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
         "placed by MPI's options" if placed else "",
         where.get(bind, f"bound to {bind}") if bind else "",
         f"{_count(threads, 'thread')} each",
+        "huge pages" if huge else "",
         *told,
         "as root" if machine.root else "",
     ]

@@ -119,9 +119,12 @@ def assert_nothing_left(output, size):
         assert not _registry.processes(run_dir)
 
 
-def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, **request):
-    wanted = {"mpiexec": None, "bind_to": None, "threads": None, "mpi_options": (), "program": ("train.py",), **request}
-    return _launch.plan(Request(ranks, **wanted), launcher, Machine(cores, bindable, root), dict(environ))
+PLAIN = {"mpiexec": None, "bind_to": None, "threads": None, "huge_pages": True, "mpi_options": (), "program": ("train.py",)}
+
+
+def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, madvise=False, **request):
+    machine = Machine(cores, bindable, root, huge_pages=madvise)
+    return _launch.plan(Request(ranks, **{**PLAIN, **request}), launcher, machine, dict(environ))
 
 
 PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH, what the user is told
@@ -217,8 +220,16 @@ def test_plan_keeps_variables_that_are_set():
     assert "3 threads each, OMP_NUM_THREADS=7 kept" in plan.summary
 
 
+def test_plan_asks_for_huge_pages_where_that_takes_asking():
+    plan = planned(OPEN_MPI, 2, 2, madvise=True)
+    assert plan.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1" and "1 thread each, huge pages" in plan.summary
+    for otherwise in ({}, {"madvise": True, "huge_pages": False}, {"madvise": True, "environ": {"GLIBC_TUNABLES": "mine"}}):
+        plan = planned(OPEN_MPI, 2, 2, **otherwise)
+        assert "GLIBC_TUNABLES" not in plan.environ and "huge pages" not in plan.summary
+
+
 def test_command_exports_variables_on_open_mpi_only():
-    request = Request(2, None, None, None, ("--mca", "a", "b"), ("train.py", "3"))
+    request = Request(2, **{**PLAIN, "mpi_options": ("--mca", "a", "b"), "program": ("train.py", "3")})
     tail = ["-F", "-x", "V", "-x", "W", "--mca", "a", "b", sys.executable, "train.py", "3"]
     assert _launch.command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
     assert _launch.command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
@@ -228,7 +239,7 @@ def test_command_exports_variables_on_open_mpi_only():
     "program", [("train.py", "--mca", "x"), ("-m", "train", "1", ":", "b c"), ("-m", "train", "--bind-to", "core")]
 )
 def test_command_hides_options_of_the_program(program):
-    command = _launch.command(Request(2, None, None, None, (), program), OPEN_MPI, [], [])
+    command = _launch.command(Request(2, **{**PLAIN, "program": program}), OPEN_MPI, [], [])
     assert command[:4] == ["/opt/bin/mpirun", "-n", "2", sys.executable]
     assert not {"--mca", ":", "--bind-to"} & set(command)
     assert tuple(json.loads(command[-1])) == program
@@ -249,12 +260,13 @@ def test_command_hides_options_of_the_program(program):
         ("-n 2 -npernode 1 --nope train.py", {}, "-npernode 1 --nope", "train.py"),
         ("-n 2 --bind-to numa --mpiexec a.py train.py", {"bind_to": "numa", "mpiexec": "a.py"}, "", "train.py"),
         ("-n 2 --mpiexec=/a/b --threads=3 -bind-to x train.py", {"mpiexec": "/a/b", "threads": 3}, "-bind-to x", "train.py"),
+        ("--no-huge-pages -n 2 train.py", {"huge_pages": False}, "", "train.py"),
         ("-n 2 -x A=1 --bind hwthread train.py --mca c d", {}, "-x A=1 --bind hwthread", "train.py --mca c d"),
     ],
 )
 def test_parse_tells_options_apart(here, line, own, mpi_options, program):
-    wanted = {"mpiexec": None, "bind_to": None, "threads": None, **own}
-    expected = Request(2, mpi_options=tuple(mpi_options.split()), program=tuple(program.split()), **wanted)
+    wanted = {**PLAIN, "mpi_options": tuple(mpi_options.split()), "program": tuple(program.split()), **own}
+    expected = Request(2, **wanted)
     assert _launch.parse(line.split()) == expected
 
 
