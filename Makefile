@@ -1,6 +1,7 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
 # make test-mpi4jax   the same on the other transport
+# make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
 # make bench   the benchmarks, beside the peers that are installed
 # make lint    ruff, mypy and clang-format
 # make clean   remove .venv and what the tools left
@@ -18,7 +19,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax bench lint clean
+.PHONY: train test test-mpi4jax matrix bench lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -33,6 +34,11 @@ test-mpi4jax: $(VENV)/.test-installed
 	@echo "== running the tests on mpi4jax, the transport where there is no compiler"
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest $(TESTS)
 
+matrix: $(VENV)/.test-installed
+	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
+	@$(BIN)/python -m pytest -m matrix tests/test_laws.py
+	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
+
 # about 15 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
@@ -40,6 +46,7 @@ bench: $(VENV)/.installed
 	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/train_step.py --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/optimizers.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
 

@@ -3,6 +3,7 @@
     python examples/digits.py
     jaxmpi run -n 2 examples/digits.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 examples/digits.py
+    jaxmpi run -n 2 examples/digits.py --codec int8      # or --sharded, --local-every 8, --accumulate 2: see docs/optimizers.md
 
 Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss curve.
 """
@@ -28,6 +29,14 @@ parser.add_argument("--warmup", type=float, default=0.1, help="share of all step
 parser.add_argument("--seed", type=int, default=0, help="of parameters, order and augmentation; the test images stay the same")
 parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="shift images by up to 1 pixel")
 parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of images and parameters")
+parser.add_argument(
+    "--codec", choices=("bf16", "f16", "int8", "topk", "powersgd"), help="what is sent in the place of gradients"
+)
+parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks")
+parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches for one step of the optimizer")
+parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
+parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
+parser.add_argument("--explain", action="store_true", help="print what a step sends, first")
 args = parser.parse_args()
 jax.config.update("jax_enable_x64", args.dtype == "float64")
 
@@ -60,10 +69,22 @@ class CNN(nnx.Module):
 
 steps = len(jaxmpi.batches(train, args.batch_size))
 schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps)
-optimizer = jaxmpi.distributed(optax.adamw(schedule))  # AdamW on the mean of all ranks' gradients
+codecs = {"topk": lambda: jaxmpi.codecs.topk(0.05), "powersgd": lambda: jaxmpi.codecs.powersgd(8)}
+codec = codecs.get(args.codec, getattr(jaxmpi.codecs, args.codec))() if args.codec else None
+if args.local_every:
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if args.diloco else None
+    optimizer = jaxmpi.local_sgd(optax.adamw(schedule), args.local_every, outer, codec=codec)
+elif args.sharded:
+    optimizer = jaxmpi.sharded(optax.adamw(schedule))
+else:
+    optimizer = jaxmpi.distributed(optax.adamw(schedule), codec=codec)  # AdamW on the mean of all ranks' gradients
+optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
+# What is equal on all ranks: parameters, unless each takes steps of its own; and the state, unless each has a part of it.
+equal = () if args.local_every else (0,) if args.sharded or args.codec or args.accumulate > 1 else (0, 1)
 
 graph, params = nnx.split(CNN(rngs=nnx.Rngs(args.seed)), nnx.Param)
-params, state = jaxmpi.synchronize((params, optimizer.init(params)))  # rank 0's, on every rank
+params = jaxmpi.synchronize(params)  # rank 0's, on every rank
+state = optimizer.init(params)
 
 
 def shift(image, key):
@@ -72,7 +93,7 @@ def shift(image, key):
     return jax.lax.dynamic_slice(jnp.pad(image, ((1, 1), (1, 1), (0, 0))), (row, column, 0), image.shape)
 
 
-@partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=(0, 1, 3), replicated_outnums=(0, 1))
+@partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=(*equal, 3), replicated_outnums=equal)
 def step(params, state, batch, key):
     x = batch["image"]
     if args.augment:  # a key for every image: with one for every rank the images would depend on the number of ranks
@@ -108,12 +129,14 @@ for epoch in range(args.epochs):
     key, losses, start = jax.random.fold_in(jax.random.key(args.seed), epoch), [], time.perf_counter()
     batches = jaxmpi.batches(train, args.batch_size, seed=args.seed, epoch=epoch)
     for batch in jaxmpi.progress(batches, desc=f"epoch {epoch + 1}", leave=False):
+        if args.explain and epoch == 0 and not losses:
+            jaxmpi.explain(step, params, state, batch, key)
         params, state, loss = step(params, state, batch, key)
         losses.append(loss)
     losses = jax.device_get(losses)  # waits for the last step
     rates.append(steps * args.batch_size / (time.perf_counter() - start))
     loss = jaxmpi.average_metrics(np.mean(losses))
-    correct, total = evaluate(params)
+    correct, total = evaluate(jaxmpi.tree_allreduce(params) if args.local_every else params)
     log.info(
         f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.{digits}e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"

@@ -2,6 +2,7 @@
 
 import importlib
 
+from jaxmpi import codecs, nn
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives import (
@@ -15,7 +16,15 @@ from jaxmpi._collectives import (
 from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
-from jaxmpi._optim import average_gradients, distributed
+from jaxmpi._optim.accumulate import accumulate
+from jaxmpi._optim.average import average_gradients, distributed
+from jaxmpi._optim.clip import clip_by_global_norm
+from jaxmpi._optim.control import any_rank, dynamic_loss_scale, skip_nonfinite
+from jaxmpi._optim.invariant import micro_batch_grads
+from jaxmpi._optim.local import local_sgd
+from jaxmpi._optim.noise import measure_noise_scale
+from jaxmpi._optim.replicas import check_replicas, watch_replicas
+from jaxmpi._optim.sharded import reshard, sharded, unshard
 from jaxmpi._simulate import simulate
 from jaxmpi._synchronize import synchronize
 from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
@@ -32,13 +41,19 @@ __all__ = [
     "PerRank",
     "RankMismatchError",
     "World",
+    "accumulate",
     "allgather_object",
+    "any_rank",
     "average_gradients",
     "average_metrics",
     "barrier",
     "batches",
     "broadcast_object",
+    "check_replicas",
+    "clip_by_global_norm",
+    "codecs",
     "distributed",
+    "dynamic_loss_scale",
     "explain",
     "finalize",
     "get_logger",
@@ -47,14 +62,21 @@ __all__ = [
     "jit",
     "local",
     "local_rank",
+    "local_sgd",
     "local_size",
+    "measure_noise_scale",
+    "micro_batch_grads",
+    "nn",
     "print",
     "progress",
     "rank",
     "rank_key",
+    "reshard",
     "shard",
+    "sharded",
     "simulate",
     "size",
+    "skip_nonfinite",
     "synchronize",
     "tree_allgather",
     "tree_allreduce",
@@ -62,6 +84,8 @@ __all__ = [
     "tree_bcast",
     "tree_reduce",
     "tree_reduce_scatter",
+    "unshard",
+    "watch_replicas",
 ]
 
 

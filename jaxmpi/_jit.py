@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from jaxmpi import _world
+from jaxmpi import _jaxcompat, _world
 from jaxmpi._program.function import Function, choose_arguments
 from jaxmpi._step import Step
 
-__all__ = ["eager", "jit", "local"]
+__all__ = ["anywhere", "eager", "jit", "local"]
 
 
 def jit(
@@ -90,5 +90,16 @@ def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         _world.current(name)  # for an error that names the function
         return local(step(*args))
+
+    return call
+
+
+def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own."""
+
+    def call(*args: Any) -> Any:
+        backend = _world.current(name)
+        outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
+        return eager(fun, name)(*args) if outside else fun(*args)
 
     return call

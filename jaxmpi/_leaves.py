@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_array", "check_rows", "is_key", "leaf_name"]
+__all__ = ["PartOfRank", "as_array", "check_rows", "is_key", "leaf_name"]
+
+
+class PartOfRank:
+    """A node of a pytree of which each rank has its own part: the arrays of one rank are no use to another."""
 
 
 def leaf_name(path: Any) -> str:

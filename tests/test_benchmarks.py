@@ -85,3 +85,10 @@ def test_scaling_runs_on_every_number_of_ranks(tmp_path):
     assert len(re.findall(r"^1 ranks .* median", output, re.MULTILINE)) == 4
     assert len(re.findall(r"^3 ranks .* times that of its bytes", output, re.MULTILINE)) == 4
     assert json.loads((tmp_path / "scaling.json").read_text()).keys() == {"1", "2", "3"}
+
+
+def test_optimizers_compares_the_transforms():
+    output = run([sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/optimizers.py", "--quick"], 240)
+    assert re.search(r"^MLP 10M +sharded / distributed +[\d.]+, rounds", output, re.MULTILINE)
+    sizes = dict(re.findall(r"^(\S.*?) +state of a rank +([\d.]+) MB", output, re.MULTILINE))
+    assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)

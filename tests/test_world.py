@@ -186,6 +186,10 @@ PROGRAM = (
     "build",
     "program",
 )
+OPTIM = (
+    *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
+    *("control", "noise", "replicas"),
+)
 LAYERS = [
     {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
     {
@@ -196,7 +200,7 @@ LAYERS = [
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_step", "_jit"},
     {"_collectives", "_objects", "_synchronize"},
-    {"_optim", "data", "console"},
+    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console"},
     {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "_blame", "__main__", "__init__"},
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
+from jaxmpi._axis import EQUAL
 from jaxmpi._program.reading import CALLS, calls_python, communicates, follows_from, kind, subjaxprs
 
 __all__ = ["varying"]
@@ -65,6 +66,8 @@ def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
         return _while(eqn, xs, inside, check)
     if name == "cond":
         return _cond(eqn, xs, inside, check)
+    if name == "name" and eqn.params["name"] == EQUAL:
+        return [False]
     if name in CALLS:
         return inside(eqn.params[CALLS[name]], xs)
     return [any(xs) or calls_python(eqn)] * len(eqn.outvars)

@@ -1,0 +1,91 @@
+"""One communication for several steps."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._optim.average import checked_weight, scaled
+from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
+
+__all__ = ["AccumulateState", "accumulate"]
+
+
+class AccumulateState(NamedTuple):
+    """The state of `accumulate`.
+
+    Attributes:
+      calls: of `update` since the last communication, an int32 that is equal on all ranks.
+      gradients: the sum of this rank's gradients times their weights, in 32 bits at least.
+      weight: the sum of their weights.
+      inner: the state of the inner transform.
+    """
+
+    calls: jax.Array
+    gradients: Any
+    weight: jax.Array
+    inner: Any
+
+
+def accumulate(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
+    """Add up gradients, and give `inner` their mean at every `every`-th call of `update`; in between the updates are zero.
+
+    ḡ = Σ_i w_i·g_i / Σ_i w_i over `every` calls, with w_i = 1 where `update` gets no `weight`. Where it does, `inner` gets the
+    sum of the weights as its own: around `distributed` the mean is exact over all micro-batches of all ranks.
+
+    tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
+
+    `inner` communicates in one call out of `every`; `optax.MultiSteps` would communicate in all of them. Works in a `lax.scan`
+    in a step, too. `accumulate(inner, 1)` is `inner`.
+
+    **Collective:** every rank calls `update` equally often.
+    **Communication:** that of `inner`, every `every` calls.
+
+    Args:
+      inner: any optax transform, such as `distributed(...)` or `sharded(...)`.
+      every: calls of `update` for one of `inner`'s.
+
+    Raises:
+      ValueError: `every` is below 1; a weight that is negative or no scalar, as in `distributed`.
+      TypeError: `inner` is no optax transform; a leaf of integers, with its path.
+    """
+    check_transform("accumulate", "inner", inner)
+    if every < 1:
+        raise ValueError(f"accumulate: every is {every}. It is the number of steps for one communication: 1 or more.")
+    inner = optax.with_extra_args_support(inner)
+    if every == 1:
+        return inner
+
+    def init(params: Any) -> AccumulateState:
+        zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
+        return AccumulateState(jnp.zeros((), jnp.int32), zeros, jnp.zeros((), jnp.float32), inner.init(params))
+
+    def update(
+        updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
+    ) -> tuple[Any, AccumulateState]:
+        w = checked_weight("accumulate", 1 if weight is None else weight)
+        new = scaled("accumulate", updates, w)
+        sums = map_floats("accumulate", lambda x, y: x + y.astype(x.dtype), state.gradients, new)
+        total = state.weight + w.astype(jnp.float32)
+        calls = equal_on_all_ranks(state.calls) + 1
+
+        def go() -> tuple[Any, Any]:
+            safe = jnp.where(total != 0, total, 1)
+            mean = map_floats("accumulate", lambda s, x: (s / safe.astype(s.dtype)).astype(x.dtype), sums, updates)
+            given = {} if weight is None else {"weight": total}
+            out, after = inner.update(mean, state.inner, params, **given, **extra_args)
+            return out, equal_types(after, state.inner)
+
+        shapes, _ = jax.eval_shape(go)
+
+        def wait() -> tuple[Any, Any]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state.inner
+
+        full = calls == every
+        out, after = jax.lax.cond(full, go, wait)
+        calls, sums, total = jax.tree.map(lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total))
+        return out, AccumulateState(calls, sums, total, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)

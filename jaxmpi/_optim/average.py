@@ -1,0 +1,173 @@
+"""Averaging gradients, as optax transforms.
+
+tx = jaxmpi.distributed(optax.adam(1e-3))
+tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi import _world
+from jaxmpi._collectives import OPS, tree_allreduce
+from jaxmpi._optim.adasum import adasum
+from jaxmpi._optim.invariant import canonical_mean
+from jaxmpi._optim.trees import check_transform, map_floats, wide
+from jaxmpi.codecs import Codec
+
+__all__ = ["DistributedState", "average_gradients", "checked_weight", "distributed", "scaled"]
+
+
+class DistributedState(NamedTuple):
+    """The state of `distributed` with a codec.
+
+    Attributes:
+      inner: the state of the inner transform, equal on all ranks.
+      codec: that of the codec, which each rank has its own of.
+    """
+
+    inner: Any
+    codec: Any
+
+
+def average_gradients() -> optax.GradientTransformationExtraArgs:
+    """An optax transform that averages its updates over all ranks.
+
+    g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as in `distributed`. What comes
+    before it in a chain acts on this rank's gradients, what comes after on the average.
+
+    **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
+    **Communication:** that of `tree_allreduce`.
+
+    >>> import jax.numpy as jnp
+    >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
+    >>> updates, state = tx.update(jnp.array([2.0]), tx.init(jnp.array([0.0])))
+    >>> updates
+    Array([-1.], dtype=float32)
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        return _mean("average_gradients", updates, weight), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def distributed(
+    inner: optax.GradientTransformation, *, op: str = "mean", codec: Codec | None = None, micro_batches: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Feed `inner` the gradients of all ranks in place of this rank's own.
+
+    g ← (1/p) · Σ_r g_r for "mean"; then inner. The state is that of `inner`, unchanged, and stays equal on all ranks as long as
+    it and the parameters start equal: see `synchronize`. With a codec the state is a `DistributedState`.
+
+    `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the number of samples, or tokens,
+    that rank r has averaged its gradient over: the exact mean over all samples, however unevenly they are spread. A rank with
+    weight 0 does not count, whatever its gradients are; where all weights are 0, so are the gradients. Short floats travel as
+    float32 then. A weight is no Python branch: all ranks pass one, or none does.
+
+    **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
+    **Communication:** that of `tree_allreduce`, in `update` alone; the weights travel in the same message. Or the codec's.
+
+    Args:
+      inner: any optax transform.
+      op: "mean" for losses that average over the rank's batch, "sum" for losses that sum; also "max", "min", "prod", and
+        "adasum" (Maleki et al. 2020, "Scaling distributed training with adaptive summation"), leaf by leaf.
+      codec: one of `jaxmpi.codecs`, which says what is sent for a mean; on one rank nothing is, and it changes nothing.
+      micro_batches: M, for the same bits on any number of ranks: the gradients have another first axis, of this rank's M/p
+        micro-batches, as `jaxmpi.micro_batch_grads` returns them, and their mean is formed in one order.
+
+    Raises:
+      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; when
+        called eagerly, a negative weight (in a traced step it makes NaN of everything); a weight that is no scalar.
+      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged, with its path.
+
+    >>> import jax.numpy as jnp
+    >>> tx = distributed(optax.sgd(0.5))
+    >>> updates, state = tx.update(jnp.array([2.0]), tx.init(jnp.array([0.0])))
+    >>> updates
+    Array([-1.], dtype=float32)
+    """
+    if op not in (*OPS, "adasum"):
+        raise ValueError(f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum.")
+    check_transform("distributed", "inner", inner)
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(f"distributed: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+    if micro_batches is not None and micro_batches < 1:
+        raise ValueError(f"distributed: micro_batches is {micro_batches}. It is how many all ranks have together: 1 or more.")
+    special = [name for name, given in (("a codec", codec), ("micro_batches", micro_batches)) if given is not None]
+    if len(special) > 1 or (special and op != "mean"):
+        raise ValueError(
+            f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op 'mean', and one of them."
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> Any:
+        return DistributedState(inner.init(params), codec.init(params)) if codec else inner.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if weight is not None and (op != "mean" or micro_batches):
+            what = "micro_batches" if micro_batches else f"op {op!r}"
+            raise ValueError(f"distributed: weight does not go together with {what}. Leave one of them out.")
+        if codec:
+            mean, sent = _coded(codec, updates, state.codec, weight)
+            out, own = inner.update(mean, state.inner, params, **extra_args)
+            return out, DistributedState(own, sent)
+        if micro_batches:
+            mean = canonical_mean(updates, micro_batches)
+        elif op == "adasum":
+            mean = adasum(updates)
+        else:
+            mean = _mean("distributed", updates, weight) if op == "mean" else tree_allreduce(updates, op=op)
+        return inner.update(mean, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def checked_weight(function: str, weight: Any) -> jax.Array:
+    """A weight as an array, or an error that says what is wrong with it; NaN if it is negative in a traced step."""
+    w = jnp.asarray(weight)
+    if w.shape != () or not (jnp.issubdtype(w.dtype, jnp.number) or w.dtype == jnp.bool_):
+        raise ValueError(
+            f"{function}: weight has shape {list(w.shape)} and dtype {w.dtype}. Pass one number, such as this rank's samples."
+        )
+    w = w.astype(wide(w.dtype))
+    if not isinstance(w, jax.core.Tracer):
+        if w < 0:
+            raise ValueError(f"{function}: weight is {float(w)}. Pass the number of samples of this rank, 0 or more.")
+        return w
+    return jnp.where(w < 0, jnp.nan, w)
+
+
+def scaled(function: str, tree: Any, w: jax.Array) -> Any:
+    """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
+    return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
+
+
+def _mean(function: str, updates: Any, weight: Any) -> Any:
+    if weight is None:
+        return tree_allreduce(updates, op="mean")
+    w = checked_weight(function, weight)
+    total, sums = tree_allreduce((w, scaled(function, updates, w)), op="sum")
+    return _divided(function, sums, total, updates)
+
+
+def _divided(function: str, sums: Any, total: jax.Array, like: Any) -> Any:
+    """Sums / total in the dtypes of `like`; zero where the total is."""
+    some = total != 0
+    safe = jnp.where(some, total, 1)
+    return map_floats(function, lambda s, x: jnp.where(some, s / safe.astype(wide(x.dtype)), 0).astype(x.dtype), sums, like)
+
+
+def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, Any]:
+    """The mean that a codec finds; its state stays as it was where there is nothing to average."""
+    if _world.size() == 1:
+        return _mean("distributed", updates, weight), state
+    if weight is None:
+        return codec.mean(updates, state)
+    w = checked_weight("distributed", weight)
+    mean_weight = tree_allreduce(w, op="mean")
+    means, sent = codec.mean(scaled("distributed", updates, w), state)
+    kept = jax.tree.map(lambda new, old: jnp.where(mean_weight != 0, new, old), sent, state)
+    return _divided("distributed", means, mean_weight, updates), kept

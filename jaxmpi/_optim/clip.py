@@ -1,0 +1,69 @@
+"""Clipping by the global norm, where a rank may hold a part of the gradient only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi._collectives import tree_allreduce
+from jaxmpi._optim.trees import map_floats, wide
+
+__all__ = ["clip_by_global_norm", "on_shards"]
+
+_on_shards: ContextVar[bool] = ContextVar("on_shards", default=False)
+
+
+@contextmanager
+def on_shards() -> Iterator[None]:
+    """In this block, the updates of a transform are this rank's shards of them."""
+    token = _on_shards.set(True)
+    try:
+        yield
+    finally:
+        _on_shards.reset(token)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that is right inside of `sharded`, too, where it adds the squares of all ranks.
+
+    g ← g · min(1, max_norm / ‖g‖). Which gradient that is, depends on where it stands:
+
+        optax.chain(clip, jaxmpi.distributed(tx))               # this rank's own, before the mean
+        jaxmpi.distributed(optax.chain(clip, tx))               # the mean
+        jaxmpi.sharded(optax.chain(clip, tx))                   # the mean, of which each rank has a shard
+
+    The second is what one rank with the whole batch does.
+
+    **Collective:** inside of `sharded`, where every rank is; elsewhere not.
+    **Communication:** one number, inside of `sharded`.
+
+    Args:
+      max_norm: above 0.
+
+    Raises:
+      ValueError: max_norm is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm is {max_norm}. It must be above 0.")
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
+        total = sum(map(_square, numbers), jnp.zeros((), jnp.float32))
+        if _on_shards.get():  # every rank has the scalars
+            scalars = sum((_square(x) for x in numbers if x.ndim == 0), jnp.zeros((), jnp.float32))
+            total = tree_allreduce(total - scalars, op="sum") + scalars
+        norm = jnp.sqrt(total)
+        factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+        return map_floats("clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """The sum of squares, in 32 bits at least."""
+    size = jnp.abs(x)
+    return jnp.sum(jnp.square(size.astype(wide(size.dtype))))

@@ -1,0 +1,84 @@
+"""The gradient noise scale, from what a mean sends anyway."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi import _world
+from jaxmpi._collectives import tree_allreduce
+from jaxmpi._optim.trees import wide
+
+__all__ = ["NoiseScaleState", "measure_noise_scale"]
+
+
+class NoiseScaleState(NamedTuple):
+    """The state of `measure_noise_scale`.
+
+    Attributes:
+      signal: |G|², the square of the true gradient, averaged over steps.
+      noise: tr Σ of one rank's batch, averaged over steps.
+      steps: how many steps they are of.
+      decay: of the averages.
+    """
+
+    signal: jax.Array
+    noise: jax.Array
+    steps: jax.Array
+    decay: jax.Array
+
+    def scale(self, batch_size: int = 1) -> jax.Array:
+        """B = tr Σ / |G|², in samples; a float32, infinite while no gradient is found in the noise.
+
+        Args:
+          batch_size: the samples of one rank's batch; 1 for a result in such batches.
+        """
+        return jnp.where(self.signal > 0, batch_size * self.noise / jnp.where(self.signal > 0, self.signal, 1), jnp.inf)
+
+
+def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformation:
+    """`average_gradients` that measures by how much the ranks' gradients differ.
+
+    With g_r the gradient of rank r's batch and ḡ their mean over p ranks, |G|² ≈ (p·|ḡ|² - mean |g_r|²) / (p - 1) and tr Σ ≈
+    (mean |g_r|² - |ḡ|²) · p / (p - 1); B = tr Σ / |G|² is about the batch size beyond which more samples in a step stop helping
+    (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1). All ranks' batches must be
+    equally large.
+
+    tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3)); state[0].scale(samples_of_a_rank)
+
+    **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
+    **Communication:** that of `tree_allreduce`; the squares travel in the same message.
+
+    Args:
+      decay: of the averages of |G|² and tr Σ over steps, 0 to 1.
+
+    Raises:
+      ValueError: a decay out of this range; when called, on one rank, where there is nothing to compare.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1.")
+
+    def init(params: Any) -> NoiseScaleState:
+        zero = jnp.zeros((), jnp.float32)
+        return NoiseScaleState(zero, zero, jnp.zeros((), jnp.int32), jnp.full((), decay, jnp.float32))
+
+    def update(updates: Any, state: NoiseScaleState, params: Any = None) -> tuple[Any, NoiseScaleState]:
+        size = _world.size()
+        if size == 1:
+            raise ValueError(
+                "measure_noise_scale: one rank has no other gradient to compare with. Use average_gradients there."
+            )
+        mean, small = tree_allreduce((updates, _square(updates)), op="mean")
+        large = _square(mean)
+        signal, noise = (size * large - small) / (size - 1), (small - large) * size / (size - 1)
+        rate = jnp.maximum(1 - state.decay, 1 / (state.steps + 1.0))  # a plain mean at first
+        signal, noise = (old + rate * (new - old) for old, new in ((state.signal, signal), (state.noise, noise)))
+        return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _square(tree: Any) -> jax.Array:
+    leaves = [jnp.abs(x) for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
+    return sum((jnp.sum(jnp.square(x.astype(wide(x.dtype)))) for x in leaves), jnp.zeros((), jnp.float32)).astype(jnp.float32)

@@ -1,0 +1,123 @@
+"""Replicas that drift apart are found, before they are a mystery in a loss curve."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._collectives import tree_allgather
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._leaves import leaf_name
+from jaxmpi._optim.trees import check_transform
+
+__all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
+
+
+class ReplicaState(NamedTuple):
+    """The state of `watch_replicas`; equal on all ranks.
+
+    Attributes:
+      inner: the state of the inner transform.
+      step: calls of `update`.
+      found: at which step a parameter was found to differ; -1 if none was.
+      leaf: which one, in the order of `jax.tree.leaves`.
+      rank: on which rank.
+    """
+
+    inner: Any
+    step: jax.Array
+    found: jax.Array
+    leaf: jax.Array
+    rank: jax.Array
+
+
+def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> optax.GradientTransformationExtraArgs:
+    """Compare the ranks' parameters at every `every`-th call of `update`, bit by bit, by checksums.
+
+    The first difference goes into the state: which array, and which rank, that of the fewest with its bits. `check_replicas`
+    makes an error of it.
+
+    **Collective:** every rank calls `update` equally often, with the parameters.
+    **Communication:** 4 bytes for each array of the parameters, every `every` calls, and what `inner` sends.
+
+    Args:
+      inner: any optax transform; the parameters must be meant to be equal on all ranks.
+      every: calls of `update` for one comparison.
+
+    Raises:
+      ValueError: `every` is below 1; `update` gets no parameters.
+      TypeError: `inner` is no optax transform.
+    """
+    check_transform("watch_replicas", "inner", inner)
+    if every < 1:
+        raise ValueError(f"watch_replicas: every is {every}. It is the number of steps for one comparison: 1 or more.")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> ReplicaState:
+        return ReplicaState(inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32))
+
+    def update(updates: Any, state: ReplicaState, params: Any = None, **extra_args: Any) -> tuple[Any, ReplicaState]:
+        if params is None:
+            raise ValueError("watch_replicas: update needs the parameters. Call update(grads, state, params).")
+        out, after = inner.update(updates, state.inner, params, **extra_args)
+        step = equal_on_all_ranks(state.step)
+        leaf, rank = jax.lax.cond(step % every == 0, lambda: _compare(params), _nothing)
+        first = (state.found < 0) & (leaf >= 0)
+        found = [jnp.where(first, x, y) for x, y in ((step, state.found), (leaf, state.leaf), (rank, state.rank))]
+        return out, ReplicaState(after, step + 1, *found)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_replicas(state: ReplicaState, params: Any) -> None:
+    """Raise an error if `watch_replicas` has found a difference; call it now and then, outside of the step.
+
+    **Collective:** no; but every rank has the same state, and raises.
+
+    Args:
+      state: of `watch_replicas`.
+      params: the parameters, for the name of the array.
+
+    Raises:
+      RankMismatchError: with the array, the rank and the step.
+    """
+    if (step := int(np.asarray(state.found))) < 0:
+        return
+    path, _ = jax.tree_util.tree_leaves_with_path(params)[int(np.asarray(state.leaf))]
+    raise RankMismatchError(
+        f"check_replicas: leaf {leaf_name(path)} of the parameters on rank {int(np.asarray(state.rank))} was found to differ "
+        f"from that of the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and look for what "
+        "is not reduced over the ranks, or for memory that fails."
+    )
+
+
+def _nothing() -> tuple[jax.Array, jax.Array]:
+    return jnp.full((), -1, jnp.int32), jnp.full((), -1, jnp.int32)
+
+
+def _compare(params: Any) -> tuple[jax.Array, jax.Array]:
+    """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
+    sums = tree_allgather(jnp.stack([_checksum(x) for x in jax.tree.leaves(params)]))  # [ranks, arrays]
+    alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
+    size = len(sums)
+    leaf = jnp.argmax(jnp.any(alike < size, axis=0))
+    rank = size - 1 - jnp.argmin(alike[::-1, leaf])  # the last of the fewest
+    differs = jnp.any(alike < size)
+    return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(jnp.int32)
+
+
+def _checksum(x: Any) -> jax.Array:
+    """A uint32 that differs where one bit does."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
+    flat = words.reshape(-1).astype(jnp.uint32)
+    return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)

@@ -1,0 +1,77 @@
+"""The leaves that the transforms of this folder compute with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi._leaves import leaf_name
+
+__all__ = ["check_transform", "equal_types", "floats", "map_floats", "wide"]
+
+
+def check_transform(function: str, name: str, transform: Any) -> None:
+    """Raise a TypeError unless `transform` is one of optax."""
+    if not isinstance(transform, optax.GradientTransformation):
+        raise TypeError(
+            f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as optax.adam(1e-3)."
+        )
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype that sums of numbers of this one are formed in: 32 bits at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def map_floats(function: str, work: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`jax.tree.map` over the leaves that hold real or complex numbers; float0, the gradient of an integer, stays as it is.
+
+    Raises:
+      TypeError: a leaf of integers or booleans, with its path.
+    """
+
+    def one(path: Any, x: Any, *ys: Any) -> Any:
+        dtype = jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
+        if dtype == jax.dtypes.float0:
+            return x
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient to work with. Take it out of the tree, "
+                "or hide it with optax.masked."
+            )
+        return work(x, *ys)
+
+    return jax.tree_util.tree_map_with_path(one, tree, *others)
+
+
+def floats(function: str, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of real numbers, and a function that puts others in their places.
+
+    Raises:
+      TypeError: a leaf of anything else, but float0, with its path.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [x for _, x in paths]
+    chosen = []
+    for i, (path, x) in enumerate(paths):
+        if x.dtype == jax.dtypes.float0:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. Leave it out.")
+        chosen.append(i)
+
+    def put(new: list[Any]) -> Any:
+        changed = list(leaves)
+        for i, x in zip(chosen, new, strict=True):
+            changed[i] = x
+        return treedef.unflatten(changed)
+
+    return [leaves[i] for i in chosen], put
+
+
+def equal_types(new: Any, old: Any) -> Any:
+    """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
+    return jax.tree.map(lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)), new, old)

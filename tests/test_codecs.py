@@ -1,0 +1,209 @@
+"""Codecs: how far from the mean they are, what they keep for later, and that all ranks get the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi import codecs
+from jaxmpi.testing import run_ranks
+
+SHAPES = {"w": (40, 30), "b": (30,), "deep": (3, 20, 25), "scale": (), "none": (0,)}
+ALL = {
+    "bf16": codecs.bf16,
+    "f16": codecs.f16,
+    "int8": codecs.int8,
+    "topk": lambda: codecs.topk(0.1),
+    "powersgd": lambda: codecs.powersgd(3),
+}
+RESIDUAL = ("int8", "topk", "powersgd")  # those with error feedback
+
+
+def gradient(rank, step=0):
+    rng = np.random.default_rng([rank, step])
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def params():
+    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(tree)])
+
+
+def mean_of(codec):
+    @jaxmpi.jit
+    def mean(grads, state):
+        return codec.mean(grads, state)
+
+    return mean
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("name", list(ALL))
+def test_all_ranks_get_the_same_and_nothing_is_lost(name):
+    """Of a constant gradient, what arrives in all steps together differs from all that was sent by what is kept only."""
+    codec, r, n = ALL[name](), jaxmpi.rank(), jaxmpi.size()
+    mean, state = mean_of(codec), codec.init(params())
+    exact = np.mean([flat(gradient(q)) for q in range(n)], axis=0)
+    arrived, steps = 0, 30
+    for _ in range(steps):
+        out, state = mean(gradient(r), state)
+        assert {k: (x.shape, x.dtype) for k, x in out.items()} == {k: (s, jnp.float32) for k, s in SHAPES.items()}
+        arrived = arrived + flat(out)
+    assert len(set(jaxmpi.allgather_object(arrived.tobytes()))) == 1
+    error = np.linalg.norm(arrived / steps - exact) / np.linalg.norm(exact)
+    assert error < {"bf16": 4e-3, "f16": 5e-4, "int8": 1e-3, "topk": 0.25, "powersgd": 0.35}[name]
+    if name in ("int8", "topk"):
+        own = jaxmpi.tree_allreduce(kept(name, state), "sum")
+        np.testing.assert_allclose(arrived * n + np.asarray(own)[: exact.size], exact * n * steps, rtol=0, atol=2e-3)
+
+
+def kept(name, state):
+    if name == "topk":
+        return jnp.concatenate(state)
+    whole = jnp.zeros_like(state.sent).at[jaxmpi.rank()].set(state.summed * jaxmpi.size())
+    return (state.sent + whole).reshape(-1)
+
+
+@run_ranks(2, 3)
+def test_int8_is_within_a_half_of_its_steps():
+    codec, r, n = codecs.int8(block=64), jaxmpi.rank(), jaxmpi.size()
+    out, _ = mean_of(codec)(gradient(r), codec.init(params()))
+    exact = np.mean([flat(gradient(q)) for q in range(n)], axis=0)
+    largest = max(np.abs(flat(gradient(q))).max() for q in range(n))
+    assert np.abs(flat(out) - exact).max() <= 2 * (largest / 127 / 2) * 1.01
+
+
+@run_ranks(2, 3)
+def test_topk_of_everything_is_the_mean():
+    codec = codecs.topk(1.0)
+    out, state = mean_of(codec)(gradient(jaxmpi.rank()), codec.init(params()))
+    np.testing.assert_allclose(flat(out), np.mean([flat(gradient(q)) for q in range(jaxmpi.size())], axis=0), atol=1e-6)
+    assert all(not np.any(x) for x in state)
+
+
+@run_ranks(2, 3)
+def test_powersgd_of_a_low_rank_is_the_mean():
+    """A mean of rank 2, of gradients of rank 2 with the same columns, is found by factors of rank 2 in two steps."""
+    rng = np.random.default_rng(0)
+    right = rng.normal(size=(2, 30))
+    grads = [
+        {"w": (np.random.default_rng(q + 1).normal(size=(40, 2)) @ right).astype(np.float32)} for q in range(jaxmpi.size())
+    ]
+    codec = codecs.powersgd(2)
+    mean, state = mean_of(codec), codec.init({"w": jnp.zeros((40, 30))})
+    for _ in range(2):
+        state = state._replace(error=[jnp.zeros_like(e) for e in state.error])
+        out, state = mean(grads[jaxmpi.rank()], state)
+    np.testing.assert_allclose(out["w"], np.mean([g["w"] for g in grads], axis=0), atol=1e-4)
+    np.testing.assert_allclose(state.q[0].shape, (30, 2))
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("name", list(ALL))
+def test_training_with_a_codec_arrives_where_training_without_does(name):
+    """A least-squares problem; with weights, and a rank that has no samples in some steps."""
+    rng = np.random.default_rng(3)
+    x, truth = rng.normal(size=(48, 16)).astype(np.float32), rng.normal(size=(16, 12)).astype(np.float32)
+    y = x @ truth
+    part = jaxmpi.shard((x, y))[:]
+    tx = jaxmpi.distributed(optax.sgd(0.05, momentum=0.8), codec=ALL[name]())
+
+    @jaxmpi.jit
+    def step(w, state, batch, weight):
+        grads = jax.grad(lambda w: jnp.mean((batch[0] @ w - batch[1]) ** 2) * 6)(w)
+        updates, state = tx.update(grads, state, w, weight=weight)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.zeros((16, 12))
+    state = tx.init(w)
+    for i in range(400):
+        weight = 0 if jaxmpi.size() > 1 and jaxmpi.rank() == 0 and i % 7 == 3 else len(part[0])
+        w, state = step(w, state, part, np.int32(weight))
+    assert np.abs(np.asarray(w) - truth).max() < (0.05 if name != "bf16" else 0.1)
+
+
+@run_ranks(2)
+def test_a_nan_is_not_hidden():
+    grads = gradient(jaxmpi.rank())
+    if jaxmpi.rank() == 1:
+        grads["w"][3, 4] = np.nan
+    for name in ("bf16", "int8", "powersgd"):
+        codec = ALL[name]()
+        out, _ = mean_of(codec)(grads, codec.init(params()))
+        assert np.isnan(np.asarray(out["w"])).any(), name
+
+
+@run_ranks(2)
+def test_a_codec_in_twenty_lines():
+    """That of docs/optimizers.md: the sign of each number, and one scale for an array."""
+
+    def signs():
+        def init(params):
+            return jax.tree.map(jnp.zeros_like, params)
+
+        def mean(updates, error):
+            full = jax.tree.map(jnp.add, updates, error)
+            scale = jax.tree.map(lambda x: jnp.mean(jnp.abs(x)), full)
+            sign = jax.tree.map(lambda x: jnp.signbit(x), full)
+            bits = jaxmpi.tree_allgather(jax.tree.map(jnp.packbits, sign))
+            scales = jaxmpi.tree_allgather(scale)
+
+            def decode(bits, scales, like):
+                signs = 1 - 2 * jnp.unpackbits(bits, axis=1, count=like.size).astype(like.dtype)
+                return (scales @ signs / len(scales)).reshape(like.shape)
+
+            sent = jax.tree.map(lambda s, k: jnp.where(s, -k, k), sign, scale)
+            return jax.tree.map(decode, bits, scales, full), jax.tree.map(jnp.subtract, full, sent)
+
+        return codecs.Codec(init, mean)
+
+    tx = jaxmpi.distributed(optax.sgd(1.0), codec=signs())
+    grads = {"w": jnp.array([1.0, -3.0, 2.0]) * (1 + jaxmpi.rank())}
+    updates, state = jaxmpi.jit(lambda g, s: tx.update(g, s))(grads, tx.init(grads))
+    np.testing.assert_allclose(updates["w"], [-3.0, 3.0, -3.0])
+    np.testing.assert_allclose(state.codec["w"], np.array([-1.0, -1.0, 0.0]) * (1 + jaxmpi.rank()))
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("name", list(ALL))
+def test_what_is_sent_is_less(name):
+    """As `explain` counts it, for a matrix of 512 by 512."""
+    codec = ALL[name]()
+    grads = {"w": jnp.zeros((512, 512))}
+    step = jaxmpi.jit(lambda g, s: codec.mean(g, s))
+    entries = step.program(grads, codec.init(grads)).entries
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
+    sent = sum(int(np.prod(shape)) * sizes[dtype] for entry in entries for shape, dtype in entry.arrays)
+    bound = {"bf16": 2, "f16": 2, "int8": 1.6, "topk": 0.85, "powersgd": 0.05}[name]
+    assert sent <= 512 * 512 * (bound if name not in ("bf16", "f16") else 4) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: codecs.topk(0), "codecs.topk: fraction is 0"),
+        (lambda: codecs.topk(1.5), "codecs.topk: fraction is 1.5"),
+        (lambda: codecs.powersgd(0), "codecs.powersgd: rank is 0"),
+        (lambda: codecs.int8(block=0), "codecs.int8: block is 0"),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), op="max", codec=codecs.bf16()), "do not go together"),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=2, codec=codecs.bf16()), "do not go together"),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=0), "micro_batches is 0"),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), op="median"), "op 'median' is unknown"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@run_ranks(1, 2)
+def test_bad_leaves_and_codecs():
+    with pytest.raises(TypeError, match="codec is a str"):
+        jaxmpi.distributed(optax.sgd(1.0), codec="bf16")
+    with pytest.raises(TypeError, match=r"leaf \['n'\] is int32"):
+        codecs.int8().init({"n": jnp.ones(2, jnp.int32)})

@@ -1,0 +1,286 @@
+"""Decisions that all ranks take together; adasum; the same bits for any number of ranks; statistics."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmpi
+from jaxmpi._optim.adasum import coefficients
+from jaxmpi.testing import run_ranks
+
+
+def entries(step, *args):
+    return step.program(*args).entries
+
+
+# what is not finite
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_on_one_rank_is_a_step_that_nobody_takes(bad):
+    tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1)))
+    plain = jaxmpi.distributed(optax.adam(0.1))
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+    params = {"w": jnp.ones(5), "b": jnp.zeros(())}
+    state, want = tx.init(params), plain.init(params)
+    last = jaxmpi.size() - 1
+    for i in range(5):
+        grads = {"w": np.full(5, 1.0 + i, np.float32), "b": np.float32(jaxmpi.rank())}
+        if i == 2 and jaxmpi.rank() == last:
+            grads["w"][3] = bad
+        updates, state = step(grads, state, params)
+        if i == 2:
+            assert not any(np.any(x) for x in jax.tree.leaves(updates))
+            assert bool(state.last)
+        else:
+            expected, want = plain.update(grads, want, params)
+            for name in params:
+                np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
+    assert jaxmpi.allgather_object(int(state.skipped)) == [1] * jaxmpi.size()
+    for a, b in zip(jax.tree.leaves(state.inner), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@run_ranks(2, 3)
+def test_the_flag_travels_with_the_gradients():
+    tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1)))
+    params = {"w": jnp.ones(5), "b": jnp.zeros(())}
+    step = jaxmpi.jit(lambda g, s, p: (tx.update(g, s, p), jaxmpi.any_rank(g["b"] > 0)))
+    assert len(entries(step, params, tx.init(params), params)) == 1
+
+
+@run_ranks(2, 3)
+def test_votes():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    assert bool(jaxmpi.any_rank(r == n - 1)) and not bool(jaxmpi.any_rank(r == n))
+    assert bool(jaxmpi.jit(lambda r: jaxmpi.any_rank(r == 0))(np.int32(r)))
+
+
+@run_ranks(2, 3)
+def test_a_rank_without_samples_stops_nobody():
+    tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.sgd(1.0)))
+    r = jaxmpi.rank()
+    grads, weight = jnp.full(3, np.nan if r == 0 else 2.0), np.int32(0 if r == 0 else 4)
+    updates, state = jaxmpi.jit(lambda g, s, w: tx.update(g, s, weight=w))(grads, tx.init(jnp.zeros(3)), weight)
+    np.testing.assert_allclose(updates, [-2.0] * 3)
+    assert int(state.skipped) == 0
+
+
+@run_ranks(1, 2, 3)
+def test_the_loss_scale_finds_its_way():
+    tx = jaxmpi.dynamic_loss_scale(jaxmpi.distributed(optax.sgd(1.0)), initial=2.0**20, growth_every=4)
+    params = jnp.ones(3)
+    state = tx.init(params)
+
+    @jaxmpi.jit
+    def step(params, state, x):
+        loss = lambda p: jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16)) * state.scale.astype(jnp.float16)
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return updates, state
+
+    scales, steps = [], []
+    for _ in range(14):
+        updates, state = step(params, state, np.full(3, 1.0 + jaxmpi.rank(), np.float32))
+        scales.append(float(state.scale))
+        steps.append(float(updates[0]))
+    assert int(state.skipped) >= 4 and scales[3] == 2.0**16  # 65536 is infinite in float16
+    taken = [u for u in steps if u]
+    np.testing.assert_allclose(taken, -(jaxmpi.size() + 1) / 2, rtol=2e-3)
+    assert 2.0**13 <= scales[-1] <= 2.0**16
+    for bad in ({"initial": 0}, {"growth_every": 0}):
+        with pytest.raises(ValueError, match="dynamic_loss_scale"):
+            jaxmpi.dynamic_loss_scale(optax.sgd(1.0), **bad)
+
+
+# replicas
+
+
+@run_ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64"])
+def test_one_bit_on_one_rank_is_found(dtype):
+    n, every = jaxmpi.size(), 4
+    with jax.enable_x64(True):
+        tx = jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(0.0)), every)
+        params = {"a": jnp.ones(3, dtype), "layer": {"kernel": jnp.ones((4, 5), dtype), "n": jnp.arange(3)}}
+        grads = jax.tree.map(jnp.zeros_like, params)
+        step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p)[1])
+        state = tx.init(params)
+        for i in range(12):
+            if i == 6 and jaxmpi.rank() == n - 1:
+                bits = np.array(params["layer"]["kernel"]).copy()
+                bits.view(np.uint8).reshape(-1)[-3] ^= 4
+                params["layer"]["kernel"] = jnp.asarray(bits)
+            state = step(grads, state, params)
+            if int(state.found) < 0:
+                jaxmpi.check_replicas(state, params)
+        with pytest.raises(
+            jaxmpi.RankMismatchError, match=rf"leaf \['layer'\]\['kernel'\] of the parameters on rank {n - 1} .* at step 8"
+        ):
+            jaxmpi.check_replicas(state, params)
+
+
+@run_ranks(2, 3)
+def test_equal_replicas_are_not():
+    tx = jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(0.1)), 1)
+    params = {"w": jnp.array([np.nan, 0.0, 1.0])}
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))(params, state, params)
+    assert int(state.found) == -1 and int(state.step) == 3
+
+
+# noise
+
+
+@run_ranks(2, 3, 4)
+def test_the_noise_scale_is_that_of_known_gradients():
+    """g = G + noise of variance v in each of d numbers: tr Σ = d·v."""
+    d, v, n = 4000, 0.25, jaxmpi.size()
+    tx = jaxmpi.measure_noise_scale(decay=0.99)
+    state = tx.init(jnp.zeros(d))
+    step = jaxmpi.jit(lambda g, s: tx.update(g, s))
+    for i in range(60):
+        noise = np.random.default_rng([i, jaxmpi.rank()]).normal(size=d) * np.sqrt(v)
+        mean, state = step(jnp.asarray(0.1 + noise, jnp.float32), state)
+    signal = d * 0.01
+    np.testing.assert_allclose(state.noise, d * v, rtol=0.05)
+    np.testing.assert_allclose(state.signal, signal, rtol=0.25)
+    np.testing.assert_allclose(state.scale(16), 16 * state.noise / state.signal, rtol=1e-6)
+    assert len(entries(step, jnp.zeros(d), state)) == 1
+    np.testing.assert_allclose(np.asarray(mean).std(), np.sqrt(v / n), rtol=0.1)
+
+
+# adasum
+
+
+def adasum_of(gs):
+    """As the paper has it, two by two."""
+    if len(gs) == 1:
+        return gs[0]
+    pairs = [gs[i : i + 2] for i in range(0, len(gs), 2)]
+
+    def two(a, b):
+        ab = a.ravel() @ b.ravel()
+        return (1 - ab / (2 * a.ravel() @ a.ravel())) * a + (1 - ab / (2 * b.ravel() @ b.ravel())) * b
+
+    return adasum_of([two(*p) if len(p) == 2 else p[0] for p in pairs])
+
+
+@run_ranks(1, 2, 3, 4)
+def test_adasum():
+    gs = [np.random.default_rng(r).normal(size=(7, 3)).astype(np.float32) + 0.5 for r in range(jaxmpi.size())]
+    tx = jaxmpi.distributed(optax.sgd(1.0), op="adasum")
+    tree = {"w": jnp.asarray(gs[jaxmpi.rank()]), "zero": jnp.zeros(2), "b": jnp.asarray(gs[jaxmpi.rank()][0])}
+    updates, _ = jaxmpi.jit(lambda g, s: tx.update(g, s))(tree, tx.init(tree))
+    np.testing.assert_allclose(updates["w"], -adasum_of(gs), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(updates["b"], -adasum_of([g[0] for g in gs]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(updates["zero"], np.zeros(2))
+
+
+def test_adasum_is_a_mean_of_equal_gradients_and_a_sum_of_orthogonal_ones():
+    equal, orthogonal = jnp.ones((3, 3)), jnp.eye(3)
+    assert float(coefficients(equal).sum()) == pytest.approx(1)
+    np.testing.assert_allclose(coefficients(orthogonal), [1, 1, 1])
+
+
+# the same bits
+
+
+def trained_bits(micro_batches, steps):
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(240, 9)).astype(np.float32), "y": rng.normal(size=(240, 4)).astype(np.float32)}
+    make = lambda *shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+    params = {"w": make(9, 17), "b": make(17), "v": make(17, 4)}
+    loss = lambda p, batch: jnp.mean((jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"] - batch["y"]) ** 2)
+    tx = jaxmpi.distributed(optax.adamw(0.01), micro_batches=micro_batches)
+
+    @jaxmpi.jit
+    def step(params, state, batch):
+        grads = jaxmpi.micro_batch_grads(jax.grad(loss), micro_batches)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, done = tx.init(params), 0
+    while done < steps:
+        for batch in jaxmpi.batches(data, 48, seed=1, epoch=done // 5):
+            params, state = step(params, state, batch)
+            done += 1
+    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves((params, state)))
+
+
+@run_ranks(1, 2, 3, 4)
+def test_any_number_of_ranks_gives_the_same_bits():
+    """After 50 steps, of 12 micro-batches: those of one rank alone."""
+    import hashlib
+
+    digest = hashlib.sha256(trained_bits(12, 50)).hexdigest()
+    assert set(jaxmpi.allgather_object(digest)) == {digest}
+    before = jaxmpi._world._State.backend, jaxmpi._world._State.world
+    from jaxmpi._backends.single import Single
+
+    jaxmpi._world._State.backend = Single()
+    jaxmpi._world._State.world = None
+    try:
+        alone = hashlib.sha256(trained_bits(12, 50)).hexdigest()
+    finally:
+        jaxmpi._world._State.backend, jaxmpi._world._State.world = before
+    assert digest == alone
+
+
+@run_ranks(2, 3)
+def test_micro_batches_that_do_not_fit_are_refused():
+    n = jaxmpi.size()
+    grads = jaxmpi.micro_batch_grads(lambda p, b: p * b.sum(), 2 * n)
+    with pytest.raises(ValueError, match=r"leaf the argument of the batch has shape \[5\], which cannot be cut into 2"):
+        grads(jnp.ones(()), jnp.ones(5))
+    with pytest.raises(ValueError, match=rf"micro_batches is {n + 1}, which {n} ranks cannot share"):
+        jaxmpi.micro_batch_grads(lambda p, b: p, n + 1)(jnp.ones(()), jnp.ones(4))
+    tx = jaxmpi.distributed(optax.sgd(1.0), micro_batches=2 * n)
+    with pytest.raises(ValueError, match=r"leaf \['w'\] has shape \[3\], and its first axis must be the 2 micro-batches"):
+        tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
+    with pytest.raises(ValueError, match="weight does not go together with micro_batches"):
+        tx.update({"w": jnp.ones((2, 3))}, tx.init({"w": jnp.ones(3)}), weight=1)
+
+
+@run_ranks(2, 3)
+def test_the_same_run_twice_gives_the_same_bits():
+    assert trained_bits(12, 10) == trained_bits(12, 10)
+
+
+# statistics
+
+
+@run_ranks(1, 2, 3)
+def test_batch_statistics_are_those_of_all_samples():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    x = np.random.default_rng(0).normal(size=(n, 10, 4)) * 3 + np.arange(n)[:, None, None]
+    stats = {
+        "bn": {"mean": jnp.asarray(x[r].mean(0)), "var": jnp.asarray(x[r].var(0)), "count": jnp.int32(r)},
+        "var": jnp.float32(r),
+    }
+    got = jaxmpi.nn.average_batch_stats(stats)
+    np.testing.assert_allclose(got["bn"]["mean"], x.reshape(-1, 4).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(got["bn"]["var"], x.reshape(-1, 4).var(0), rtol=1e-4)
+    assert int(got["bn"]["count"]) == r and float(got["var"]) == (n - 1) / 2
+
+
+@run_ranks(2)
+def test_batch_statistics_of_flax():
+    r = jaxmpi.rank()
+    x = np.random.default_rng(r).normal(size=(64, 4)).astype(np.float32) + r
+    model = linen.BatchNorm(use_running_average=False, momentum=0.0)
+    variables = model.init(jax.random.key(0), x)
+    _, after = model.apply(variables, x, mutable=["batch_stats"])
+    norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
+    norm(x)
+    both = np.concatenate([np.random.default_rng(q).normal(size=(64, 4)).astype(np.float32) + q for q in range(2)])
+    of_nnx = jax.tree.leaves(jaxmpi.nn.average_batch_stats(nnx.state(norm, nnx.BatchStat)))
+    of_linen = jaxmpi.nn.average_batch_stats(after["batch_stats"])
+    for mean, var in ((of_linen["mean"], of_linen["var"]), of_nnx):
+        np.testing.assert_allclose(mean, both.mean(0), atol=1e-5)
+        np.testing.assert_allclose(var, both.var(0), rtol=1e-4)

@@ -1,0 +1,163 @@
+"""`sharded`: the same numbers as `distributed`, 1/size of the state, and no other transform than those that it is right for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi.testing import run_ranks
+
+SHAPES = {"w": (13, 7), "b": (7,), "scale": (), "one": (1,), "none": (0, 3)}
+
+
+def params(dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def grads(rank, step):
+    rng = np.random.default_rng([rank, step])
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+def train(tx, start, steps, state=None, first=0, ranks=None):
+    state = tx.init(start) if state is None else state
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+    ps = start
+    for i in range(first, first + steps):
+        mine = (
+            grads(jaxmpi.rank(), i)
+            if ranks is None
+            else jax.tree.map(lambda *x: sum(x) / ranks, *(grads(r, i) for r in range(ranks)))
+        )
+        updates, state = step(mine, state, ps)
+        ps = optax.apply_updates(ps, updates)
+    return ps, state
+
+
+@run_ranks(1, 2, 3, 4)
+def test_it_is_distributed():
+    for inner in (optax.adam(0.1), optax.adamw(0.1), optax.lion(0.1), optax.rmsprop(0.1), optax.sgd(0.1, momentum=0.9)):
+        got, _ = train(jaxmpi.sharded(inner), params(), 4)
+        want, _ = train(jaxmpi.distributed(inner), params(), 4)
+        for name in SHAPES:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+@run_ranks(2, 3, 4)
+def test_each_rank_has_its_share_of_the_state():
+    big = {"w": jnp.zeros((1000, 1000)), "b": jnp.zeros(1000)}
+    number = lambda state: sum(x.nbytes for x in jax.tree.leaves(state))
+    whole, part = number(jaxmpi.distributed(optax.adam(0.1)).init(big)), number(jaxmpi.sharded(optax.adam(0.1)).init(big))
+    assert abs(part - whole / jaxmpi.size()) <= 64  # a padding and a counter
+
+
+@run_ranks(1, 2, 3)
+def test_masters_in_float32():
+    """Steps that are lost in bfloat16 add up in the masters."""
+    tx = jaxmpi.sharded(optax.sgd(1e-3), master_dtype=jnp.float32)
+    start = {"w": jnp.ones((3, 5), jnp.bfloat16)}
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+    state, ps = tx.init(start), start
+    for _ in range(100):
+        updates, state = step({"w": jnp.ones((3, 5), jnp.bfloat16)}, state, ps)
+        ps = optax.apply_updates(ps, updates)
+    assert ps["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(ps["w"], jnp.full((3, 5), 0.9, jnp.bfloat16))  # without masters it stays 1
+
+
+@run_ranks(1, 2, 3)
+def test_from_these_ranks_to_others():
+    """unshard gives the state of one rank; reshard of it goes on as if nothing had happened."""
+    tx = jaxmpi.sharded(optax.adam(0.1), master_dtype=jnp.float32)
+    ps, state = train(tx, params(), 3)
+    whole = jaxmpi.unshard(state)
+    assert {k: x.shape for k, x in whole.inner[0].mu.items()} == SHAPES
+    one, one_state = reference(3)
+    for name in SHAPES:
+        np.testing.assert_allclose(whole.inner[0].mu[name], one_state[0].mu[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(whole.master[name], one[name], rtol=1e-5, atol=1e-6)
+    again = jaxmpi.reshard(whole)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    end, _ = train(tx, ps, 2, state=again, first=3)
+    straight, _ = train(tx, params(), 5)
+    for name in SHAPES:
+        np.testing.assert_array_equal(end[name], straight[name])
+
+
+def reference(steps):
+    tx, n = optax.adam(0.1), jaxmpi.size()
+    ps = params()
+    state = tx.init(ps)
+    for i in range(steps):
+        mean = jax.tree.map(lambda *x: sum(x) / n, *(grads(r, i) for r in range(n)))
+        updates, state = tx.update(mean, state, ps)
+        ps = optax.apply_updates(ps, updates)
+    return ps, state
+
+
+@run_ranks(2, 3)
+def test_a_state_of_other_ranks_is_refused():
+    tx = jaxmpi.sharded(optax.adam(0.1))
+    state = tx.init(params())
+    whole = jaxmpi.unshard(state)
+    with pytest.raises(ValueError, match=r"was made for 1 ranks, and there are .*unshard.*reshard"):
+        tx.update(grads(0, 0), whole, params())
+    with pytest.raises(ValueError, match="reshard: the state is one of"):
+        jaxmpi.reshard(state)
+    with pytest.raises(ValueError, match=r"synchronize: \['opt'\] is a ShardedState, of which each rank has its own part"):
+        jaxmpi.synchronize({"opt": state})
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(grads(0, 0), state)
+
+
+WHOLE = {
+    "lamb": lambda: optax.lamb(0.1),
+    "lars": lambda: optax.lars(0.1),
+    "adafactor": lambda: optax.adafactor(0.1),
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
+    "block rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
+}
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_what_looks_at_whole_arrays_is_refused(name):
+    wide = {"w": jnp.ones((200, 300)), "b": jnp.ones(300)}
+    with pytest.raises(ValueError, match="sharded: inner does not treat every number by itself"):
+        jaxmpi.sharded(WHOLE[name]()).init(wide)
+
+
+@run_ranks(2, 3)
+def test_what_treats_numbers_by_themselves_is_taken():
+    wide = {"w": jnp.ones((200, 300)), "b": jnp.ones(300)}
+    not_biases = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    for inner in (
+        optax.adamw(0.1, mask=not_biases),
+        optax.chain(jaxmpi.clip_by_global_norm(0.1), optax.adam(0.1)),
+        optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+        optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+        optax.chain(optax.clip(0.1), optax.adagrad(0.1)),
+    ):
+        state = jaxmpi.sharded(inner).init(wide)
+        got = [np.shape(x) for x in jax.tree.leaves(jaxmpi.unshard(state))]
+        assert got == [x.shape for x in jax.tree.leaves(jax.eval_shape(inner.init, wide))]
+
+
+@run_ranks(2)
+def test_clip_by_global_norm_clips_as_optax_does():
+    tree = grads(0, 0)
+    for limit in (0.5, 1e6):
+        got, _ = jaxmpi.clip_by_global_norm(limit).update(tree, None)
+        want, _ = optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())
+        for name in SHAPES:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+    with pytest.raises(ValueError, match="max_norm is 0"):
+        jaxmpi.clip_by_global_norm(0)
