@@ -69,7 +69,7 @@ class CNN(nnx.Module):
 
 steps = len(jaxmpi.batches(train, args.batch_size))
 schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps)
-codecs = {"topk": lambda: jaxmpi.codecs.topk(0.05), "powersgd": lambda: jaxmpi.codecs.powersgd(8)}
+codecs = {"topk": lambda: jaxmpi.codecs.topk(0.05), "powersgd": lambda: jaxmpi.codecs.powersgd(16)}
 codec = codecs.get(args.codec, getattr(jaxmpi.codecs, args.codec))() if args.codec else None
 if args.local_every:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if args.diloco else None
@@ -79,8 +79,7 @@ elif args.sharded:
 else:
     optimizer = jaxmpi.distributed(optax.adamw(schedule), codec=codec)  # AdamW on the mean of all ranks' gradients
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
-# What is equal on all ranks: parameters, unless each takes steps of its own; and the state, unless each has a part of it.
-equal = () if args.local_every else (0,) if args.sharded or args.codec or args.accumulate > 1 else (0, 1)
+equal = (1,) if args.local_every else (0, 1)  # on all ranks: state and parameters, unless each takes steps of its own
 
 graph, params = nnx.split(CNN(rngs=nnx.Rngs(args.seed)), nnx.Param)
 params = jaxmpi.synchronize(params)  # rank 0's, on every rank

@@ -103,7 +103,7 @@ else:
     optimizer = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
 state = optimizer.init(params)
-equal = () if args.local_every else (0,)  # with --local-every the ranks' parameters differ between their meetings
+equal = (1,) if args.local_every else (0, 1)  # with --local-every the ranks' parameters differ between their meetings
 
 
 def losses(params, text):

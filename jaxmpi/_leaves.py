@@ -6,11 +6,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PartOfRank", "as_array", "check_rows", "is_key", "leaf_name"]
+__all__ = ["Own", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+
+OWN = "own_of_rank"
 
 
-class PartOfRank:
-    """A node of a pytree of which each rank has its own part: the arrays of one rank are no use to another."""
+@jax.tree_util.register_pytree_with_keys_class
+class Own:
+    """A part of a tree that each rank has its own of, within what is otherwise equal on all ranks.
+
+    Attributes:
+      own_of_rank: any pytree.
+    """
+
+    def __init__(self, own_of_rank: Any) -> None:
+        self.own_of_rank = own_of_rank
+
+    def __repr__(self) -> str:
+        return f"Own({self.own_of_rank!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+        return ((jax.tree_util.GetAttrKey(OWN), self.own_of_rank),), None
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.own_of_rank,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Own":
+        return cls(*children)
+
+
+def is_own(path: Any) -> bool:
+    """Whether the leaf at this path of `jax.tree_util` is in an `Own`."""
+    return any(getattr(key, "name", None) == OWN for key in path)
 
 
 def leaf_name(path: Any) -> str:

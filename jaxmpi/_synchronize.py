@@ -13,7 +13,7 @@ import numpy as np
 from jaxmpi import _agreement, _world
 from jaxmpi._backends import Backend
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PartOfRank, is_key, leaf_name
+from jaxmpi._leaves import is_key, is_own, leaf_name
 from jaxmpi._objects import untraced
 
 __all__ = ["synchronize"]
@@ -38,7 +38,8 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep their dtype, device and kind
     (JAX or NumPy), numbers stay Python numbers. A leaf that is neither (a string, a function, an enum) must be equal on all
-    ranks already; with `strict=False` each rank keeps its own.
+    ranks already; with `strict=False` each rank keeps its own. So it does with what is its own by design: the shards of
+    `sharded`, the gradients that `accumulate` has, what a codec has not sent.
 
     **Collective:** every rank calls it, with the same root and strict.
     **Communication:** a hash, then every dtype's bytes in one broadcast from root.
@@ -54,7 +55,6 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     Raises:
       RankMismatchError: on every rank, naming leaf and ranks, when structure, shapes, dtypes or unsendable leaves differ.
       ValueError, TypeError: root is not a rank, or no Python int.
-      ValueError: a part of the tree is each rank's own, such as the state of `sharded`, with its path.
       RuntimeError: called in traced code.
 
     >>> synchronize({"w": np.ones(2), "step": 3, "name": "mlp"})
@@ -67,20 +67,14 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
     _agree_on_structure(backend, spec, _structure(treedef), root)
-    _refuse_parts(tree)
-    leaves = _send_numbers(backend, leaves, spec, root)
+    sent = [i for i, (path, _) in enumerate(paths) if not is_own(path)]
+    some, spec = [leaves[i] for i in sent], [spec[i] for i in sent]
+    some = _send_numbers(backend, some, spec, root)
     if strict:
-        _agree_on_others(backend, leaves, spec, root)
-    return treedef.unflatten(_send_arrays(backend, leaves, spec, root))
-
-
-def _refuse_parts(tree: Any) -> None:
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, PartOfRank)):
-        if isinstance(node, PartOfRank):
-            raise ValueError(
-                f"synchronize: {leaf_name(path)} is a {type(node).__name__}, of which each rank has its own part. Synchronize "
-                "the parameters, then make the state from them on every rank: tx.init(params)."
-            )
+        _agree_on_others(backend, some, spec, root)
+    for i, leaf in zip(sent, _send_arrays(backend, some, spec, root), strict=True):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
 def _describe(path: Any, leaf: Any) -> _Leaf:

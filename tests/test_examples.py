@@ -94,6 +94,35 @@ def test_digits_has_the_same_loss_curve_on_every_backend():
     assert len({re.search(r"test accuracy (\S+) % ", output)[1] for output in outputs.values()}) == 1
 
 
+def test_digits_learns_with_every_transform():
+    """Sharded state changes nothing; what sends less still learns."""
+    loss = lambda *options: [float(x) for x in re.findall(r"train loss (\S+)", run(on_ranks(2, *DIGITS, *options)))]
+    plain = loss()
+    np.testing.assert_allclose(loss("--sharded"), plain, rtol=1e-5)
+    for options in ("--codec int8", "--codec topk", "--local-every 4 --codec powersgd"):
+        curve = loss(*options.split())
+        assert len(curve) == 3 and curve[-1] < 0.6 * curve[0], (options, curve, plain)
+
+
+DIGITS = ("examples/digits.py", "--epochs", "3")
+SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 20"
+GPT = ("examples/gpt.py", *SMALL.split())
+
+
+def test_gpt_has_the_same_losses_on_any_number_of_ranks():
+    """Training and held out, with the optimizer's state whole and shared out."""
+    numbers = {}
+    for ranks, options in ((1, ""), (3, "--sharded"), (2, "--sharded --accumulate 2"), (1, "--accumulate 2")):
+        output = run(on_ranks(ranks, *GPT, *options.split()))
+        numbers[ranks, options] = [float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)]
+        assert len(numbers[ranks, options]) == 12 and "def main(arguments):" in output
+    np.testing.assert_allclose(numbers[3, "--sharded"], numbers[1, ""], atol=2e-3)
+    np.testing.assert_allclose(numbers[2, "--sharded --accumulate 2"], numbers[1, "--accumulate 2"], atol=2e-3)
+    assert numbers[1, ""][-1] < 0.95 * numbers[1, ""][0]
+    diloco = run(on_ranks(2, *GPT, "--local-every", "3", "--diloco"))
+    assert "held out" in diloco
+
+
 def test_digits_reaches_98_percent():
     found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
     assert found and float(found[1]) >= 98.0

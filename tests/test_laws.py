@@ -23,7 +23,7 @@ def test_ranks_train_as_one(variant):
     check(variant, "adam")
 
 
-@run_ranks(2, 3)
+@run_ranks(3)
 @TABLE
 def test_ranks_train_as_one_under_plain_jit(variant):
     check(variant, "adamw", jit=jax.jit)

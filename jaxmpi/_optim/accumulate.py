@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._leaves import Own
 from jaxmpi._optim.average import checked_weight, scaled
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
 
@@ -18,14 +19,12 @@ class AccumulateState(NamedTuple):
 
     Attributes:
       calls: of `update` since the last communication, an int32 that is equal on all ranks.
-      gradients: the sum of this rank's gradients times their weights, in 32 bits at least.
-      weight: the sum of their weights.
+      sums: an `Own` of the sum of this rank's gradients times their weights, in 32 bits at least, and that of their weights.
       inner: the state of the inner transform.
     """
 
     calls: jax.Array
-    gradients: Any
-    weight: jax.Array
+    sums: Own
     inner: Any
 
 
@@ -60,15 +59,16 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
 
     def init(params: Any) -> AccumulateState:
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
-        return AccumulateState(jnp.zeros((), jnp.int32), zeros, jnp.zeros((), jnp.float32), inner.init(params))
+        return AccumulateState(jnp.zeros((), jnp.int32), Own((zeros, jnp.zeros((), jnp.float32))), inner.init(params))
 
     def update(
         updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, AccumulateState]:
         w = checked_weight("accumulate", 1 if weight is None else weight)
+        gradients, weights = state.sums.own_of_rank
         new = scaled("accumulate", updates, w)
-        sums = map_floats("accumulate", lambda x, y: x + y.astype(x.dtype), state.gradients, new)
-        total = state.weight + w.astype(jnp.float32)
+        sums = map_floats("accumulate", lambda x, y: x + y.astype(x.dtype), gradients, new)
+        total = weights + w.astype(jnp.float32)
         calls = equal_on_all_ranks(state.calls) + 1
 
         def go() -> tuple[Any, Any]:
@@ -86,6 +86,6 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         full = calls == every
         out, after = jax.lax.cond(full, go, wait)
         calls, sums, total = jax.tree.map(lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total))
-        return out, AccumulateState(calls, sums, total, after)
+        return out, AccumulateState(calls, Own((sums, total)), after)
 
     return optax.GradientTransformationExtraArgs(init, update)

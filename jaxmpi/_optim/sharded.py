@@ -13,7 +13,7 @@ from jax import lax
 from jaxmpi import _world
 from jaxmpi._collectives import tree_allgather, tree_reduce_scatter
 from jaxmpi._jit import anywhere
-from jaxmpi._leaves import PartOfRank
+from jaxmpi._leaves import Own
 from jaxmpi._optim.average import checked_weight, scaled
 from jaxmpi._optim.clip import on_shards
 from jaxmpi._optim.elementwise import check_elementwise, like_parameters
@@ -29,18 +29,27 @@ class Layout(NamedTuple):
     shapes: tuple[tuple[int, ...] | None, ...]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("inner", "master"), meta_fields=("layout",))
-class ShardedState(PartOfRank):
+@partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("layout",))
+class ShardedState:
     """The state of `sharded`.
 
     Attributes:
-      inner: the state of the inner transform, for this rank's shards.
-      master: this rank's shards of the parameters in `master_dtype`; () without.
+      own: an `Own` of `inner` and `master`.
       layout: for how many ranks, and what the shards are parts of.
     """
 
-    def __init__(self, inner: Any, master: Any, layout: Layout) -> None:
-        self.inner, self.master, self.layout = inner, master, layout
+    def __init__(self, own: Own, layout: Layout) -> None:
+        self.own, self.layout = own, layout
+
+    @property
+    def inner(self) -> Any:
+        """The state of the inner transform, for this rank's shards."""
+        return self.own.own_of_rank[0]
+
+    @property
+    def master(self) -> Any:
+        """This rank's shards of the parameters in `master_dtype`; () without."""
+        return self.own.own_of_rank[1]
 
     def __repr__(self) -> str:
         return f"ShardedState(inner={self.inner!r}, master={self.master!r}, ranks={self.layout.ranks})"
@@ -94,7 +103,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
 
         own, master = anywhere(start, "sharded")(params)
         of_inner = (None if i is None else shapes[i] for i in like_parameters(inner, wholes))
-        return ShardedState(own, master, Layout(size, (*of_inner, *(shape or None for shape in shapes))))
+        return ShardedState(Own((own, master)), Layout(size, (*of_inner, *(shape or None for shape in shapes))))
 
     def update(
         updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -107,12 +116,12 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         with on_shards():
             steps, after = inner.update(grads, state.inner, own, **extra_args)
         if master_dtype is None:
-            return map_floats("sharded", _whole, params, _gathered(steps)), ShardedState(after, (), state.layout)
+            return map_floats("sharded", _whole, params, _gathered(steps)), ShardedState(Own((after, ())), state.layout)
         master = optax.apply_updates(own, steps)
         rounded = map_floats("sharded", lambda m, p: m.astype(p.dtype), master, params)
         there = map_floats("sharded", _whole, params, _gathered(rounded))
         out = map_floats("sharded", lambda to, x: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), there, params)
-        return out, ShardedState(after, master, state.layout)
+        return out, ShardedState(Own((after, master)), state.layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -142,8 +151,8 @@ def unshard(state: ShardedState) -> ShardedState:
             leaves[i] = join(x, layout.shapes[i])
         return treedef.unflatten(leaves)
 
-    inner, master = anywhere(whole, "unshard")((state.inner, state.master)) if layout.ranks > 1 else (state.inner, state.master)
-    return ShardedState(inner, master, layout._replace(ranks=1))
+    own = anywhere(whole, "unshard")(state.own) if layout.ranks > 1 else state.own
+    return ShardedState(own, layout._replace(ranks=1))
 
 
 def reshard(state: ShardedState) -> ShardedState:
@@ -163,8 +172,7 @@ def reshard(state: ShardedState) -> ShardedState:
         pairs = zip(leaves, state.layout.shapes, strict=False)
         return treedef.unflatten([x if shape is None else _own(x) for x, shape in pairs])
 
-    inner, master = anywhere(cut, "reshard")((state.inner, state.master))
-    return ShardedState(inner, master, state.layout._replace(ranks=_world.size()))
+    return ShardedState(anywhere(cut, "reshard")(state.own), state.layout._replace(ranks=_world.size()))
 
 
 # shards

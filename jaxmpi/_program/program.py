@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxmpi import _agreement, _jaxcompat
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._program import build
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
@@ -84,7 +84,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     size = backend.place.size
     jaxpr, captured = trace(flat, size, avals)
     if size > 1:
-        inputs = [True] * len(captured) + [not function.replicated.hold(path) for path, _ in paths]
+        inputs = [True] * len(captured) + [is_own(path) or not function.replicated.hold(path) for path, _ in paths]
         varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
         _check_outputs(function, tree, varies)
     if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
@@ -148,7 +148,7 @@ def _check_outputs(function: Function, tree: Any, varies: Sequence[bool]) -> Non
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
     positions = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     for position, (path, differs) in zip(positions, paths, strict=True):
-        if differs and position in outputs:
+        if differs and position in outputs and not is_own(path):
             raise ValueError(
                 f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is in replicated_outnums, and it may differ "
                 "between the ranks. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
