@@ -35,6 +35,8 @@ parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batc
 parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)")
 parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
+parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
+parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that step")
 parser.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
@@ -97,7 +99,7 @@ updates_of_optimizer = max(1, args.steps // args.accumulate)
 schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, min(100, updates_of_optimizer // 5), updates_of_optimizer)
 adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 if args.local_every:
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if args.diloco else None
+    outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True) if args.diloco else None
     optimizer = jaxmpi.local_sgd(adamw, args.local_every, outer)
 else:
     optimizer = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw)

@@ -19,7 +19,7 @@ from jaxmpi import _world
 from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_alltoall
 from jaxmpi._optim.trees import floats
 
-__all__ = ["Codec", "bf16", "f16", "int8", "powersgd", "topk"]
+__all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
 
 
 class Codec(NamedTuple):
@@ -34,27 +34,35 @@ class Codec(NamedTuple):
     mean: Callable[[Any, Any], tuple[Any, Any]]
 
 
+def check_codec(function: str, codec: Any) -> None:
+    """Raise a TypeError unless it is a codec."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{function}: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+
+
 def bf16() -> Codec:
     """Send bfloat16: half of float32's bytes, 8 bits of precision, its whole range.
 
     The sum is formed in float32 and rounded once more. On the native transport half of the bytes travel; the others carry
     short floats as float32. No state.
     """
-    return _cast(jnp.bfloat16)
+    return _cast("codecs.bf16", jnp.bfloat16)
 
 
 def f16() -> Codec:
-    """Send float16: 11 bits of precision; beyond ±65504 it is infinite, and below 6e-8 zero: see `dynamic_loss_scale`.
+    """Send float16: 11 bits of precision; what is beyond ±65504 is sent as that, and what is below 3e-8 as zero.
 
     As `bf16` otherwise.
     """
-    return _cast(jnp.float16)
+    return _cast("codecs.f16", jnp.float16)
 
 
-def _cast(dtype: Any) -> Codec:
+def _cast(name: str, dtype: Any) -> Codec:
+    largest = float(jnp.finfo(dtype).max)
+
     def mean(updates: Any, state: Any) -> tuple[Any, Any]:
-        leaves, put = floats("codecs", updates)
-        means = tree_allreduce([x.astype(dtype) for x in leaves], op="mean")
+        leaves, put = floats(name, updates)
+        means = tree_allreduce([jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], op="mean")
         return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)]), state
 
     return Codec(lambda params: (), mean)
@@ -155,8 +163,10 @@ def topk(fraction: float) -> Codec:
         coded = {i: jnp.stack([places[i], jax.lax.bitcast_convert_type(values[i], jnp.int32)]) for i in filled}
         outs, kept = list(leaves), list(state)
         for i, rows in tree_allgather(coded).items():
-            numbers = jax.lax.bitcast_convert_type(rows[:, 1], jnp.float32).reshape(-1)
-            total = jnp.zeros_like(vectors[i]).at[rows[:, 0].reshape(-1)].add(numbers)
+            total = jnp.zeros_like(vectors[i])
+            for row in rows:  # in the order of the ranks, on GPUs, too
+                numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
+                total = total.at[row[0]].add(numbers, unique_indices=True)
             outs[i] = (total / size).reshape(leaves[i].shape).astype(leaves[i].dtype)
             kept[i] = vectors[i].at[places[i]].set(0)
         return put(outs), kept
@@ -206,15 +216,21 @@ def powersgd(rank: int = 4) -> Codec:
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]
         whole = {i: x for i, x in enumerate(leaves) if i not in chosen}
-        ps, outs = tree_allreduce(([m @ q for m, q in zip(ms, state.q, strict=True)], whole), op="mean")
+        ps, outs = tree_allreduce(([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean")
         ps = [jnp.linalg.qr(p)[0] for p in ps]
-        qs = tree_allreduce([m.T @ p for m, p in zip(ms, ps, strict=True)], op="mean")
-        found = [p @ q.T for p, q in zip(ps, qs, strict=True)]
+        qs = tree_allreduce([_product(m.T, p) for m, p in zip(ms, ps, strict=True)], op="mean")
+        found = [_product(p, q.T) for p, q in zip(ps, qs, strict=True)]
         outs |= {i: x.reshape(leaves[i].shape).astype(leaves[i].dtype) for i, x in zip(chosen, found, strict=True)}
         errors = [m - x for m, x in zip(ms, found, strict=True)]
-        return put([outs[i] for i in range(len(leaves))]), LowRank(qs, errors)
+        # a column that a gradient of zeros has made zero would stay zero
+        kept = [jnp.where(jnp.any(q != 0, axis=0), q, old) for q, old in zip(qs, state.q, strict=True)]
+        return put([outs[i] for i in range(len(leaves))]), LowRank(kept, errors)
 
     return Codec(init, mean)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision="highest")
 
 
 def _at_least_one(codec: str, name: str, value: int) -> None:

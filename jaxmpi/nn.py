@@ -14,11 +14,11 @@ def average_batch_stats(stats: Any) -> Any:
     """Batch statistics of all ranks as one, before evaluation or saving.
 
     Each rank's BatchNorm keeps running statistics of its own batches, unless it has `axis_name=jaxmpi.AXIS`. Where a "var"
-    stands beside a "mean" of the same shape, as in Flax linen and nnx, μ = mean_r μ_r and σ² = mean_r (σ_r² + μ_r²) - μ²: those
-    of all ranks' samples together. Other floats become their mean; integers, such as counters, stay this rank's.
+    stands beside a "mean" of the same shape, as in Flax linen and nnx, μ = mean_r μ_r and σ² = mean_r (σ_r² + (μ_r - μ)²):
+    those of all ranks' samples together. Other floats become their mean; integers, such as counters, stay this rank's.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** the bytes of the statistics.
+    **Communication:** the bytes of the statistics, in two rounds.
 
     Args:
       stats: Flax's "batch_stats", an `nnx.State` of `nnx.BatchStat`, or any pytree.
@@ -33,13 +33,19 @@ def average_batch_stats(stats: Any) -> Any:
     for name, i in names.items():
         last = max((k for k, part in enumerate(name) if part == "var"), default=None)
         j = None if last is None else names.get((*name[:last], "mean", *name[last + 1 :]))
-        if j is not None and jnp.shape(leaves[i]) == jnp.shape(leaves[j]):
+        if (
+            j is not None
+            and jnp.shape(leaves[i]) == jnp.shape(leaves[j])
+            and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)
+        ):
             partner[i] = j
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    sent = {i: leaves[i] + jnp.square(leaves[partner[i]]) if i in partner else leaves[i] for i in floats}
-    got = tree_allreduce(sent, op="mean")
-    for i in floats:
-        leaves[i] = got[i] - jnp.square(got[partner[i]]) if i in partner else got[i]
+    wide = {i: jnp.asarray(leaves[i]).astype(jnp.promote_types(jnp.result_type(leaves[i]), jnp.float32)) for i in floats}
+    means = tree_allreduce({i: x for i, x in wide.items() if i not in partner}, op="mean")
+    # not of the squares, whose difference would be the rounding of μ²
+    around = {i: wide[i] + jnp.square(wide[j] - means[j]) for i, j in partner.items()}
+    for i, x in (means | tree_allreduce(around, op="mean")).items():
+        leaves[i] = x.astype(jnp.result_type(leaves[i]))
     return treedef.unflatten(leaves)
 
 

@@ -124,6 +124,20 @@ def test_one_bit_on_one_rank_is_found(dtype):
             jaxmpi.check_replicas(state, params)
 
 
+@run_ranks(2)
+@pytest.mark.parametrize("change", ["double", "negate", "swap"])
+def test_what_a_plain_sum_would_miss_is_found(change):
+    changes = {"double": lambda x: 2 * x, "negate": lambda x: -x, "swap": lambda x: x[::-1]}
+    tx = jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(0.0)), 1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1024), jnp.float32)
+    params = {"w": changes[change](x) if jaxmpi.rank() else x}
+    _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))(params, tx.init(params), params)
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['w'\] of the parameters on rank 1"):
+        jaxmpi.check_replicas(state, params)
+    _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))({"w": x}, state, jaxmpi.synchronize(params))
+    jaxmpi.check_replicas(state, params)  # they were made equal
+
+
 @run_ranks(2, 3)
 def test_equal_replicas_are_not():
     tx = jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(0.1)), 1)
@@ -267,6 +281,14 @@ def test_batch_statistics_are_those_of_all_samples():
     np.testing.assert_allclose(got["bn"]["mean"], x.reshape(-1, 4).mean(0), rtol=1e-5)
     np.testing.assert_allclose(got["bn"]["var"], x.reshape(-1, 4).var(0), rtol=1e-4)
     assert int(got["bn"]["count"]) == r and float(got["var"]) == (n - 1) / 2
+
+
+@run_ranks(1, 2)
+def test_a_variance_far_from_zero_keeps_its_digits():
+    stats = {"mean": jnp.array([100.0, 3000.0]), "var": jnp.array([1e-4, 0.04])}
+    np.testing.assert_allclose(jaxmpi.nn.average_batch_stats(stats)["var"], stats["var"], rtol=1e-6)
+    short = jax.tree.map(lambda x: x.astype(jnp.float16), {"mean": jnp.array([300.0]), "var": jnp.array([1.0])})
+    np.testing.assert_allclose(jaxmpi.nn.average_batch_stats(short)["var"], [1.0])
 
 
 @run_ranks(2)

@@ -114,6 +114,9 @@ def test_a_state_of_other_ranks_is_refused():
 
 WHOLE = {
     "lamb": lambda: optax.lamb(0.1),
+    "lamb in a warm-up, without NaN": lambda: optax.chain(
+        optax.zero_nans(), optax.lamb(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 1000, 10000))
+    ),
     "lars": lambda: optax.lars(0.1),
     "adafactor": lambda: optax.adafactor(0.1),
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
@@ -149,6 +152,40 @@ def test_what_treats_numbers_by_themselves_is_taken():
         assert got == [x.shape for x in jax.tree.leaves(jax.eval_shape(inner.init, wide))]
 
 
+@run_ranks(2)
+def test_one_collective_for_all_arrays_and_any_way_to_make_the_state():
+    many = {str(i): jnp.ones(5) for i in range(12)}
+    tx = jaxmpi.sharded(optax.adam(0.1))
+    state = tx.init(many)
+    text = str(jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(many, state, many))
+    assert text.count("jaxmpi_collective") == 2
+    shapes = jax.eval_shape(tx.init, many)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(state)]
+    traced = jax.jit(tx.init)(many)
+    for a, b in zip(jax.tree.leaves(traced), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # the whole state is equal on all ranks, and is sent as such
+    whole = jax.tree.map(lambda x: x + jaxmpi.rank(), jaxmpi.unshard(state))
+    for x in jax.tree.leaves(jaxmpi.synchronize(whole, root=1)):
+        np.testing.assert_array_equal(x, np.ones_like(x))
+
+
+@run_ranks(1, 2)
+def test_states_can_be_donated():
+    """No two of their arrays are one, and none is a parameter."""
+    for tx in (
+        jaxmpi.sharded(optax.adam(0.1), master_dtype=jnp.float32),
+        jaxmpi.dynamic_loss_scale(jaxmpi.accumulate(jaxmpi.distributed(optax.adam(0.1)), 2)),
+        jaxmpi.watch_replicas(jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1), codec=jaxmpi.codecs.int8()))),
+        jaxmpi.local_sgd(optax.adam(0.1), 2, optax.sgd(0.7)),
+    ):
+        step = jaxmpi.jit(lambda s, p, tx=tx: tx.update(p, s, p), donate_argnums=(0, 1))
+        ps = jax.tree.map(jnp.array, params())
+        ps, state = step(tx.init(ps), ps)
+        step(state, ps)
+
+
 @run_ranks(2, 3)
 def test_its_state_may_stand_in_what_is_replicated():
     """Of what is declared equal on all ranks, the parts that are each rank's own by design are not; synchronize leaves them."""
@@ -182,5 +219,7 @@ def test_clip_by_global_norm_clips_as_optax_does():
         want, _ = optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())
         for name in SHAPES:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+    nan, _ = jaxmpi.clip_by_global_norm(1.0).update({"a": jnp.array(np.nan), "b": jnp.ones(2)}, None)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(nan))
     with pytest.raises(ValueError, match="max_norm is 0"):
         jaxmpi.clip_by_global_norm(0)

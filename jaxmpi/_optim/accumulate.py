@@ -58,8 +58,9 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         return inner
 
     def init(params: Any) -> AccumulateState:
+        total = jnp.result_type(jnp.float32, *(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
-        return AccumulateState(jnp.zeros((), jnp.int32), Own((zeros, jnp.zeros((), jnp.float32))), inner.init(params))
+        return AccumulateState(jnp.zeros((), jnp.int32), Own((zeros, jnp.zeros((), total))), inner.init(params))
 
     def update(
         updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -67,8 +68,8 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         w = checked_weight("accumulate", 1 if weight is None else weight)
         gradients, weights = state.sums.own_of_rank
         new = scaled("accumulate", updates, w)
-        sums = map_floats("accumulate", lambda x, y: x + y.astype(x.dtype), gradients, new)
-        total = weights + w.astype(jnp.float32)
+        sums = map_floats("accumulate", _add, gradients, new)
+        total = weights + w.astype(weights.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
         def go() -> tuple[Any, Any]:
@@ -89,3 +90,12 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         return out, AccumulateState(calls, Own((sums, total)), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.shape != y.shape:
+        raise ValueError(
+            f"accumulate: a gradient has shape {list(y.shape)}, and its parameter {list(x.shape)}. They must be equal; stacks "
+            "of micro-batches are added up by jaxmpi.distributed(..., micro_batches=M) alone."
+        )
+    return x + y.astype(x.dtype)

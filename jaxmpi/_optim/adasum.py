@@ -26,8 +26,8 @@ def adasum(tree: Any) -> Any:
         return tree
     flat = [x.astype(wide(x.dtype)).reshape(-1) for x in leaves]
     parts = tree_alltoall([jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat])  # [ranks, columns]
-    products = tree_allreduce([x @ x.T for x in parts], op="sum")
-    combined = [coefficients(g) @ x for g, x in zip(products, parts, strict=True)]
+    products = tree_allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum")
+    combined = [jnp.matmul(coefficients(g), x, precision="highest") for g, x in zip(products, parts, strict=True)]
     outs = tree_allgather(combined)
     return put([y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype) for x, y in zip(leaves, outs, strict=True)])
 

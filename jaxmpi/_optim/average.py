@@ -16,7 +16,7 @@ from jaxmpi._leaves import Own
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.invariant import canonical_mean
 from jaxmpi._optim.trees import check_transform, map_floats, wide
-from jaxmpi.codecs import Codec
+from jaxmpi.codecs import Codec, check_codec
 
 __all__ = ["DistributedState", "average_gradients", "checked_weight", "distributed", "scaled"]
 
@@ -93,8 +93,8 @@ def distributed(
     if op not in (*OPS, "adasum"):
         raise ValueError(f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum.")
     check_transform("distributed", "inner", inner)
-    if codec is not None and not isinstance(codec, Codec):
-        raise TypeError(f"distributed: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+    if codec is not None:
+        check_codec("distributed", codec)
     if micro_batches is not None and micro_batches < 1:
         raise ValueError(f"distributed: micro_batches is {micro_batches}. It is how many all ranks have together: 1 or more.")
     special = [name for name, given in (("a codec", codec), ("micro_batches", micro_batches)) if given is not None]

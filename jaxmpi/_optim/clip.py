@@ -52,12 +52,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
-        total = sum(map(_square, numbers), jnp.zeros((), jnp.float32))
-        if _on_shards.get():  # every rank has the scalars
-            scalars = sum((_square(x) for x in numbers if x.ndim == 0), jnp.zeros((), jnp.float32))
-            total = tree_allreduce(total - scalars, op="sum") + scalars
-        norm = jnp.sqrt(total)
-        factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+        arrays = sum((_square(x) for x in numbers if x.ndim), jnp.zeros((), jnp.float32))
+        scalars = sum((_square(x) for x in numbers if not x.ndim), jnp.zeros((), jnp.float32))
+        if _on_shards.get():  # of the arrays; every rank has the scalars
+            arrays = tree_allreduce(arrays, op="sum")
+        norm = jnp.sqrt(arrays + scalars)
+        factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
         return map_floats("clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._collectives import tree_allreduce
-from jaxmpi._optim.trees import check_transform, equal_types, map_floats
+from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 
@@ -24,7 +24,7 @@ def any_rank(flag: Any) -> jax.Array:
     >>> any_rank(False)
     Array(False, dtype=bool)
     """
-    return tree_allreduce(jnp.asarray(flag).astype(jnp.float32), op="mean") > 0
+    return tree_allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
 
 
 class SkipState(NamedTuple):
@@ -92,7 +92,7 @@ def dynamic_loss_scale(
 
     For float16, whose small gradients would be zero: multiply the loss by `state.scale` before you differentiate it. Where the
     gradient of any rank is not finite, all skip the step and halve the scale; after `growth_every` good steps they double it
-    (Micikevicius et al. 2018, "Mixed precision training").
+    (Micikevicius et al. 2018, "Mixed precision training"). `inner` gets float32 for short floats, or they would be zero again.
 
     **Collective:** every rank calls `update`.
     **Communication:** that of `skip_nonfinite`.
@@ -110,20 +110,21 @@ def dynamic_loss_scale(
         raise ValueError(f"dynamic_loss_scale: initial is {initial}. It must be above 0.")
     if growth_every < 1:
         raise ValueError(f"dynamic_loss_scale: growth_every is {growth_every}. It is a number of steps: 1 or more.")
+    check_transform("dynamic_loss_scale", "inner", inner)
     guarded = skip_nonfinite(inner)
 
     def init(params: Any) -> LossScaleState:
-        zero = jnp.zeros((), jnp.int32)
-        return LossScaleState(guarded.init(params).inner, jnp.full((), initial, jnp.float32), zero, zero)
+        scale = jnp.full((), initial, jnp.float32)
+        return LossScaleState(guarded.init(params).inner, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
-        plain = map_floats("dynamic_loss_scale", lambda x: (x / state.scale).astype(x.dtype), updates)
+        plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale, updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
         out, (after, skipped, bad) = guarded.update(plain, before, params, **extra_args)
         good = jnp.where(bad, 0, state.good + 1)
         grows = good >= growth_every
         scale = jnp.where(bad, state.scale / 2, jnp.where(grows, state.scale * 2, state.scale))
-        return out, LossScaleState(after, jnp.clip(scale, 2.0**-24, 2.0**24), jnp.where(grows, 0, good), skipped)
+        return out, LossScaleState(after, jnp.clip(scale, 2.0**-24, max(2.0**24, initial)), jnp.where(grows, 0, good), skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -132,7 +133,7 @@ def _finite(updates: Any, weight: Any) -> jax.Array:
     """Whether all numbers are; those of a rank without samples do not count."""
     leaves = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])) if leaves else jnp.array(True)
-    return finite if weight is None else finite | (jnp.asarray(weight) == 0)
+    return finite if weight is None else (finite & (jnp.asarray(weight) >= 0)) | (jnp.asarray(weight) == 0)
 
 
 def _unless(bad: jax.Array, out: Any, after: Any, before: Any) -> tuple[Any, Any]:

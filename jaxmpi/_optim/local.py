@@ -11,7 +11,7 @@ from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._leaves import Own
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats
-from jaxmpi.codecs import Codec
+from jaxmpi.codecs import Codec, check_codec
 
 __all__ = ["LocalSGDState", "local_sgd"]
 
@@ -62,11 +62,13 @@ def local_sgd(
 
     Raises:
       ValueError: `every` is below 1; `update` gets no parameters.
-      TypeError: `inner` or `outer` is no optax transform.
+      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, with its path.
     """
     check_transform("local_sgd", "inner", inner)
     if outer is not None:
         check_transform("local_sgd", "outer", outer)
+    if codec is not None:
+        check_codec("local_sgd", codec)
     if every < 1:
         raise ValueError(f"local_sgd: every is {every}. It is the number of steps from one meeting to the next: 1 or more.")
     inner = optax.with_extra_args_support(inner)

@@ -37,7 +37,7 @@ class NoiseScaleState(NamedTuple):
         return jnp.where(self.signal > 0, batch_size * self.noise / jnp.where(self.signal > 0, self.signal, 1), jnp.inf)
 
 
-def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformation:
+def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
     """`average_gradients` that measures by how much the ranks' gradients differ.
 
     With g_r the gradient of rank r's batch and ḡ their mean over p ranks, |G|² ≈ (p·|ḡ|² - mean |g_r|²) / (p - 1) and tr Σ ≈
@@ -54,16 +54,21 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformation:
       decay: of the averages of |G|² and tr Σ over steps, 0 to 1.
 
     Raises:
-      ValueError: a decay out of this range; when called, on one rank, where there is nothing to compare.
+      ValueError: a decay out of this range; when called, on one rank, where there is nothing to compare, or with a weight.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1.")
 
     def init(params: Any) -> NoiseScaleState:
-        zero = jnp.zeros((), jnp.float32)
-        return NoiseScaleState(zero, zero, jnp.zeros((), jnp.int32), jnp.full((), decay, jnp.float32))
+        return NoiseScaleState(
+            jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jnp.full((), decay, jnp.float32)
+        )
 
-    def update(updates: Any, state: NoiseScaleState, params: Any = None) -> tuple[Any, NoiseScaleState]:
+    def update(
+        updates: Any, state: NoiseScaleState, params: Any = None, *, weight: Any = None, **extra_args: Any
+    ) -> tuple[Any, NoiseScaleState]:
+        if weight is not None:
+            raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
         size = _world.size()
         if size == 1:
             raise ValueError(
@@ -76,7 +81,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformation:
         signal, noise = (old + rate * (new - old) for old, new in ((state.signal, signal), (state.noise, noise)))
         return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _square(tree: Any) -> jax.Array:

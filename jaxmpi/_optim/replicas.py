@@ -22,7 +22,7 @@ class ReplicaState(NamedTuple):
     Attributes:
       inner: the state of the inner transform.
       step: calls of `update`.
-      found: at which step a parameter was found to differ; -1 if none was.
+      found: since which step parameters were found to differ; -1 if they were equal when they were last compared.
       leaf: which one, in the order of `jax.tree.leaves`.
       rank: on which rank.
     """
@@ -65,9 +65,10 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
         out, after = inner.update(updates, state.inner, params, **extra_args)
         step = equal_on_all_ranks(state.step)
         leaf, rank = jax.lax.cond(step % every == 0, lambda: _compare(params), _nothing)
-        first = (state.found < 0) & (leaf >= 0)
-        found = [jnp.where(first, x, y) for x, y in ((step, state.found), (leaf, state.leaf), (rank, state.rank))]
-        return out, ReplicaState(after, step + 1, *found)
+        compared, differs = step % every == 0, leaf >= 0
+        since = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)
+        last = ((since, state.found), (leaf, state.leaf), (rank, state.rank))
+        return out, ReplicaState(after, step + 1, *(jnp.where(compared, new, old) for new, old in last))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -100,7 +101,9 @@ def _nothing() -> tuple[jax.Array, jax.Array]:
 
 def _compare(params: Any) -> tuple[jax.Array, jax.Array]:
     """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
-    sums = tree_allgather(jnp.stack([_checksum(x) for x in jax.tree.leaves(params)]))  # [ranks, arrays]
+    if not (leaves := jax.tree.leaves(params)):
+        return _nothing()
+    sums = tree_allgather(jnp.stack([_checksum(x) for x in leaves]))  # [ranks, arrays]
     alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
     size = len(sums)
     leaf = jnp.argmax(jnp.any(alike < size, axis=0))
@@ -110,7 +113,7 @@ def _compare(params: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _checksum(x: Any) -> jax.Array:
-    """A uint32 that differs where one bit does."""
+    """A uint32 that differs where the bits do, but for one case in 2³²."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -120,4 +123,7 @@ def _checksum(x: Any) -> jax.Array:
         x = x.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
     flat = words.reshape(-1).astype(jnp.uint32)
-    return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+    mixed = flat ^ (jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the finalizer of MurmurHash3
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)

@@ -34,22 +34,30 @@ class ShardedState:
     """The state of `sharded`.
 
     Attributes:
-      own: an `Own` of `inner` and `master`.
+      own: `inner` and `master`: an `Own`, unless it is the state of one rank.
       layout: for how many ranks, and what the shards are parts of.
     """
 
-    def __init__(self, own: Own, layout: Layout) -> None:
+    def __init__(self, own: Any, layout: Layout) -> None:
         self.own, self.layout = own, layout
+
+    @classmethod
+    def of(cls, parts: tuple[Any, Any], layout: Layout) -> "ShardedState":
+        return cls(parts if layout.ranks == 1 else Own(parts), layout)
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        return self.own.own_of_rank if isinstance(self.own, Own) else self.own
 
     @property
     def inner(self) -> Any:
         """The state of the inner transform, for this rank's shards."""
-        return self.own.own_of_rank[0]
+        return self.parts[0]
 
     @property
     def master(self) -> Any:
         """This rank's shards of the parameters in `master_dtype`; () without."""
-        return self.own.own_of_rank[1]
+        return self.parts[1]
 
     def __repr__(self) -> str:
         return f"ShardedState(inner={self.inner!r}, master={self.master!r}, ranks={self.layout.ranks})"
@@ -87,15 +95,14 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     def split(params: Any) -> Any:
         """The shards that `inner` sees: the masters, if there are any."""
         shards = map_floats("sharded", _own, params)
-        return shards if master_dtype is None else map_floats("sharded", lambda x: x.astype(master_dtype), shards)
+        return shards if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), shards)
 
     def init(params: Any) -> ShardedState:
         size = _world.size()
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(lambda p: p if master_dtype is None else optax.tree_utils.tree_cast(p, master_dtype), params)
         shapes = tuple(map(_shape, jax.tree.leaves(wholes)))
-        if size > 1:
-            check_elementwise(inner, wholes)
+        check_elementwise(inner, wholes)
 
         def start(params: Any) -> tuple[Any, Any]:
             shards = split(params)
@@ -103,7 +110,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
 
         own, master = anywhere(start, "sharded")(params)
         of_inner = (None if i is None else shapes[i] for i in like_parameters(inner, wholes))
-        return ShardedState(Own((own, master)), Layout(size, (*of_inner, *(shape or None for shape in shapes))))
+        return ShardedState.of((own, master), Layout(size, (*of_inner, *(shape or None for shape in shapes))))
 
     def update(
         updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -116,12 +123,12 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         with on_shards():
             steps, after = inner.update(grads, state.inner, own, **extra_args)
         if master_dtype is None:
-            return map_floats("sharded", _whole, params, _gathered(steps)), ShardedState(Own((after, ())), state.layout)
+            return map_floats("sharded", _whole, params, _gathered(steps)), ShardedState.of((after, ()), state.layout)
         master = optax.apply_updates(own, steps)
         rounded = map_floats("sharded", lambda m, p: m.astype(p.dtype), master, params)
         there = map_floats("sharded", _whole, params, _gathered(rounded))
         out = map_floats("sharded", lambda to, x: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), there, params)
-        return out, ShardedState(Own((after, master)), state.layout)
+        return out, ShardedState.of((after, master), state.layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -151,8 +158,8 @@ def unshard(state: ShardedState) -> ShardedState:
             leaves[i] = join(x, layout.shapes[i])
         return treedef.unflatten(leaves)
 
-    own = anywhere(whole, "unshard")(state.own) if layout.ranks > 1 else state.own
-    return ShardedState(own, layout._replace(ranks=1))
+    parts = anywhere(whole, "unshard")(state.parts) if layout.ranks > 1 else state.parts
+    return ShardedState.of(parts, layout._replace(ranks=1))
 
 
 def reshard(state: ShardedState) -> ShardedState:
@@ -172,7 +179,7 @@ def reshard(state: ShardedState) -> ShardedState:
         pairs = zip(leaves, state.layout.shapes, strict=False)
         return treedef.unflatten([x if shape is None else _own(x) for x, shape in pairs])
 
-    return ShardedState(anywhere(cut, "reshard")(state.own), state.layout._replace(ranks=_world.size()))
+    return ShardedState.of(anywhere(cut, "reshard")(state.parts), state.layout._replace(ranks=_world.size()))
 
 
 # shards
@@ -230,7 +237,8 @@ def _no_floats(collective: Callable[..., Any], tree: Any, **options: Any) -> Any
     """A collective that lets float0 pass."""
     leaves, treedef = jax.tree.flatten(tree)
     sent = {i: x for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0}
-    return treedef.unflatten([{**dict(enumerate(leaves)), **collective(sent, **options)}[i] for i in range(len(leaves))])
+    got = dict(enumerate(leaves)) | collective(sent, **options)
+    return treedef.unflatten([got[i] for i in range(len(leaves))])
 
 
 def _shape(x: Any) -> tuple[int, ...]:
