@@ -13,7 +13,7 @@ from jaxmpi._collectives import (
     tree_reduce,
     tree_reduce_scatter,
 )
-from jaxmpi._errors import MPIError, NotInitializedError, RankMismatchError
+from jaxmpi._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim.accumulate import accumulate
@@ -28,6 +28,7 @@ from jaxmpi._optim.sharded import reshard, sharded, unshard
 from jaxmpi._simulate import simulate
 from jaxmpi._synchronize import synchronize
 from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
+from jaxmpi.checkpoint import latest, restore, save
 from jaxmpi.console import average_metrics, get_logger, print, progress
 from jaxmpi.data import batches, rank_key, shard
 from jaxmpi.diagnose import explain
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AXIS",
+    "CheckpointError",
     "MPIError",
     "NotInitializedError",
     "PerRank",
@@ -60,6 +62,7 @@ __all__ = [
     "init",
     "initialized",
     "jit",
+    "latest",
     "local",
     "local_rank",
     "local_sgd",
@@ -72,6 +75,8 @@ __all__ = [
     "rank",
     "rank_key",
     "reshard",
+    "restore",
+    "save",
     "shard",
     "sharded",
     "simulate",

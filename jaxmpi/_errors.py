@@ -3,7 +3,7 @@
 Bad arguments are `ValueError` or `TypeError`, as everywhere in Python; these are for the rest.
 """
 
-__all__ = ["MPIError", "NotInitializedError", "RankMismatchError"]
+__all__ = ["CheckpointError", "MPIError", "NotInitializedError", "RankMismatchError"]
 
 
 class NotInitializedError(RuntimeError):
@@ -19,3 +19,7 @@ class RankMismatchError(RuntimeError):
 
 class MPIError(RuntimeError):
     """MPI is missing, or the parts of it that are installed do not belong together."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read, or is not of what is to be restored. Raised on every rank."""

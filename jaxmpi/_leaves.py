@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Own", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+__all__ = ["OWN", "Own", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
 
 OWN = "own_of_rank"
 

@@ -201,7 +201,8 @@ LAYERS = [
     {"_step", "_jit"},
     {"_collectives", "_objects", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console"},
-    {"diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "_blame", "__main__", "__init__"},
+    {"_checkpoint", "_checkpoint.parts", "_checkpoint.files"},
+    {"checkpoint", "diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "_blame", "__main__", "__init__"},
 ]
 
 

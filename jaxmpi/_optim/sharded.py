@@ -19,7 +19,7 @@ from jaxmpi._optim.clip import on_shards
 from jaxmpi._optim.elementwise import check_elementwise, like_parameters
 from jaxmpi._optim.trees import check_transform, map_floats, wide
 
-__all__ = ["ShardedState", "reshard", "sharded", "unshard"]
+__all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "unshard"]
 
 
 class Layout(NamedTuple):
@@ -182,6 +182,11 @@ def reshard(state: ShardedState) -> ShardedState:
     return ShardedState.of(anywhere(cut, "reshard")(state.parts), state.layout._replace(ranks=_world.size()))
 
 
+def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The shape of one of `size` equal shards of an array: as many axes as it has."""
+    return shape if size == 1 else (_columns(shape, size), *[1] * (len(shape) - 1)) if shape else ()
+
+
 # shards
 
 
@@ -189,17 +194,12 @@ def _columns(shape: tuple[int, ...], size: int) -> int:
     return -(-prod(shape) // size)
 
 
-def _shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """That of a shard: as many axes as the array has."""
-    return shape if size == 1 else (_columns(shape, size), *[1] * (len(shape) - 1)) if shape else ()
-
-
 def _rows(x: Any, size: int) -> jax.Array:
     """`[...]` as `[size, *shard]`, with zeros at the end; `[]` as `[size]`."""
     if jnp.ndim(x) == 0:
         return jnp.full(size, x)
     flat = jnp.pad(jnp.reshape(x, -1), (0, size * _columns(jnp.shape(x), size) - x.size))
-    return flat.reshape(size, *_shard_shape(jnp.shape(x), size))
+    return flat.reshape(size, *shard_shape(jnp.shape(x), size))
 
 
 def _own(x: Any) -> jax.Array:

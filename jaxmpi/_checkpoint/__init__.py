@@ -1,0 +1,7 @@
+"""What a checkpoint is made of.
+
+| module | |
+|---|---|
+| parts | a tree as leaves: which numbers of each this rank has, and how it gets them back |
+| files | the folder of a checkpoint: written so that it is there as a whole or not at all, and checked |
+"""
