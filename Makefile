@@ -2,6 +2,8 @@
 # make test    set everything up in .venv and run the tests
 # make test-mpi4jax   the same on the other transport
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
+# make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: about an hour
+# make soak    10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half
 # make bench   the benchmarks, beside the peers that are installed
 # make lint    ruff, mypy and clang-format
 # make clean   remove .venv and what the tools left
@@ -19,7 +21,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax matrix bench lint clean
+.PHONY: train test test-mpi4jax matrix faults soak bench lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -38,6 +40,16 @@ matrix: $(VENV)/.test-installed
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
 	@$(BIN)/python -m pytest -m matrix tests/test_laws.py
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
+
+faults: $(VENV)/.test-installed
+	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: about an hour"
+	@rm -f build/faults.jsonl; mkdir -p build
+	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/test_faults.py; \
+	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
+
+soak: $(VENV)/.test-installed
+	@echo "== 10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half"
+	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py
 
 # about 15 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed

@@ -1,16 +1,17 @@
-"""The command line: `jaxmpi run ...`, which is `python -m jaxmpi run ...`."""
+"""The command line: `jaxmpi run ...`, which is `python -m jaxmpi run ...`, and `jaxmpi timeline ...`."""
 
 import sys
 from collections.abc import Sequence
 
-from jaxmpi import _launch
+from jaxmpi import _launch, _timeline
 
 __all__ = ["main"]
 
 USAGE = """usage: jaxmpi COMMAND ...
 
 commands:
-  run    run a Python program on several ranks; see `jaxmpi run --help`
+  run       run a Python program on several ranks; see `jaxmpi run --help`
+  timeline  put the flight records of a job together; see `jaxmpi timeline --help`
 """
 
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["run"]:
         return _launch.run(arguments[1:])
+    if arguments[:1] == ["timeline"]:
+        return _timeline.run(arguments[1:])
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0

@@ -6,6 +6,7 @@ where the transport compares what it carries, with the messages of the program i
 has to trace and compile first is waited for.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxmpi._backends import word_of
 from jaxmpi._errors import RankMismatchError
 
-__all__ = ["Statement", "know", "listen", "meet", "raise_found"]
+__all__ = ["Statement", "describe", "know", "listen", "meet", "raise_found"]
 
 Sides = tuple[list[str], list[str]]
 
@@ -44,9 +45,22 @@ def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = lambda
     Raises:
       RankMismatchError: on every rank, with both sides.
     """
-    smallest, largest = backend.extremes(statement.word)
+    smallest, largest = backend.extremes(statement.word, statement.title)
     if smallest != largest:
         raise _mismatch(backend, statement, sides())
+
+
+def describe(backend: Any, word: int) -> str:
+    """What a rank has sent with this word."""
+    program, what = backend.described(word)
+    if program not in _known:
+        return what or "a collective"
+    statement, (lines, _) = _known[program]
+    if what in ("", statement.title):
+        more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
+        return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
+    same = [line for line in lines if what.startswith(re.split(", and [0-9]+ more| at | in ", line)[0])]
+    return f"{same[0] if same else what} of {statement.title}"
 
 
 # where the transport compares

@@ -6,10 +6,12 @@ than one, `install` therefore sees to it that
 - a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
 - an interrupt ends a rank that stands inside MPI and cannot react to it;
 - a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (`_witness`).
-A thread does the watching, by messages that cost nothing while nothing happens. `Guard.print` uses its channel.
+A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Guard.print`, the stall
+watch, the flight recorder, and the agreement on a call to stop at.
 """
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -23,7 +25,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from jaxmpi import _jaxcompat, _registry, _witness
+from jaxmpi._recorder import Recorder
 from jaxmpi._rounds import Key, Rounds
+from jaxmpi._stall import StallWatch
+from jaxmpi._stop import Stop
 
 __all__ = ["Guard", "active", "install", "remove"]
 
@@ -39,6 +44,8 @@ def install(backend: Any) -> None:
     global _guard
     if backend.place.size > 1 and _guard is None:
         _guard = Guard(backend)
+        if _guard.listening:
+            StallWatch(_guard, Recorder(_guard))
 
 
 def remove() -> None:
@@ -61,6 +68,12 @@ class Guard:
         self.backend = backend
         self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
         self.rounds = Rounds(backend.place.size)
+        self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
+        self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
+        self.on_signal: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_interrupted}  # called by the thread
+        self.at_end: list[Callable[[str], None]] = []  # called with the reason
+        self.stop = Stop(self, backend.place.size, backend.place.rank)
+        self._failed: list[Callable[..., None]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
@@ -71,11 +84,13 @@ class Guard:
         self._wakeup, self._signals = socket.socketpair()
         self._wakeup.setblocking(False)
         self._sigint: Any = None
-        if threading.current_thread() is threading.main_thread():
+        self.has_signals = threading.current_thread() is threading.main_thread()
+        if self.has_signals:
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             self._sigint = signal.getsignal(signal.SIGINT)
             if self._sigint is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_interrupt)
+        self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_witness = _witness.call(backend)
         atexit.register(self.leave)
         self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
@@ -103,20 +118,46 @@ class Guard:
     def poll(self) -> None:
         """Hand over what has arrived."""
         with self._lock:
-            for rank, (topic, message) in self.backend.receive():
-                if topic == "print":
-                    self.rounds.add(rank, *message)
-                else:
-                    self._left = (rank, message)
+            arrived = self.backend.receive()
+        for rank, (topic, message) in arrived:
+            if topic in self.topics:
+                self._call(self.topics[topic], rank, message)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call what watches; a defect in it must not end the watching of the rest."""
+        try:
+            function(*args)
+        except Exception:
+            if function not in self._failed:
+                self._failed.append(function)
+                self.say(f"a defect in jaxmpi's guard, which goes on:\n{traceback.format_exc()}")
+
+    def send_all(self, topic: str, message: Any) -> None:
+        """Send an object to the guards of all other ranks."""
+        for rank in range(self.backend.place.size):
+            if rank != self.backend.place.rank:
+                self.send(rank, topic, message)
+
+    def _on_print(self, rank: int, message: tuple[Key, str]) -> None:
+        self.rounds.add(rank, *message)
+
+    def _on_left(self, rank: int, entered: int) -> None:
+        self._left = rank, entered
+
+    def _on_interrupted(self) -> None:
+        self._interrupted = time.monotonic()
 
     # the thread
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            if select.select([self._signals], [], [], POLL_SECONDS)[0] and signal.SIGINT in self._signals.recv(64):
-                self._interrupted = time.monotonic()
+            if select.select([self._signals], [], [], POLL_SECONDS)[0]:
+                for number in set(self._signals.recv(64)) & self.on_signal.keys():
+                    self.on_signal[number]()
             self.poll()
             self.rounds.flush()
+            for watch in self.watchers:
+                self._call(watch)
             if self._left is not None and self._waits_for_ever(*self._left):
                 self.end(
                     1,
@@ -138,14 +179,21 @@ class Guard:
         self._waiting_since = self._waiting_since or time.monotonic()
         return time.monotonic() - self._waiting_since > GRACE_SECONDS
 
+    def say(self, text: str) -> None:
+        """Write to stderr, with who says it."""
+        place = self.backend.place
+        sys.stderr.write(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
+        sys.stderr.flush()
+
     # the ends
 
     def end(self, code: int, why: str) -> None:
         """End the whole job with a line that says which rank and why."""
-        place = self.backend.place
         sys.stdout.flush()
-        sys.stderr.write(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {why} The job ends.\n")
-        sys.stderr.flush()
+        for call in self.at_end:
+            with contextlib.suppress(Exception):  # whatever it was, the job must end
+                call(why)
+        self.say(f"{why} The job ends.")
         self._dismiss_witness()
         time.sleep(0.1)  # let the launcher pass the lines on
         self.backend.abort(code)
@@ -166,6 +214,8 @@ class Guard:
         if self._stop.is_set():
             return
         self.backend.finish()
+        for call in self.at_end:
+            call("the end")
         self._stop.set()
         if self.listening:
             self._thread.join()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "caller_line",
     "can_hide_effects",
     "ffi_call_in_order",
+    "in_library",
     "is_axis_effect",
     "lower_with_tokens",
     "parts",
@@ -110,6 +112,11 @@ def caller_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def in_library(file: str) -> bool:
+    """Whether a file is one of JAX's, Flax's, optax's or jaxmpi's, or Python's own."""
+    return file.startswith((*_library_folders(), "<frozen", sysconfig.get_path("stdlib") + os.sep))
 
 
 def _library_folders() -> tuple[str, ...]:

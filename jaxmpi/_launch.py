@@ -11,16 +11,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from jaxmpi._mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
-from jaxmpi._supervise import say, supervise
+from jaxmpi._supervise import Outcome, say, supervise
 
 __all__ = ["Machine", "Plan", "Request", "command", "parse", "plan", "run"]
 
-_OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads")  # each takes a value
+_OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads", "--restarts", "--min-ranks")  # each takes a value
 # MPI's options that place ranks: given one of them, ours stay away.
 _PLACING = (
     "--?(map-by|bind-to|host|H|hosts|(default-)?hostfile|machinefile|f|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus"
@@ -41,6 +41,8 @@ class Request:
     bind_to: str | None
     threads: int | None
     huge_pages: bool
+    restarts: int
+    min_ranks: int | None
     mpi_options: tuple[str, ...]
     program: tuple[str, ...]  # what follows `python` in the command of a rank
 
@@ -101,12 +103,22 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
     parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
     parser.add_argument("--no-huge-pages", action="store_true", help="leave malloc as it is, slower but with smaller pages")
+    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start a job that has failed again, up to K times")
+    parser.add_argument(
+        "--min-ranks", type=int, metavar="M", help="with --restarts: each time on one rank less, but on M at least"
+    )
     options = parser.parse_args(own)
 
     if options.ranks < 1:
         raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
     if options.threads is not None and options.threads < 1:
         raise LaunchError(f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more.")
+    if options.restarts < 0:
+        raise LaunchError(
+            f"--restarts is {options.restarts}. Give how often a job that has failed is started again, 0 or more."
+        )
+    if options.min_ranks is not None and not 1 <= options.min_ranks <= options.ranks:
+        raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
     if not program or program == ["-m"]:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):
@@ -117,6 +129,8 @@ def parse(arguments: Sequence[str]) -> Request:
         options.bind_to,
         options.threads,
         not options.no_huge_pages,
+        options.restarts,
+        options.min_ranks,
         tuple(mpi_options),
         tuple(program),
     )
@@ -210,10 +224,23 @@ def run(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         say(str(error))
         return 2
+    for attempt in range(request.restarts + 1):
+        outcome = _run_once(request, launcher, attempt)
+        if outcome.stopped or not outcome.code:
+            break
+        if attempt < request.restarts:
+            ranks = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)
+            request = replace(request, ranks=ranks)
+            say(f"restart {attempt + 1} of {request.restarts}")
+    return outcome.code
+
+
+def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
+    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
     decided = plan(request, launcher, survey(), os.environ)
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
-    added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir}
+    added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
     return supervise(command(request, launcher, decided.flags, list(added)), {**os.environ, **added}, run_dir)
 
 

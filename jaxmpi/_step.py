@@ -37,8 +37,12 @@ class Step:
         if self._in_band:
             return self._compared(args, kwargs)
         program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
-        self._meet(program)
-        return self._settle(run(leaves))
+        if not program.statement:  # what sends nothing may run on any rank alone
+            return run(leaves)[1]
+        _agreement.meet(backend, program.statement, program.sides)
+        end, out = run(leaves)
+        backend.started(end)
+        return self._settle(out)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
@@ -153,6 +157,8 @@ class Step:
         program = self._build(args, kwargs)
         program.structure, program.key = structure, key
         run = program.compiled(_flat_options(self._options))
+        if program.statement:
+            _agreement.know(program.statement, program.sides())
         self._show(program)
         self._programs.insert(0, (program, run))
         return program, run, leaves
@@ -179,10 +185,6 @@ class Step:
             _agreement.raise_found(error)
             check_arguments(self._function, args, kwargs)
             raise
-
-    def _meet(self, program: Program) -> None:
-        if program.statement:  # what sends nothing may run on any rank alone
-            _agreement.meet(self._backend, program.statement, program.sides)
 
     def _settle(self, out: Any) -> Any:
         """Where only one thread may be inside MPI, wait until the program's own has left it."""
@@ -227,8 +229,8 @@ class Compiled(_Stage):
         if self._step._in_band:
             with self._step._explained(args, kwargs):  # without an output of our own to wait for
                 return jax.block_until_ready(self._stage(*args, **kwargs))
-        if not self._step._alone:
-            self._step._meet(self._program)
+        if not self._step._alone and self._program.statement:
+            _agreement.meet(self._step._backend, self._program.statement, self._program.sides)
         return self._step._settle(self._stage(*args, **kwargs))
 
 

@@ -17,18 +17,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 from jaxmpi import _registry
 from jaxmpi._blame import End, blame
 from jaxmpi._registry import Member
 
-__all__ = ["say", "supervise"]
+__all__ = ["Outcome", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
+PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
 TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
 
 _RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
+
+
+class Outcome(NamedTuple):
+    """How a job ended: its exit code, and whether that was because a signal stopped it."""
+
+    code: int
+    stopped: bool
 
 
 def say(text: str) -> None:
@@ -38,11 +46,12 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> int:
-    """Run MPI's launcher until it ends, and return the exit code of the job.
+def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> Outcome:
+    """Run MPI's launcher until it ends, and return how.
 
-    That is the launcher's own, but 1 where it is 0 and a rank never left in order, and 128 + n where signal n stopped the job.
-    Afterwards neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
+    The exit code is the launcher's own, but 1 where it is 0 and a rank never left in order, and 128 + n where signal n stopped
+    the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0. Afterwards neither a process nor
+    a shared-memory file of the job is left on this host, nor `run_dir`.
     """
     started = time.time()
     received: list[tuple[int, float]] = []  # signals, and when
@@ -58,7 +67,8 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
         joined = [m for m in _registry.members(run_dir) if m.host == os.uname().nodename]
-        in_order = not code and not received and all(m.left for m in joined)
+        preempted = bool(received) and _preemptible(run_dir)
+        in_order = not code and (preempted or not received) and all(m.left for m in joined)
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
         _registry.remove_segments({path for m in joined for path in m.segments}, started)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -70,11 +80,17 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         sys.stderr.write("\n")
 
     if received:
-        say(f"the job was stopped by {signal.Signals(received[0][0]).name}")
-        return 128 + received[0][0]
+        name = signal.Signals(received[0][0]).name
+        say(f"the job was stopped by {name}" + (", and has ended in order" if in_order else ""))
+        return Outcome(0 if in_order else 128 + received[0][0], stopped=True)
     if not in_order:
         say("the job failed: " + blame(b"\n".join(tails).decode(errors="replace"), joined, ended, code))
-    return code if code or in_order else 1
+    return Outcome(code if code or in_order else 1, stopped=False)
+
+
+def _preemptible(run_dir: str) -> bool:
+    """Whether the ranks stop in order at a SIGTERM."""
+    return os.path.exists(os.path.join(run_dir, "preemptible"))
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -115,14 +131,21 @@ def _tee(source: IO[bytes], sink: int, tail: bytearray) -> threading.Thread:
 def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tuple[int, float]]) -> list[End]:
     """Wait for the launcher, stop it when a signal was received, and return the ranks in the order in which they ended."""
     watch = _Watch(run_dir)
-    step, due = 0, 0.0
+    step, due, asked = 0, 0.0, False
     while process.poll() is None:
         watch.look(0.05)
-        impatient = step == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
+        impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
         if not received or (time.monotonic() < due and not impatient):
             continue
+        number = received[0][0]
+        if step == 0 and number == signal.SIGTERM and _preemptible(run_dir) and not asked:
+            asked = True
+            for member in _registry.members(run_dir):
+                if member.host == os.uname().nodename:  # they tell those of other hosts
+                    _kill([member.pid], signal.SIGTERM)
+            due = time.monotonic() + float(os.environ.get("JAXMPI_PREEMPTION_SECONDS", PREEMPTION_SECONDS))
+            continue
         if step == 0:
-            number = received[0][0]
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
@@ -180,10 +203,10 @@ def _exit_status(pidfd: int) -> int | None:
     return status if mask & (1 << 3) else None
 
 
-def _kill(pids: Iterable[int]) -> None:
+def _kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _kill_all(run_dir: str, only: set[int] | None) -> None:

@@ -1,4 +1,4 @@
-"""Tests of programs for several ranks: `assert_equivalent` on simulated ranks, `run_ranks` on real ones.
+"""Tests of programs for several ranks: `assert_equivalent` on simulated ranks, `run_ranks` on real ones, `faults` on purpose.
 
     @jaxmpi.testing.run_ranks(1, 2, 3, 4)
     def test_allreduce_sum():
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi import _faults as faults
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._jit import jit
 from jaxmpi._leaves import leaf_name
@@ -24,7 +25,7 @@ from jaxmpi._pool import RankFailure, Task, pool
 from jaxmpi._simulate import simulate
 from jaxmpi._step import Step
 
-__all__ = ["RankFailure", "assert_equivalent", "run_ranks"]
+__all__ = ["RankFailure", "assert_equivalent", "faults", "run_ranks"]
 
 
 def run_ranks(

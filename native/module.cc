@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <tuple>
 
 #include "staged.h"
 #include "transport.h"
@@ -29,19 +31,39 @@ std::mutex& one_at_a_time = *new std::mutex;
 std::atomic<int64_t> started = 0, ended = 0;  // messages
 PyObject* on_disagreement = nullptr;          // (word) -> str, or null
 
-class Entered {
- public:
-  Entered() : lock_(one_at_a_time) { ++started; }
-  ~Entered() { ++ended; }
 
- private:
-  std::lock_guard<std::mutex> lock_;
+// The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
+// this rank entered it, when all ranks had, and when it was done here; 0 for what has not happened yet.
+struct Event {
+  std::atomic<int64_t> word, bytes, start, met, end;
 };
+constexpr int64_t kEvents = 4096;
+Event events[kEvents];
 
 Transport& current() {
   if (!transport) throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
   return *transport;
 }
+
+class Entered {
+ public:
+  Entered(int64_t word, int64_t bytes) : lock_(one_at_a_time), event_(events[started % kEvents]) {
+    event_.word = word;
+    event_.bytes = bytes;
+    event_.met = event_.end = 0;
+    event_.start = now();
+    ++started;
+  }
+  ~Entered() {
+    event_.end = now();
+    if (transport && transport->met() >= event_.start) event_.met = transport->met();
+    ++ended;
+  }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+  Event& event_;
+};
 
 std::optional<Type> type_of(ffi::DataType type) {
   switch (type) {
@@ -96,7 +118,9 @@ template <class Run>
 ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
   try {
     std::vector<Array> arrays = arrays_of(args, rets);
-    const Entered entered;
+    int64_t bytes = 0;
+    for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
+    const Entered entered(word, bytes);
     run(current(), std::move(arrays));
     return ffi::Error::Success();
   } catch (const Disagreement&) {
@@ -175,9 +199,23 @@ std::pair<int64_t, int64_t> messages() {
   return {started, done};
 }
 
+// The word of the last message.
+int64_t word() { return started ? events[(started - 1) % kEvents].word.load() : 0; }
+
+// number, word, bytes, start, met, end
+auto last_events() {
+  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> out;
+  const int64_t end = started;
+  for (int64_t i = std::max<int64_t>(0, end - kEvents); i < end; ++i) {
+    const Event& event = events[i % kEvents];
+    out.emplace_back(i, event.word, event.bytes, event.start, event.met, event.end);
+  }
+  return out;
+}
+
 std::pair<int64_t, int64_t> meet(int64_t word) {
   nb::gil_scoped_release release;
-  const Entered entered;
+  const Entered entered(word, 0);
   const Extremes words = current().meet(word);
   return {words.smallest, words.largest};
 }
@@ -199,6 +237,8 @@ NB_MODULE(_native, m) {
   m.def("on_disagreement", [](nb::callable f) { Py_XSETREF(on_disagreement, f.release().ptr()); });
   m.def("meet", &meet);
   m.def("messages", &messages);
+  m.def("word", &word);
+  m.def("events", &last_events);
   m.def("close", &close);
 }
 

@@ -72,6 +72,8 @@ struct flock lock_of(int rank) {
 
 }  // namespace
 
+int64_t now() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+
 // What a rank says to the others: how many chunks it has laid out, reduced and taken since the beginning.
 struct Node::Post {
   alignas(kLine) std::atomic<uint64_t> laid_out;
@@ -125,6 +127,7 @@ bool Node::is_gone(int rank) const {
 Extremes Node::agree(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
   const int parity = messages_ & 1;
   wait(&Post::laid_out, chunks_ + 1);
+  met_ = now();
   Extremes extremes = {message.word, message.word};
   for (int rank = 0; rank < layout_.size; ++rank) {
     const int64_t word = rank == layout_.rank ? message.word : post(rank).word[parity];

@@ -34,6 +34,9 @@ struct Extremes {
   int64_t smallest, largest;
 };
 
+// Nanoseconds of the steady clock, which is Python's `time.monotonic_ns`.
+int64_t now();
+
 class Node {
  public:
   // Layout of the shared memory: for each rank a `Post`, then its slots.
@@ -66,6 +69,9 @@ class Node {
   // all nodes. If it throws, this rank can send nothing more.
   Extremes exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
 
+  // When all had laid out the first chunk of the last message.
+  int64_t met() const { return met_; }
+
  private:
   struct Post;
   Post& post(int rank) const;
@@ -81,6 +87,7 @@ class Node {
   int file_;
   uint64_t chunks_ = 0;  // of all messages before this one
   uint64_t messages_ = 0;
+  int64_t met_ = 0;
 };
 
 }  // namespace jaxmpi

@@ -47,6 +47,9 @@ class Transport {
 
   int size() const { return place_.size; }
 
+  // When all ranks of this node had entered the last message.
+  int64_t met() const { return node_->met(); }
+
   // Only compare.
   Extremes meet(int64_t word);
 

@@ -119,7 +119,16 @@ def assert_nothing_left(output, size):
         assert not _registry.processes(run_dir)
 
 
-PLAIN = {"mpiexec": None, "bind_to": None, "threads": None, "huge_pages": True, "mpi_options": (), "program": ("train.py",)}
+PLAIN = {
+    "mpiexec": None,
+    "bind_to": None,
+    "threads": None,
+    "huge_pages": True,
+    "restarts": 0,
+    "min_ranks": None,
+    "mpi_options": (),
+    "program": ("train.py",),
+}
 
 
 def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, madvise=False, **request):

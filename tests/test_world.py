@@ -53,6 +53,8 @@ calls = {
     "allgather_object": lambda: jaxmpi.allgather_object(1), "barrier": jaxmpi.barrier, "rank": jaxmpi.rank, "size": jaxmpi.size,
     "local_rank": jaxmpi.local_rank, "local_size": jaxmpi.local_size, "shard": lambda: jaxmpi.shard([1]),
     "get_logger": lambda: jaxmpi.get_logger("early", "somewhere"),
+    "preempted": jaxmpi.preempted, "save": lambda: jaxmpi.save("x", 1, 2), "latest": lambda: jaxmpi.latest("x"),
+    "restore": lambda: jaxmpi.restore("x", 1),
     "batches": lambda: jaxmpi.batches([1], 1), "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
 }
 for name, call in calls.items():
@@ -196,13 +198,26 @@ LAYERS = [
         "_backends",
         *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "native", "xla", "carriers")),
     },
-    {"_primitive", "_arrays", "_guard", "_world", "_simulate", "_agreement"},
+    {"_primitive", "_arrays", "_guard", "_recorder", "_stall", "_stop", "_world", "_simulate", "_agreement"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_step", "_jit"},
-    {"_collectives", "_objects", "_synchronize"},
+    {"_collectives", "_objects", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console"},
     {"_checkpoint", "_checkpoint.parts", "_checkpoint.files"},
-    {"checkpoint", "diagnose", "testing", "_pool", "_launch", "_mpiexec", "_supervise", "_blame", "__main__", "__init__"},
+    {
+        "checkpoint",
+        "diagnose",
+        "testing",
+        "_pool",
+        "_launch",
+        "_mpiexec",
+        "_supervise",
+        "_blame",
+        "_faults",
+        "_timeline",
+        "__main__",
+        "__init__",
+    },
 ]
 
 

@@ -79,7 +79,7 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
-    def extremes(self, word: int) -> tuple[int, int]:
+    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers."""
 
     def close(self) -> None:

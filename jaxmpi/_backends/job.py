@@ -7,7 +7,9 @@ the compiled programs.
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +21,14 @@ from jaxmpi._errors import MPIError, RankMismatchError
 
 __all__ = ["Job", "check_start"]
 
+EVENTS = 4096  # are kept
+
 
 class Job:
     """The ranks of `MPI_COMM_WORLD`."""
 
     name: str  # of the backend
+    in_band = False  # whether the ranks compare their programs while these run
 
     def __init__(self, mpi: Any) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
@@ -38,8 +43,11 @@ class Job:
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self._ends: dict[int, Any] = {}  # an output of the last program that each thread has started
-        self._entered = 0  # collectives outside of programs
+        self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
+        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
+        self._compared = 0
+        self._titles: dict[int, str] = {}  # of what was compared
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -52,7 +60,10 @@ class Job:
         return world.Split_type(self._mpi.COMM_TYPE_SHARED)
 
     def _enter(self) -> "_Entered":
-        self.finish()  # one order for both kinds of traffic, and never two threads inside MPI for their sake
+        if self.in_band:  # one order for both kinds of traffic
+            self.finish()
+        else:  # never two threads inside MPI for the sake of plain `jax.jit`
+            _jaxcompat.wait_for_effects()
         return _Entered(self)
 
     def finish(self) -> None:
@@ -65,6 +76,7 @@ class Job:
     def started(self, end: Any) -> None:
         """Keep an output of a program that was started, which nobody donates: XLA keeps the order within a thread."""
         self._ends[threading.get_ident()] = end
+        self._entered += not self.in_band
 
     def gather_sides(self, side: Any) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running."""
@@ -92,16 +104,39 @@ class Job:
         with self._enter():
             self._objects.Barrier()
 
-    def extremes(self, word: int) -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers: 16 bytes from each."""
+    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers: 16 bytes from each. `title` says what is compared."""
+        self._titles[word] = title
         self._word[0], self._word[1] = -word, word
+        event: list[int | None] = [self._compared, word, 0, time.monotonic_ns(), None, None]
+        self._compared += 1
+        self._events.append(event)
         with self._enter():
             self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
+        event[4] = event[5] = time.monotonic_ns()
         return -int(self._words[0]), int(self._words[1])
 
+    # for those who watch, from any thread
+
     def progress(self) -> tuple[int, bool]:
-        """How many collectives outside of programs this rank has entered, and whether it is inside one; for the guard."""
-        return self._entered, self._inside
+        """How many collectives and programs this rank has entered, and whether it is inside one."""
+        running = not self.in_band and any(not end.is_ready() for end in list(self._ends.values()))
+        return self._entered, self._inside or running
+
+    def doing(self) -> int:
+        """The word of the last collective, or program, that this rank has entered."""
+        return self._events[-1][1] or 0 if self._events else 0
+
+    def events(self) -> list[Sequence[int | None]]:
+        """The last collectives: number, word, bytes, and when this rank entered it, all had, and it was done.
+
+        Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
+        """
+        return [*self._events]
+
+    def described(self, word: int) -> tuple[int, str]:
+        """Of a word that was sent: that of its program, and what it was."""
+        return word, self._titles.get(word, "")
 
     # the guard's channel: short messages that nobody has to be waiting for
 

@@ -31,7 +31,6 @@ class Mpi(Job):
     name = "mpi"
     transport = "mpi4jax"
     divides = False  # whether it carries "mean", and sums short floats in float32
-    in_band = False  # whether the ranks compare their programs while these run
 
     def __init__(self, launched: int, device: str | None) -> None:
         """Join the other ranks.

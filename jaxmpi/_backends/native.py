@@ -154,8 +154,9 @@ class Native(Mpi):
         """
         self._native.on_disagreement(lambda word: explain(*self._statements.get(word, (word, "a program of an earlier init"))))
 
-    def extremes(self, word: int) -> tuple[int, int]:
+    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
+        self._titles[word] = title
         with self._enter():
             return self._native.meet(word)
 
@@ -164,6 +165,18 @@ class Native(Mpi):
         entered, inside = super().progress()
         started, ended = self._native.messages()
         return entered + started, inside or started > ended
+
+    def doing(self) -> int:
+        """The word of the last message."""
+        return self._native.word()
+
+    def events(self) -> list[Sequence[int | None]]:
+        """The last messages, as `Job` has them."""
+        return self._native.events()
+
+    def described(self, word: int) -> tuple[int, str]:
+        """As that of `Job`."""
+        return self._statements.get(word) or super().described(word)
 
     def close(self) -> None:
         """Free the communicators, the shared memory, and the programs that were compiled for them."""

@@ -6,6 +6,7 @@ from operator import itemgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import _agreement, _jaxcompat
@@ -43,18 +44,25 @@ class Program:
         return self.tree.unflatten(self.call(leaves))
 
     def compiled(self, options: Mapping[str, Any]) -> Callable[[Sequence[Any]], Any]:
-        """A function of the arguments' arrays that runs it, with these options of `jax.jit`."""
+        """A function of the arguments' arrays that runs it, with these options of `jax.jit`.
+
+        It returns an array that is ready when the program has ended, and that nobody donates, and the outputs.
+        """
         given, kept = ([i for i, d in enumerate(self.donated) if d == which] for which in (True, False))
         order = np.argsort([*given, *kept]).tolist()
 
-        def flat(given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        def flat(given: Sequence[Any], kept: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
             leaves = (*given, *kept)
-            return self.call([leaves[i] for i in order])
+            return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
+
+        def run(leaves: Sequence[Any]) -> Any:
+            end, outs = jitted(take_given(leaves), take_kept(leaves))
+            return end, self.tree.unflatten(outs)
 
         flat.__name__ = self.function.title
         jitted = jax.jit(flat, donate_argnums=0, **options)
         take_given, take_kept = _taker(given), _taker(kept)
-        return lambda leaves: self.tree.unflatten(jitted(take_given(leaves), take_kept(leaves)))
+        return run
 
 
 def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

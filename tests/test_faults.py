@@ -1,0 +1,95 @@
+"""Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
+
+`make faults` runs all cells and puts their seconds into docs/reliability.md; the other tests run a cell of each kind.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from test_guard import end, jaxmpi_run
+
+MODES = ("eager", "jit", "scan", "evaluation", "save")
+RANKS = (2, 3, 4)
+WAYS = ("native", "mpi4jax", "xla")
+
+MISMATCH = "RankMismatchError"
+# what ends the job, of each rank if it says "each"; "" where it goes on
+ENDS = {
+    "raise": "RuntimeError: a fault on purpose",
+    "exit": "has exited|exited with code|did not end in order|has ended",
+    "exit 3": "has exited|exited with code|did not end in order|has ended",
+    "kill": "was killed by signal 9",
+    "stop": "does not answer: it is stopped",
+    "delay": "",
+    "nan": "",
+    "shape": MISMATCH,
+    "dtype": MISMATCH,
+    "extra": f"{MISMATCH}|has exited|did not come|has ended",
+    "missing": f"{MISMATCH}|has exited|did not come|has ended",
+    "recompile": "",
+}
+SECONDS = 25.0  # from the fault to the end of the job
+
+CELLS = [(kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS]
+FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "ranks", "way"), [pytest.param(*c, marks=[] if c in FEW else pytest.mark.faults) for c in CELLS]
+)
+def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMPI_BACKEND", "xla" if way == "xla" else "mpi")
+    if way != "xla":
+        monkeypatch.setenv("JAXMPI_TRANSPORT", way)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "2")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")
+    before = segments()
+    script = Path(__file__).with_name("fault_script.py")
+    code, output, _, left = end(jaxmpi_run(ranks, script, mode, kind, tmp_path / "saved"), str(tmp_path), timeout=120)
+    seconds = time.time() - max(map(float, re.findall(r"now (\d+\.\d+)", output)))
+    assert not left, f"still running: {left}\n{output}"
+    assert segments() <= before, output
+    goes_on = not ENDS[kind] or (mode == "save" and kind == "nan")
+    if goes_on:
+        assert code == 0 and output.count("the same on all ranks: True") == ranks, output
+        if kind == "nan" and mode in ("jit", "scan"):
+            assert f"skipped {3 if mode == 'scan' else 1}" in output, output
+    else:
+        assert code and re.search(ENDS[kind], output), output
+        if kind in ("shape", "dtype"):
+            assert len(set(re.findall(rf"\[(\d+)\] .*{MISMATCH}", output))) == ranks, output
+    assert seconds < SECONDS, output
+    if table := os.environ.get("JAXMPI_FAULTS_TABLE"):
+        with open(table, "a") as file:
+            file.write(json.dumps([kind, mode, ranks, way, round(seconds, 1), "goes on" if goes_on else "ends"]) + "\n")
+
+
+def segments():
+    return {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
+
+
+def write_table(results, page):
+    """Put the seconds of `make faults` into the page."""
+    cells = [json.loads(line) for line in Path(results).read_text().splitlines()]
+    seconds, promise = defaultdict(list), {}
+    for kind, mode, _, way, time_, how in cells:
+        seconds[kind, mode, way].append(time_)
+        promise[kind] = how
+    lines = ["| fault | the job | " + " | ".join(MODES) + " |", "|---|---|" + "---|" * len(MODES)]
+    for kind in ENDS:
+        of = lambda mode, kind=kind: [f"{max(seconds[kind, mode, way]):.1f}" for way in WAYS if seconds[kind, mode, way]]
+        lines.append(f"| {kind} | {promise.get(kind, '-')} | " + " | ".join(" / ".join(of(mode)) for mode in MODES) + " |")
+    text = Path(page).read_text()
+    begin, close = "<!-- faults -->\n", "<!-- end of faults -->"
+    head, rest = text.split(begin)
+    Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + rest.split(close)[1])
+
+
+if __name__ == "__main__":
+    write_table(*sys.argv[1:])

@@ -1,0 +1,326 @@
+"""A job that hangs says why, and ends; the flight recorder; stopping together; restarts; faults on purpose."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_guard import end, jaxmpi_run
+
+import jaxmpi
+from jaxmpi import _timeline
+from jaxmpi.testing import faults, run_ranks
+
+STALLS = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp
+import jaxmpi
+rank = jaxmpi.init().rank
+what = sys.argv[1]
+
+@jaxmpi.jit
+def train_step(x):
+    return jaxmpi.tree_allreduce({"w": x})["w"]  # the collective
+
+def load_batch():
+    time.sleep(float(sys.argv[2]))  # the slow line
+
+x = jnp.ones(100)
+for i in range(30):
+    if rank == 1 and i == 25:
+        if what == "sleep":
+            load_batch()
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "barrier":
+            jaxmpi.barrier()
+    if what == "objects":
+        jaxmpi.allgather_object(i)
+    else:
+        x = train_step(x)
+        x.block_until_ready()
+print(f"rank {rank} is through", flush=True)
+"""
+
+
+def stalled(tmp_path, monkeypatch, what, seconds, *, backend="mpi", ranks=2):
+    script = tmp_path / "script.py"
+    script.write_text(STALLS)
+    monkeypatch.setenv("JAXMPI_BACKEND", backend)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "4")
+    return end(jaxmpi_run(ranks, script, what, str(seconds)), str(tmp_path))
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("mpi", 3), ("xla", 2)])
+def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypatch, backend, ranks):
+    code, output, seconds, left = stalled(tmp_path, monkeypatch, "sleep", 100, backend=backend, ranks=ranks)
+    assert code and seconds < 30 and not left, output
+    line = STALLS[: STALLS.index("# the collective")].count("\n") + 1
+    report = rf"\[rank 0/{ranks} on \S+\] stalled: has waited 1 s in .*train_step"
+    assert re.search(report, output), output
+    if backend == "mpi":
+        assert f"allreduce mean of float32[100] at script.py:{line} of train_step" in output or "JAXMPI_TRANSPORT" in os.environ
+    assert re.search(r"missing: rank 1 \(pid \d+ on \S+\), after ", output), output
+    line = STALLS[: STALLS.index("# the slow line")].count("\n") + 1
+    assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
+    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and "the job ends in 3 s" in output
+    assert "stalled for 4 s: rank 1 on" in output and output.count("] stalled: has waited 1 s") == 1, output
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
+    code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
+    assert not code and not left and output.count("is through") == 2, output
+    assert "stalled: has waited 1 s" in output and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
+    code, output, seconds, left = stalled(tmp_path, monkeypatch, "stop", 0)
+    assert code and seconds < 30 and not left, output
+    assert re.search(r"missing: rank 1 \(pid \d+ on \S+\) does not answer: it is stopped", output), output
+
+
+def test_ordinary_work_is_no_stall(tmp_path, monkeypatch):
+    code, output, _, _ = stalled(tmp_path, monkeypatch, "objects", 0)
+    assert not code and "stalled" not in output, output
+
+
+@pytest.mark.parametrize("text", ["soon", "-1"])
+def test_bad_seconds(tmp_path, monkeypatch, text):
+    script = tmp_path / "script.py"
+    script.write_text("import jaxmpi; jaxmpi.init()")
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", text)
+    code, output, _, _ = end(jaxmpi_run(2, script), str(tmp_path))
+    assert code and f"init: JAXMPI_STALL_SECONDS is '{text}'. It is a number of seconds" in output
+
+
+# the flight recorder
+
+WORKS = """
+import os, sys, time
+import jax.numpy as jnp
+import jaxmpi
+rank = jaxmpi.init().rank
+step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
+x = jnp.ones(1000)
+for i in range(20):
+    time.sleep(0.02 * rank)
+    x = step(x).block_until_ready()
+print(f"pid {os.getpid()}", flush=True)
+if sys.argv[1] == "raise" and rank == 1:
+    raise ValueError("boom")
+if sys.argv[1] == "wait":
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
+    (tmp_path / "script.py").write_text(WORKS)
+    flight = tmp_path / "flight"
+    monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(flight))
+    code, output, _, _ = end(jaxmpi_run(ranks, tmp_path / "script.py", how), str(tmp_path))
+    assert bool(code) == (how == "raise"), output
+    there = {path.name for path in flight.iterdir()}
+    assert there >= ({f"rank-{r}.json" for r in range(ranks)} if how == "end" else {"rank-1.json"})
+    assert _timeline.run([str(flight)]) == 0
+    table = capsys.readouterr().out
+    if how == "end":
+        lines = table.splitlines()[1 : 1 + ranks]
+        last = [float(line.split()[-2]) for line in lines]
+        assert last[-1] > 80, table  # the last rank is the slowest
+        before = [float(re.findall(r"[\d.]+, ([\d.]+), [\d.]+", line)[0]) for line in lines]
+        assert before[0] < 20 <= before[1] < 35, table
+    events = json.loads((flight / "timeline.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X" and "allreduce" in e["name"]]
+    assert {e["args"]["bytes"] for e in spans} == {4000} or "JAXMPI_TRANSPORT" in os.environ
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_a_signal_writes_the_records(tmp_path):
+    (tmp_path / "script.py").write_text(WORKS)
+    go = tmp_path / "go"
+    command = jaxmpi_run(2, tmp_path / "script.py", "wait", go)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        lines, pid = [], None
+        for line in job.stdout:
+            lines.append(line)
+            if pid is None and (found := re.search(r"pid (\d+)$", line.strip())):
+                pid = int(found[1])
+                os.kill(pid, signal.SIGUSR1)
+            if "SIGUSR1" in line:
+                go.touch()
+    assert job.returncode == 0, lines
+    (said,) = [line for line in lines if "SIGUSR1" in line]
+    assert "this rank is after allreduce mean of float32[1000]" in said or "JAXMPI_TRANSPORT" in os.environ, said
+    path = Path(re.search(r"are in (\S+)", said)[1])
+    assert len(json.loads(path.read_text())["events"]) >= 20
+    path.unlink()
+
+
+def test_no_records(tmp_path, capsys):
+    assert _timeline.run([str(tmp_path)]) == 2
+    assert "there is no flight record" in capsys.readouterr().err
+    (tmp_path / "rank-0.json").write_text("[]")
+    assert _timeline.run([str(tmp_path)]) == 2
+    assert "rank-0.json is no flight record of jaxmpi" in capsys.readouterr().err
+
+
+# stop together
+
+STOPS = """
+import os, signal, sys, time
+import numpy as np
+import jaxmpi
+rank = jaxmpi.init().rank
+for step in range(10_000):
+    time.sleep(0.001 * np.random.default_rng(rank * 10_000 + step).random())
+    if rank == jaxmpi.size() - 1 and step == 100 and sys.argv[1] == "rank":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if step == 50 and rank == 0:
+        print("here", flush=True)
+    if jaxmpi.preempted():
+        assert jaxmpi.preempted()
+        assert len(set(jaxmpi.allgather_object(step))) == 1
+        jaxmpi.save(sys.argv[2], step, {"step": step})
+        print(f"rank {rank} has saved", flush=True)
+        sys.exit(0)
+    if step % 10 == 0:
+        jaxmpi.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("whom", ["rank", "launcher"])
+def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, ranks, whom):
+    script = tmp_path / "script.py"
+    script.write_text(STOPS)
+    command = (
+        jaxmpi_run(ranks, script, whom, tmp_path / "saved")
+        if ranks > 1
+        else [sys.executable, script, "rank", tmp_path / "saved"]
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        if whom == "launcher" and ranks > 1:
+            assert "here" in job.stdout.readline()
+            job.send_signal(signal.SIGTERM)
+        out, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert out.count("has saved") == ranks and "told to end (SIGTERM)" in errors
+    if whom == "launcher" and ranks > 1:
+        assert "the job was stopped by SIGTERM, and has ended in order" in errors
+    jaxmpi.init()
+    assert (jaxmpi.latest(tmp_path / "saved") or 0) >= 50
+
+
+# restarts
+
+TRAINS = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxmpi
+from jaxmpi.testing import faults
+world = jaxmpi.init()
+directory, kind, call = sys.argv[1], sys.argv[2], int(sys.argv[3])
+data = np.arange(96.0, dtype=np.float32).reshape(48, 2) / 100
+tx = jaxmpi.sharded(optax.adam(0.1))
+
+@jaxmpi.jit
+def step(params, state, batch, mask):
+    def loss(p):
+        return jnp.sum(jnp.where(mask, ((batch @ p["w"]) - 1) ** 2, 0)) / 6
+    grads = jax.tree.map(lambda g: g * world.size, jax.grad(loss)(params))
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+params = {"w": jnp.array([0.5, -0.5])}
+run = {"params": params, "state": tx.init(params), "epoch": 0, "batch": 0}
+if jaxmpi.latest(directory) is not None:
+    run = jaxmpi.restore(directory, run)
+first = os.environ["JAXMPI_RESTART"] == "0"
+faulty = faults.inject(step, kind, rank=world.size - 1, call=call) if first and kind != "none" else step
+while run["epoch"] < 4:
+    batches = jaxmpi.batches(data, 6, seed=0, epoch=run["epoch"], start=6 * run["batch"], remainder="mask")
+    for batch, mask in batches:
+        params, state = faulty(run["params"], run["state"], batch, mask)
+        run |= {"params": params, "state": state, "batch": run["batch"] + 1}
+        jaxmpi.save(directory, run["epoch"] * 100 + run["batch"], run)
+    run |= {"epoch": run["epoch"] + 1, "batch": 0}
+if jaxmpi.rank() == 0:
+    print("final", np.asarray(run["params"]["w"]).tobytes().hex(), jaxmpi.size(), flush=True)
+"""
+
+
+def trained(tmp_path, name, *args, ranks=2, options=()):
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    command = [*jaxmpi_run(ranks, *options, script, tmp_path / name, *args)]
+    code, output, _, left = end(command, str(tmp_path / name), timeout=120)
+    assert not left
+    return code, output
+
+
+@pytest.mark.parametrize("kind", ["kill", "raise", "exit 3"])
+def test_a_job_that_has_failed_goes_on_as_if_nothing_had_happened(tmp_path, kind):
+    code, output = trained(tmp_path, "undisturbed", "none", "0")
+    assert not code, output
+    want = re.search(r"final \S+ 2", output)[0]
+    code, output = trained(tmp_path, "disturbed", kind, "13", options=["--restarts", "2"])
+    assert not code and "restart 1 of 2" in output and re.search(r"final \S+ 2", output)[0] == want, output
+
+
+def test_fewer_ranks_after_a_failure(tmp_path):
+    options = ["--restarts", "1", "--min-ranks", "2"]
+    code, output = trained(tmp_path, "fewer", "kill", "5", ranks=3, options=options)
+    assert not code and re.search(r"final \S+ 2", output), output
+
+
+def test_what_fails_each_time_fails(tmp_path):
+    (tmp_path / "script.py").write_text("import jaxmpi; jaxmpi.init(); raise ValueError('again')")
+    code, output, _, _ = end(jaxmpi_run(2, "--restarts", "2", tmp_path / "script.py"), str(tmp_path))
+    assert code and output.count("the job failed") == 3 and "restart 2 of 2" in output
+
+
+# faults
+
+
+@run_ranks(1, 2, 3)
+def test_faults_come_at_their_call_on_their_rank():
+    seen = []
+    here = lambda: jaxmpi.rank() == jaxmpi.size() - 1
+    rank = jaxmpi.size() - 1
+    faulty = faults.inject(lambda x: seen.append(x) or len(seen), "extra", rank=rank, call=1)
+    assert [faulty(1.0), faulty(2.0)] == ([1, 3] if here() else [1, 2])
+    faulty = faults.inject(lambda x: float(x[0]), "missing", rank=rank, call=1)
+    assert [faulty([1]), faulty([2]), faulty([3])] == ([1, 1, 3] if here() else [1, 2, 3])
+    changed = {"nan": lambda x: np.isnan(x[0]), "flip": lambda x: x[0] != 1 and abs(x[0] - 1) < 1e-6}
+    for kind, holds in changed.items():
+        got = faults.inject(lambda x: x["a"], kind, rank=rank)({"a": jnp.ones(3), "i": 1})
+        assert bool(holds(got)) == here() and bool((got[1:] == 1).all())
+    assert faults.inject(jnp.shape, "shape", rank=rank)(jnp.ones((3, 2))) == ((2, 2) if here() else (3, 2))
+    assert faults.inject(jnp.result_type, "dtype", rank=rank)(jnp.ones(3)) == (jnp.int32 if here() else jnp.float32)
+    if here():
+        with pytest.raises(RuntimeError, match="a fault on purpose"):
+            faults.inject(seen.append, "raise", rank=rank)(1)
+        with pytest.raises(SystemExit, match="3"):
+            faults.inject(seen.append, "exit 3", rank=rank)(1)
+        start = time.monotonic()
+        faults.inject(seen.append, "delay", rank=rank, seconds=0.2)(1)
+        assert time.monotonic() - start >= 0.2
+    step = jax.jit(lambda x: x + 1)
+    step(1)
+    faults.inject(step, "recompile", rank=rank)(1)
+    with pytest.raises(ValueError, match="kind 'explode' is unknown"):
+        faults.inject(step, "explode")
+    with pytest.raises(ValueError, match="no float array to change"):
+        faults.inject(step, "nan", rank=jaxmpi.rank())(1)
