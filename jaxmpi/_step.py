@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _agreement, _axis, _jaxcompat, _world
+from jaxmpi import _agreement, _axis, _check, _jaxcompat, _world
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
 from jaxmpi._program.program import Program, build_program, check_arguments
@@ -34,15 +34,31 @@ class Step:
             return self._inside(backend)(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
+        return self._checked(args, kwargs) if self._checks else self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Run the program for these arguments, where there are several ranks."""
         if self._in_band:
             return self._compared(args, kwargs)
         program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
-        _agreement.meet(backend, program.statement, program.sides)
+        _agreement.meet(self._backend, program.statement, program.sides)
         end, out = run(leaves)
-        backend.started(end)
+        self._backend.started(end)
         return self._settle(out)
+
+    def _checked(self, args: Any, kwargs: Any) -> Any:
+        """The same, with all that is to be equal on the ranks compared before and after."""
+        program, _, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
+        if not program.statement:
+            return self._run(args, kwargs)
+        _agreement.meet(self._backend, program.statement, program.sides)
+        title, (before, after) = self._function.title, program.equal
+        _check.compare(self._backend, title, program.arguments, leaves, before)
+        out = self._run(args, kwargs)
+        _check.compare(self._backend, title, program.outputs, jax.tree.leaves(out), after)
+        return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
@@ -81,6 +97,7 @@ class Step:
             self._backend, self._programs = backend, []
             self._alone = backend.place.size == 1 or backend.name == "simulate"
             self._in_band = not self._alone and backend.name == "mpi" and backend.in_band
+            self._checks = _check.wanted()
             if not self._alone:
                 _flat_options(self._options)  # raises for what several ranks cannot have
             self._jitted = jax.jit(self._body(hide=True), **self._options)

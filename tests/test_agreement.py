@@ -1,5 +1,6 @@
 """Ranks that are about to do different things all get the same error, at once, with both sides; and order is kept."""
 
+import os
 import re
 import time
 
@@ -226,3 +227,30 @@ def test_no_effect_is_left_outside():
     assert not step.trace(X).jaxpr.effects
     text = step.lower(X).as_text()
     assert len(re.findall("custom_call @", text)) == 1
+
+
+def one_step(params, x):
+    return {"w": params["w"] - lax.pmean(x, R)}, x
+
+
+@run_ranks(2, 3)
+def test_a_full_check_finds_what_is_not_equal():
+    """JAXMPI_CHECK=1 compares the values of what is to be equal, too."""
+    last = jaxmpi.rank() == jaxmpi.size() - 1
+    os.environ["JAXMPI_CHECK"] = "1"
+    try:
+        step = jaxmpi.jit(one_step, replicated_argnums=0, donate_argnums=0)
+        params, _ = step({"w": jnp.asarray(X)}, X * jaxmpi.rank())
+        np.testing.assert_allclose(params["w"], X - (jaxmpi.size() - 1) / 2)
+        other = {"w": jnp.nextafter(params["w"], jnp.inf) if last else params["w"]}
+        with (
+            pytest.raises(
+                RankMismatchError, match=rf"one_step: argument 0\['w'\].* is not equal .*: rank {jaxmpi.size() - 1} has other"
+            )
+            if jaxmpi.size() > 2
+            else pytest.raises(RankMismatchError, match=r"one_step: argument 0\['w'\]: float32\[4\] is not equal")
+        ):
+            step(other, X)
+    finally:
+        del os.environ["JAXMPI_CHECK"]
+    jaxmpi.jit(one_step)({"w": jnp.asarray(X) * jaxmpi.rank()}, X)

@@ -200,7 +200,7 @@ LAYERS = [
     },
     {"_primitive", "_arrays", "_guard", "_recorder", "_stall", "_stop", "_world", "_simulate", "_agreement"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
-    {"_step", "_jit"},
+    {"_check", "_step", "_jit"},
     {"_collectives", "_objects", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console"},
     {"_checkpoint", "_checkpoint.parts", "_checkpoint.files"},

@@ -32,6 +32,8 @@ class Program:
     statement: _agreement.Statement | None  # of it; None where the ranks have nothing to agree on
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
+    outputs: list[str]  # in words
+    equal: tuple[list[bool], list[bool]]  # which arrays of the arguments, and of the outputs, are the same on all ranks
     structure: Any = None  # of the arguments
     key: Any = None
 
@@ -91,9 +93,11 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     )
     size = backend.place.size
     jaxpr, captured = trace(flat, size, avals)
+    replicated = [function.replicated.hold(path) and not is_own(path) for path, _ in paths]
+    varies: list[bool] = []
     if size > 1:
-        inputs = [True] * len(captured) + [is_own(path) or not function.replicated.hold(path) for path, _ in paths]
-        varies = varying(jaxpr, inputs, warn=backend.place.rank == 0)
+        inputs = [True] * len(captured) + [not same for same in replicated]
+        varies = list(varying(jaxpr, inputs, warn=backend.place.rank == 0))
         _check_outputs(function, tree, varies)
     if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
         jaxpr = fold(jaxpr, size)
@@ -111,7 +115,10 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
 
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     donated = [function.donated.hold(path) for path, _ in paths]
-    return Program(function, call, tree, entries, statement, arguments, donated)
+    outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies)) if varies else ([], None)
+    outputs = [f"output {leaf_name(path)}" for path, _ in outs]
+    equal = replicated, [not differs and not is_own(path) for path, differs in outs]
+    return Program(function, call, tree, entries, statement, arguments, donated, outputs, equal)
 
 
 def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,77 @@
+"""What watching costs: a step of about 10 ms with the guard's thread and without it, and what the ranks' agreement adds.
+
+    jaxmpi run -n 2 benchmarks/overhead.py
+    JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
+
+Exits with 1 where both together are more than a hundredth of the step.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import Report, parser
+
+import jaxmpi
+from jaxmpi import _guard, _world
+
+STEP_SECONDS = 0.01
+LIMIT = 0.01  # of the step
+
+args = parser(__doc__).parse_args()
+report = Report("overhead", args)
+guard, backend = _guard.active(), _world.current("benchmark")
+poll_seconds = _guard.POLL_SECONDS
+
+
+def watch(seconds):
+    """Have the guard's thread look so often; it learns of it at its next look, which is now."""
+    if seconds != _guard.POLL_SECONDS:
+        _guard.POLL_SECONDS = seconds
+        guard._wakeup.send(b"\0")
+
+
+def step_of(times):
+    def step(x):
+        x = jax.lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x), x)
+        return jaxmpi.tree_allreduce(x[:16, :16]), x
+
+    return jaxmpi.jit(step)
+
+
+x = jnp.ones((256, 256)) / 256
+trial = step_of(20)
+jax.block_until_ready(trial(x))
+start = time.perf_counter()
+jax.block_until_ready(trial(x))
+took = max(jaxmpi.allgather_object(time.perf_counter() - start))
+step = step_of(max(1, round(20 * STEP_SECONDS / took)))
+
+
+def watched():
+    watch(poll_seconds)
+    return step(x)
+
+
+def unwatched():
+    watch(3600.0)
+    return step(x)
+
+
+def agreement():
+    watch(poll_seconds)
+    backend.extremes(1, "benchmark")
+    return np.zeros(())
+
+
+times = report.measure(
+    "step of 10 ms", {"unwatched": unwatched, "watched": watched, "the ranks agree": agreement}, seconds=10.0
+)
+watch(poll_seconds)
+report.ratio("step of 10 ms", "watched / unwatched", times["watched"], times["unwatched"])
+report.ratio("step of 10 ms", "agreement / unwatched", times["the ranks agree"], times["unwatched"])
+added = np.median(times["watched"]) - np.median(times["unwatched"]) + np.median(times["the ranks agree"])
+both = np.full_like(times["unwatched"], np.median(times["unwatched"]) + added)
+report.ratio("step of 10 ms", "with both / without", both, times["unwatched"], at_most=1 + LIMIT)
+report.finish()

@@ -1,0 +1,49 @@
+"""JAXMPI_CHECK=1: what should be equal on all ranks is compared, bit by bit, before and after every call of a step.
+
+A step is many times slower with it: it is for finding out when, and where, replicas part.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._leaves import is_key
+
+__all__ = ["compare", "wanted"]
+
+
+def wanted() -> bool:
+    """Whether JAXMPI_CHECK asks for it."""
+    return os.environ.get("JAXMPI_CHECK", "") not in ("", "0")
+
+
+def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any], equal: Sequence[bool]) -> None:
+    """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
+
+    Args:
+      backend: the ranks.
+      title: of the step.
+      names: of the arrays.
+      leaves: the arrays.
+      equal: which of them are to be equal.
+    """
+    sums = {name: _checksum(x) for name, x, same in zip(names, leaves, equal, strict=True) if same}
+    everyone = backend.allgather_object(sums)
+    for name in sums:
+        values = [of_rank.get(name) for of_rank in everyone]
+        usual = max(values, key=values.count)
+        if other := [rank for rank, value in enumerate(values) if value != usual]:
+            raise RankMismatchError(
+                f"{title}: {name} is not equal on all ranks: rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} "
+                f"{'have' if len(other) > 1 else 'has'} other values (JAXMPI_CHECK). Synchronize what is different from the "
+                "start with jaxmpi.synchronize, and look for what changes it on one rank alone."
+            )
+
+
+def _checksum(x: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(jax.random.key_data(x) if is_key(jax.numpy.asarray(x)) else x).tobytes())
