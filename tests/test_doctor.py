@@ -1,0 +1,127 @@
+"""`jaxmpi doctor` says what is wrong, and what to do, in environments that are broken in one way each."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxmpi
+from jaxmpi import _devices, _doctor
+
+
+def doctor(*args, cwd=None, **environ):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi", "doctor", *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=cwd,
+        env={**os.environ, **environ},
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def lines(output):
+    """Verdict and text by topic; the advice belongs to the text."""
+    found = re.findall(r"^  (ok|slow|broken) +([\w ]+): (.*(?:\n {10}.*)*)", output, re.MULTILINE)
+    return {topic: (verdict, " ".join(text.split())) for verdict, topic, text in found}
+
+
+def path_of(tmp_path, name, text):
+    (tmp_path / f"{name}.py").write_text(text)
+    return os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+
+def fake_launcher(tmp_path, text):
+    path = tmp_path / "mpirun"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_where_all_is_well():
+    code, output = doctor()
+    said = lines(output)
+    assert code == 0 and "jaxmpi works here." in output, output
+    assert list(said) == [
+        *("Python", "jax", "cores", "shared memory", "devices", "mpi4py", "launcher", "mpi4jax", "transport", "a job"),
+        *("latency", "bandwidth"),
+    ]
+    assert {said[topic][0] for topic in ("mpi4py", "launcher", "mpi4jax", "a job", "devices")} == {"ok"}
+    assert re.search(r"[\d.]+ times a memcpy", said["bandwidth"][1])
+
+
+def test_without_mpi4py(tmp_path):
+    code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")"))
+    assert code == 1 and "Something is broken" in output
+    verdict, text = lines(output)["mpi4py"]
+    assert verdict == "broken" and "mpi4py is not installed" in text and "pip install mpi4py" in text
+    assert "a job" not in lines(output)
+
+
+def test_with_the_launcher_of_another_mpi(tmp_path):
+    code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, "echo 'HYDRA build details, Version: 4.2'"))
+    verdict, text = lines(output)["launcher"]
+    if "Open MPI" in lines(output)["mpi4py"][1]:
+        assert (
+            code == 1
+            and verdict == "broken"
+            and "is MPICH's, but mpi4py loads Open MPI" in text
+            and "-> Give --mpiexec" in text
+        )
+
+
+def test_without_a_launcher():
+    code, output = doctor(JAXMPI_MPIEXEC="/nowhere/mpirun")
+    verdict, text = lines(output)["launcher"]
+    assert code == 1 and verdict == "broken" and "/nowhere/mpirun is not a program" in text and "-> Give --mpiexec" in text
+
+
+def test_with_an_mpi4jax_that_does_not_load(tmp_path):
+    code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4jax", "raise ImportError('libmpi.so.12: cannot open')"))
+    verdict, text = lines(output)["mpi4jax"]
+    assert (
+        code == 1 and verdict == "broken" and "libmpi.so.12: cannot open" in text and "pip install --no-build-isolation" in text
+    )
+
+
+def test_without_the_extension(tmp_path):
+    shutil.copytree(Path(jaxmpi.__file__).parent, tmp_path / "jaxmpi", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    code, output = doctor("-n", "1", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    verdict, text = lines(output)["transport"]
+    assert code == 0 and verdict == "slow" and "the extension is not built" in text and "-> Install a C++ compiler" in text
+
+
+def test_with_ranks_that_do_not_start(tmp_path):
+    text = "case $1 in --version) echo 'mpirun (Open MPI) 5.0';; *) echo 'no slots' >&2; exit 7;; esac"
+    code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, text))
+    if "Open MPI" in lines(output)["mpi4py"][1]:
+        verdict, text = lines(output)["a job"]
+        assert code == 1 and verdict == "broken" and "code 7" in text and "-> Try: " in text
+
+
+def test_with_one_gpu_for_four_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(_devices, "visible", lambda devices=None, dev=None: ["0"])
+    finding = _doctor._devices_of(4, tmp_path)
+    assert finding.verdict == "slow" and "1 for 4 ranks" in finding.text and "Start 1 ranks" in finding.advice
+
+
+def test_with_gpus_that_jax_does_not_use(tmp_path):
+    (tmp_path / "nvidia0").touch()
+    finding = _doctor._devices_of(1, tmp_path)
+    assert finding.verdict == "slow" and "1 NVIDIA devices" in finding.text and "jax[cuda" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("quota", "ranks", "words"), [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")]
+)
+def test_of_the_cores(monkeypatch, quota, ranks, words):
+    monkeypatch.setattr(_doctor, "_quota", lambda: quota)
+    machine = _doctor._launch.Machine(cores=2, bindable=True, root=False, huge_pages=False)
+    finding = next(iter(_doctor._cores(ranks, machine)))
+    assert words in str(finding) and (finding.verdict == "ok") == (words == "ranks are bound")
