@@ -15,6 +15,7 @@ from jaxmpi._collectives import (
 )
 from jaxmpi._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
+from jaxmpi._notebook import launch
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim.accumulate import accumulate
 from jaxmpi._optim.average import average_gradients, distributed
@@ -64,6 +65,7 @@ __all__ = [
     "initialized",
     "jit",
     "latest",
+    "launch",
     "local",
     "local_rank",
     "local_sgd",

@@ -5,6 +5,7 @@ import faulthandler
 import importlib.util
 import inspect
 import io
+import math
 import os
 import pickle
 import signal
@@ -19,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Pool", "RankFailure", "Task", "pool"]
+__all__ = ["Call", "Pool", "RankFailure", "Result", "Task", "pool"]
 
 ADDRESS = "JAXMPI_TESTING_ADDRESS"
 START_SECONDS = 60.0
@@ -40,10 +41,20 @@ class Task(NamedTuple):
     timeout_seconds: float
 
 
-class _Result(NamedTuple):
+class Call(NamedTuple):
+    """A function with its arguments, as cloudpickle has pickled them, and how long it may take."""
+
+    pickled: bytes
+    timeout_seconds: float
+
+
+class Result(NamedTuple):
+    """What a rank says when it has run a task: its error, what it has printed, and what a call has returned, pickled."""
+
     rank: int
     error: str | None
     output: str
+    value: bytes = b""
 
 
 # the outer process
@@ -99,17 +110,21 @@ class Pool:
         """Whether it can take a task."""
         return self._process.poll() is None
 
-    def run(self, task: Task) -> None:
+    def run(self, task: Task | Call) -> list[Result]:
         """Run one task on every rank; raise a RankFailure with every failing rank's words."""
         self._log.truncate(0)
+        if isinstance(task, Task):
+            task = task._replace(kwargs=pickle.dumps(task.kwargs))  # to be read once the test's module is there
         for connection in self.ranks.values():
-            connection.send(task._replace(kwargs=pickle.dumps(task.kwargs)))  # to be read once the test's module is there
-        waiting, failed = dict(self.ranks), []
+            connection.send(task)
+        waiting, failed, results = dict(self.ranks), [], []
         deadline = time.monotonic() + task.timeout_seconds
         while waiting and time.monotonic() < deadline:
-            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            ready = wait(list(waiting.values()), timeout=max(0.0, left) if math.isfinite(left) else None)
             for rank in [r for r, c in waiting.items() if c in ready]:
                 result = _receive(rank, waiting.pop(rank))
+                results.append(result)
                 if result.error:
                     failed.append(result)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -117,8 +132,9 @@ class Pool:
             self.end()
         if waiting or failed:
             raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
+        return sorted(results)
 
-    def _report(self, failed: list[_Result], waiting: list[int], timeout_seconds: float) -> str:
+    def _report(self, failed: list[Result], waiting: list[int], timeout_seconds: float) -> str:
         lines = [f"failed on {len(failed)} of {len(self.ranks)} ranks"]
         for result in sorted(failed):
             lines += [f"---- rank {result.rank}", result.error or "", result.output]
@@ -149,11 +165,11 @@ class Pool:
         atexit.unregister(self.end)
 
 
-def _receive(rank: int, connection: Connection) -> _Result:
+def _receive(rank: int, connection: Connection) -> Result:
     try:
-        return _Result(*connection.recv())
+        return Result(*connection.recv())
     except (EOFError, OSError):
-        return _Result(rank, GONE, "")
+        return Result(rank, GONE, "")
 
 
 # a rank
@@ -171,20 +187,31 @@ def _work() -> None:
                 task = outer.recv()
             except EOFError:
                 return
-            faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
+            if math.isfinite(task.timeout_seconds):
+                faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
             outer.send(tuple(_run(task, world.rank)))
             faulthandler.cancel_dump_traceback_later()
 
 
-def _run(task: Task, rank: int) -> _Result:
-    output, error = io.StringIO(), None
+def _run(task: Task | Call, rank: int) -> Result:
+    output, error, value = io.StringIO(), None, b""
     with redirect_stdout(output), redirect_stderr(output):
         try:
-            function = _find(task)
-            function(**pickle.loads(task.kwargs))  # what our own outer process has written
+            if isinstance(task, Call):
+                value = _called(task)
+            else:
+                _find(task)(**pickle.loads(task.kwargs))  # what our own outer process has written
         except BaseException:  # pytest's own failures are no Exceptions; the rank lives on for the next task
             error = traceback.format_exc()
-    return _Result(rank, error, output.getvalue())
+    return Result(rank, error, output.getvalue(), value)
+
+
+def _called(call: Call) -> bytes:
+    import cloudpickle
+    import jax
+
+    function, args, kwargs = pickle.loads(call.pickled)  # what our own outer process has written
+    return bytes(cloudpickle.dumps(jax.device_get(function(*args, **kwargs))))
 
 
 def _find(task: Task) -> Callable[..., None]:
@@ -202,4 +229,6 @@ def _find(task: Task) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    _work()
+    from jaxmpi import _pool  # whose classes are those of the outer process
+
+    _pool._work()

@@ -103,3 +103,32 @@ def test_assert_equivalent_of_a_whole_loop():
 def test_assert_equivalent_of_a_batch_that_cannot_be_shared():
     with pytest.raises(ValueError, match=r"batch \['x'\] has shape \[12, 3\], which 5 ranks cannot share"):
         assert_equivalent(linear_step(True), [1, 5], np.ones(3), BATCH, batch_argnums=1)
+
+
+def test_launch_returns_what_each_rank_returns(capsys):
+    """Of a function that no module has, with what it closes over."""
+    scale = 2.0
+
+    def work(x, *, name):
+        print("here is", jaxmpi.rank(), name)
+        mean = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))(scale * x * jaxmpi.rank())
+        return jaxmpi.rank(), {"mean": mean}
+
+    for ranks in (1, 2, 3):
+        results = jaxmpi.launch(work, ranks, np.ones(3), name="launched")
+        assert [rank for rank, _ in results] == list(range(ranks))
+        for _, out in results:
+            assert isinstance(out["mean"], np.ndarray)
+            np.testing.assert_allclose(out["mean"], np.full(3, scale * (ranks - 1) / 2))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == [f"[{r}] here is {r} launched" for r in range(3)]
+
+
+def test_launch_raises_what_a_rank_raises():
+    with pytest.raises(RankFailure, match=r"(?s)failed on 1 of 2 ranks.*rank 1.*ZeroDivisionError"):
+        jaxmpi.launch(lambda: 1 / (1 - jaxmpi.rank()), 2)
+    assert jaxmpi.launch(jaxmpi.rank, 2) == [0, 1]  # the ranks live on
+    with pytest.raises(RankFailure, match="did not end within 3"):
+        jaxmpi.launch(lambda: time.sleep(100 * jaxmpi.rank()), 2, timeout_seconds=3.0)
+    with pytest.raises(ValueError, match="ranks is 0"):
+        jaxmpi.launch(print, 0)

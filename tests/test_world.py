@@ -214,6 +214,7 @@ LAYERS = [
         "_supervise",
         "_blame",
         "_doctor",
+        "_notebook",
         "_faults",
         "_timeline",
         "__main__",

@@ -54,7 +54,8 @@ def build(
       The program, and what is done to its outputs.
     """
     if backend.name == "simulate":
-        return _simulated(jaxpr, backend, stacked), partial(_marked, varying(jaxpr, stacked, check=False))
+        differ = varying(jaxpr, stacked, check=False)
+        return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
     if not has_collective(jaxpr):
         return jaxpr_as_fun(jaxpr), list
     if backend.place.size == 1:

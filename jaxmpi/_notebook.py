@@ -1,0 +1,52 @@
+"""Several ranks from one process that is none of them: a notebook, an interactive session."""
+
+import math
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxmpi._pool import Call, pool
+
+__all__ = ["launch"]
+
+
+def launch(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    backend: str = "auto",
+    timeout_seconds: float = math.inf,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call a function on several ranks of this machine, after `jaxmpi.init()`, and return what each of them returns.
+
+    For notebooks. The ranks are processes that wait, without using a core, for the next call, and so keep what they have
+    compiled and imported; they end with this process. What they print is shown when they are done.
+
+    Args:
+      function: any function, one of the notebook's own or a lambda; what it uses travels with it.
+      ranks: how many; 1 needs no MPI.
+      *args: for the function: arrays, pytrees, whatever can be pickled.
+      backend: as in `jaxmpi.init`.
+      timeout_seconds: after which the ranks are ended.
+      **kwargs: for the function.
+
+    Returns:
+      A list of what each rank has returned, by rank; JAX arrays come as NumPy arrays.
+
+    Raises:
+      RankFailure: with every failing rank's traceback and output, if the function fails on any, or takes too long.
+      ValueError: `ranks` below 1.
+      ModuleNotFoundError: cloudpickle is not installed.
+    """
+    if ranks < 1:
+        raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ModuleNotFoundError("launch: functions travel by cloudpickle. Install it: pip install cloudpickle.") from error
+    results = pool(ranks, backend).run(Call(cloudpickle.dumps((function, args, kwargs)), timeout_seconds))
+    for result in results:
+        sys.stdout.write("".join(f"[{result.rank}] {line}" for line in result.output.splitlines(keepends=True)))
+    return [pickle.loads(result.value) for result in results]  # from our own ranks
