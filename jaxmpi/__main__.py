@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from jaxmpi import _doctor, _launch, _timeline
+from jaxmpi import _launch, _timeline
 
 __all__ = ["main"]
 
@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:
         return _launch.run(arguments[1:])
     if arguments[:1] == ["doctor"]:
+        from jaxmpi import _doctor  # imports jax, which the others do without
+
         return _doctor.run(arguments[1:])
     if arguments[:1] == ["timeline"]:
         return _timeline.run(arguments[1:])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxmpi._backends import word_of
 from jaxmpi._errors import RankMismatchError
 
-__all__ = ["Statement", "describe", "know", "listen", "meet", "raise_found"]
+__all__ = ["Statement", "describe", "in_words", "know", "listen", "meet", "raise_found"]
 
 Sides = tuple[list[str], list[str]]
 
@@ -109,7 +109,7 @@ def _mismatch(backend: Any, statement: Statement, sides: Sides, message: str = "
 def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:
     """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
     other = next(rank for rank, said in enumerate(everyone) if said.word != everyone[0].word)
-    names = [_ranks([r for r, said in enumerate(everyone) if said.word == everyone[k].word]) for k in (0, other)]
+    names = [in_words([r for r, said in enumerate(everyone) if said.word == everyone[k].word]) for k in (0, other)]
     titles = everyone[0].title, everyone[other].title
     head = f"{titles[0]}: {names[0]} and {names[1]} do not agree."
     if titles[0] != titles[1]:
@@ -124,5 +124,6 @@ def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:
     return head + " Every rank must send the same arrays in the same order." + "".join(differences[:3]) + hidden
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def in_words(ranks: Sequence[int]) -> str:
+    """Such as "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi._agreement import in_words
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_key
 
@@ -39,7 +40,7 @@ def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any
         usual = max(values, key=values.count)
         if other := [rank for rank, value in enumerate(values) if value != usual]:
             raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: rank{'s' * (len(other) > 1)} {', '.join(map(str, other))} "
+                f"{title}: {name} is not equal on all ranks: {in_words(other)} "
                 f"{'have' if len(other) > 1 else 'has'} other values (JAXMPI_CHECK). Synchronize what is different from the "
                 "start with jaxmpi.synchronize, and look for what changes it on one rank alone."
             )

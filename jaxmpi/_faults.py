@@ -23,7 +23,7 @@ __all__ = ["KINDS", "inject"]
 def inject(
     function: Callable[..., Any], kind: str, *, rank: int = 0, call: int = 0, seconds: float = 1.0, argnum: int = -1
 ) -> Callable[..., Any]:
-    """The function with a fault in one call of it, on one rank.
+    """The function with a fault in one call of it, on one rank. It is for what `jaxmpi.jit` returns, not for what it takes.
 
     | kind | at this call, on this rank |
     |---|---|
@@ -50,7 +50,7 @@ def inject(
       A function to call in its place, on every rank.
 
     Raises:
-      ValueError: an unknown kind, or when called: an argument without a float array.
+      ValueError: an unknown kind, or when called: no such argument, or one without a float array; a first call that is missing.
 
     >>> import jax.numpy as jnp
     >>> inject(lambda x: x, "nan", call=0)(jnp.ones(2))
@@ -67,12 +67,16 @@ def inject(
         due = calls == call and _world.current("inject").place.rank == rank
         calls += 1
         if due and kind == "missing":
+            if not call:
+                raise ValueError("inject: the first call cannot be missing, as it needs a result. Take a later one.")
             return last
         if due and kind == "extra":
             function(*args, **kwargs)
         elif due and kind in _CHANGES:
+            if not -len(args) <= argnum < len(args):
+                raise ValueError(f"inject: there are {len(args)} positional arguments, and argnum is {argnum}.")
             changed = list(args)
-            changed[argnum] = _change(args[argnum], _CHANGES[kind])
+            changed[argnum] = _change(args[argnum], kind)
             args = tuple(changed)
         elif due:
             _EVENTS[kind](seconds)
@@ -123,10 +127,12 @@ _CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 KINDS = (*_EVENTS, *_CHANGES, "extra", "missing")
 
 
-def _change(arg: Any, change: Callable[[np.ndarray], np.ndarray]) -> Any:
+def _change(arg: Any, kind: str) -> Any:
     leaves, treedef = jax.tree.flatten(arg)
     for i, x in enumerate(leaves):
-        if jnp.issubdtype(jnp.result_type(x), jnp.floating) and np.size(x):
-            leaves[i] = jnp.asarray(change(np.array(x)))
+        isfloat = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
+        if isfloat and (x.ndim or kind != "shape"):
+            changed = _CHANGES[kind](np.array(x))
+            leaves[i] = changed if isinstance(x, np.ndarray) else jnp.asarray(changed)
             return treedef.unflatten(leaves)
     raise ValueError("inject: the argument has no float array to change. Name another one with argnum.")

@@ -11,7 +11,6 @@ watch, the flight recorder, and the agreement on a call to stop at.
 """
 
 import atexit
-import contextlib
 import os
 import select
 import signal
@@ -71,9 +70,10 @@ class Guard:
         self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
         self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
         self.on_signal: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_interrupted}  # called by the thread
-        self.at_end: list[Callable[[str], None]] = []  # called with the reason
+        self.at_end: list[Callable[[str], Any]] = []  # called with the reason
         self.stop = Stop(self, backend.place.size, backend.place.rank)
-        self._failed: list[Callable[..., None]] = []
+        self._taken: list[int] = []  # signals
+        self._failed: list[Callable[..., Any]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
@@ -84,8 +84,8 @@ class Guard:
         self._wakeup, self._signals = socket.socketpair()
         self._wakeup.setblocking(False)
         self._sigint: Any = None
-        self.has_signals = threading.current_thread() is threading.main_thread()
-        if self.has_signals:
+        self._has_signals = threading.current_thread() is threading.main_thread()
+        if self._has_signals:
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             self._sigint = signal.getsignal(signal.SIGINT)
             if self._sigint is signal.default_int_handler:
@@ -123,7 +123,7 @@ class Guard:
             if topic in self.topics:
                 self._call(self.topics[topic], rank, message)
 
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call what watches; a defect in it must not end the watching of the rest."""
         try:
             function(*args)
@@ -131,6 +131,16 @@ class Guard:
             if function not in self._failed:
                 self._failed.append(function)
                 self.say(f"a defect in jaxmpi's guard, which goes on:\n{traceback.format_exc()}")
+
+    def take_signal(self, number: int, call: Callable[[], None]) -> bool:
+        """Have the thread make a call at a signal, until this rank leaves; False where the script has a handler of its own."""
+        here = threading.current_thread() is threading.main_thread()
+        if not (here and self._has_signals and signal.getsignal(number) is signal.SIG_DFL):
+            return False
+        signal.signal(number, lambda *_: None)  # the thread learns of it by the wake-up file
+        self._taken.append(number)
+        self.on_signal[number] = call
+        return True
 
     def send_all(self, topic: str, message: Any) -> None:
         """Send an object to the guards of all other ranks."""
@@ -153,7 +163,7 @@ class Guard:
         while not self._stop.is_set():
             if select.select([self._signals], [], [], POLL_SECONDS)[0]:
                 for number in set(self._signals.recv(64)) & self.on_signal.keys():
-                    self.on_signal[number]()
+                    self._call(self.on_signal[number])
             self.poll()
             self.rounds.flush()
             for watch in self.watchers:
@@ -191,8 +201,7 @@ class Guard:
         """End the whole job with a line that says which rank and why."""
         sys.stdout.flush()
         for call in self.at_end:
-            with contextlib.suppress(Exception):  # whatever it was, the job must end
-                call(why)
+            self._call(call, why)
         self.say(f"{why} The job ends.")
         self._dismiss_witness()
         time.sleep(0.1)  # let the launcher pass the lines on
@@ -215,7 +224,7 @@ class Guard:
             return
         self.backend.finish()
         for call in self.at_end:
-            call("the end")
+            self._call(call, "the end")
         self._stop.set()
         if self.listening:
             self._thread.join()
@@ -228,6 +237,8 @@ class Guard:
         if self._sigint is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGINT, self._sigint)
+            for number in self._taken:
+                signal.signal(number, signal.SIG_DFL)
         self._wakeup.close()
         self._signals.close()
         atexit.unregister(self.leave)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxmpi._mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
-from jaxmpi._supervise import Outcome, say, supervise
+from jaxmpi._supervise import Outcome, preemption_seconds, say, supervise
 
 __all__ = ["Machine", "Plan", "Request", "command", "parse", "plan", "run"]
 
@@ -26,6 +26,10 @@ _PLACING = (
     "--?(map-by|bind-to|host|H|hosts|(default-)?hostfile|machinefile|f|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus"
     "|npernode|npersocket|N|ppn|perhost|rankfile|rankmap|configfile)(=.*)?$"
 )
+
+# Where Open MPI 5 and 4 put the files of a job on the launcher's host. By default that is a folder in /tmp named after the
+# launcher's process id: one that a killed job has left makes the job fail that has the same id, days later.
+_SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
 
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
 # both MPIs split at a colon. So arguments that look like options travel as one that does not.
@@ -119,6 +123,12 @@ def parse(arguments: Sequence[str]) -> Request:
         )
     if options.min_ranks is not None and not 1 <= options.min_ranks <= options.ranks:
         raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
+    if options.min_ranks is not None and not options.restarts:
+        raise LaunchError("--min-ranks says what a restart may do without. Give --restarts K, too.")
+    try:
+        preemption_seconds()
+    except ValueError as error:
+        raise LaunchError(f"JAXMPI_PREEMPTION_SECONDS must be a number of seconds ({error}).") from error
     if not program or program == ["-m"]:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):
@@ -241,7 +251,10 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
     added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
-    return supervise(command(request, launcher, decided.flags, list(added)), {**os.environ, **added}, run_dir)
+    environ = {**os.environ, **added}
+    for name in _SESSIONS:
+        environ.setdefault(name, run_dir)
+    return supervise(command(request, launcher, decided.flags, list(added)), environ, run_dir)
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi import _jaxcompat
+from jaxmpi._agreement import in_words
 from jaxmpi._recorder import Recorder, where
 
 __all__ = ["StallWatch"]
@@ -36,6 +37,7 @@ class Answer(NamedTuple):
     inside: bool
     waited: float  # seconds since its last collective began or ended
     doing: str
+    busy: str  # with what takes long, and is all right
     stack: list[str]  # of its main thread, from the innermost call
 
 
@@ -85,10 +87,9 @@ class StallWatch:
     def _deadlines(self) -> Iterator[float]:
         """After how many seconds of one wait to say something."""
         usual = statistics.median(self._usual) if len(self._usual) >= EARLY_STEPS else math.inf
-        early = max(EARLY_SECONDS, EARLY_FACTOR * usual)
-        if early < (self._limit or math.inf):
-            yield early
         if self._limit:
+            if (early := max(EARLY_SECONDS, EARLY_FACTOR * usual)) < self._limit:
+                yield early
             yield self._limit
             if self._last:
                 yield from itertools.count(self._last, max(self._limit, 60.0))
@@ -99,35 +100,40 @@ class StallWatch:
 
     def _here(self) -> Answer:
         entered, inside = self._backend.progress()
-        return Answer(entered, inside, time.monotonic() - self._since, where(self._backend), _stack(self._main))
+        return Answer(
+            entered, inside, time.monotonic() - self._since, where(self._backend), self._backend.busy, _stack(self._main)
+        )
 
     def _report(self, waited: float) -> None:
         place = self._backend.place
         everyone = {**self._answers, place.rank: self._here()}
         entered = everyone[place.rank].entered
         arrived = [r for r, a in sorted(everyone.items()) if a.entered > entered or (a.entered == entered and a.inside)]
+        if not arrived:  # it has just gone on
+            return
         missing = [rank for rank in range(place.size) if rank not in arrived]
-        stalled = waited > self._limit > 0
-        hopeless = bool(missing) or self._backend.in_band  # or else it may be a long program
+        stalled = waited > self._limit
+        at_work = [rank for rank in missing if rank in everyone and everyone[rank].busy]
+        hopeless = len(at_work) < len(missing) or (not missing and self._backend.in_band)  # or else it may be a long program
         self._said = True
         if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:  # that one says it
             return
         lines = [f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"]
         if missing:
-            lines.append(f"  arrived: {_ranks(arrived)}")
+            lines.append(f"  arrived: {in_words(arrived)}")
             lines += [line for rank in missing for line in self._missing(rank, everyone.get(rank))]
         elif self._backend.in_band:
             lines.append("  all ranks have arrived: it does not get on")
         else:
             lines.append("  all ranks are inside of it: it takes long, or one of them is stuck in it")
-        if stalled:
-            path = self._recorder.dump("stall")
-            self._guard.send_all("dump", "stall")
-            lines.append(f"  the last collectives of each rank: jaxmpi timeline {path.parent}")
         left = self._last - waited if self._last else math.inf
         if stalled and hopeless and 0 < left < math.inf:
             lines.append(f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
         self._guard.say("\n".join(lines))
+        if stalled:
+            self._guard.send_all("dump", "stall")
+            if path := self._recorder.dump("stall"):
+                self._guard.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
         if hopeless and left < 0:
             time.sleep(0.5)  # for the others' dumps
             self._guard.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
@@ -137,6 +143,8 @@ class StallWatch:
         name = f"  missing: rank {rank} (pid {pid} on {host})"
         if answer is None:
             return [f"{name} does not answer: {_why_silent(pid, host)}"]
+        if answer.busy:
+            return [f"{name} is {answer.busy}"]
         return [
             f"{name}, {answer.doing}, {answer.waited:.0f} s ago; its main thread is at",
             *(f"      {line}" for line in answer.stack),
@@ -145,7 +153,7 @@ class StallWatch:
     def _blame(self, missing: Sequence[int]) -> str:
         if not missing:
             return "a collective that all ranks have entered does not end"
-        return f"{_ranks(missing)} on {', '.join(sorted({self._guard.members[r][1] for r in missing}))} did not come"
+        return f"{in_words(missing)} on {', '.join(sorted({self._guard.members[r][1] for r in missing}))} did not come"
 
 
 def _seconds(name: str, default: float) -> float:
@@ -181,7 +189,3 @@ def _why_silent(pid: int, host: str) -> str:
             return "it runs, but its Python does not: some code holds the GIL"
         return "it has ended"
     return "it is stopped, its host is down, or the network is"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

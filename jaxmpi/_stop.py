@@ -38,18 +38,21 @@ class Stop:
         """Take over SIGTERM, unless the script has a handler of its own."""
         if self._watching:
             return
-        self._watching = True
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if self._guard:
+            self._watching = self._guard.take_signal(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
+            if self._watching:
+                with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
+                    Path(os.environ["JAXMPI_RUN_DIR"], f"preemptible-{self._rank}").touch()
+        elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._watching = True
             signal.signal(signal.SIGTERM, self._on_signal)
-            if self._guard:
-                self._guard.on_signal[signal.SIGTERM] = lambda: self._send(0, "stop", self._rank)
-            with contextlib.suppress(KeyError, OSError):
-                Path(os.environ["JAXMPI_RUN_DIR"], "preemptible").touch()  # tells `jaxmpi run` to wait
 
     def now(self) -> bool:
         """Whether to stop at this call."""
+        if self._asked and self._at is None:
+            with self._guard.backend.waiting("jaxmpi.preempted, after a SIGTERM"), self._changed:
+                self._changed.wait_for(lambda: self._at is not None)
         with self._changed:
-            self._changed.wait_for(lambda: not self._asked or self._at is not None)
             self._calls += 1
             if self._at is None or self._calls < self._at:
                 return False

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from jaxmpi import _registry
 from jaxmpi._blame import End, blame
 from jaxmpi._registry import Member
 
-__all__ = ["Outcome", "say", "supervise"]
+__all__ = ["Outcome", "preemption_seconds", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
 PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
@@ -67,7 +68,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
         joined = [m for m in _registry.members(run_dir) if m.host == os.uname().nodename]
-        preempted = bool(received) and _preemptible(run_dir)
+        preempted = bool(received and _preemptible(run_dir))
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
         _registry.remove_segments({path for m in joined for path in m.segments}, started)
@@ -88,9 +89,14 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     return Outcome(code if code or in_order else 1, stopped=False)
 
 
-def _preemptible(run_dir: str) -> bool:
-    """Whether the ranks stop in order at a SIGTERM."""
-    return os.path.exists(os.path.join(run_dir, "preemptible"))
+def preemption_seconds() -> float:
+    """How long ranks may take to stop in order; raises a ValueError for an environment variable that is no number."""
+    return float(os.environ.get("JAXMPI_PREEMPTION_SECONDS", PREEMPTION_SECONDS))
+
+
+def _preemptible(run_dir: str) -> set[int]:
+    """The ranks that take a SIGTERM, and tell the others, so that all stop in order."""
+    return {int(path.name.partition("-")[2]) for path in Path(run_dir).glob("preemptible-*")}
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -141,9 +147,9 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
         if step == 0 and number == signal.SIGTERM and _preemptible(run_dir) and not asked:
             asked = True
             for member in _registry.members(run_dir):
-                if member.host == os.uname().nodename:  # they tell those of other hosts
+                if member.host == os.uname().nodename and member.rank in _preemptible(run_dir):
                     _kill([member.pid], signal.SIGTERM)
-            due = time.monotonic() + float(os.environ.get("JAXMPI_PREEMPTION_SECONDS", PREEMPTION_SECONDS))
+            due = time.monotonic() + preemption_seconds()
             continue
         if step == 0:
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too

@@ -23,13 +23,13 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="holds rank-0.json, rank-1.json, ...")
     directory = parser.parse_args(arguments).directory
+    out = directory / "timeline.json"
     try:
         records = read(directory)
+        out.write_text(json.dumps(trace(records)))
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"jaxmpi timeline: {error}\n")
         return 2
-    out = directory / "timeline.json"
-    out.write_text(json.dumps(trace(records)))
     sys.stdout.write(table(records))
     sys.stdout.write(f"\nThe trace is in {out}: open it in https://ui.perfetto.dev\n")
     return 0
@@ -45,6 +45,8 @@ def read(directory: Path) -> list[Record]:
         records.append(record)
     if not records:
         raise ValueError(f"there is no flight record (rank-0.json, ...) in {directory}.")
+    if len({record["size"] for record in records}) > 1:
+        raise ValueError(f"the records in {directory} are of several jobs. Remove those of the old one.")
     return sorted(records, key=lambda record: record["rank"])
 
 

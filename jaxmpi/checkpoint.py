@@ -1,15 +1,17 @@
 """Save a training run, and go on with it on any number of ranks."""
 
 import atexit
+import operator
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import jax
 import numpy as np
 
 from jaxmpi import _agreement, _guard
@@ -23,6 +25,8 @@ from jaxmpi._objects import untraced
 from jaxmpi._optim.sharded import shard_shape
 
 __all__ = ["latest", "restore", "save"]
+
+TRIES = 3  # to read a checkpoint, where another job removes old ones
 
 T = TypeVar("T")
 
@@ -42,38 +46,39 @@ def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None
 
     Args:
       directory: holds the checkpoints of one run; made if it is not there.
-      step: the number of the checkpoint, 0 or more. One of the same number is replaced.
+      step: the number of the checkpoint, 0 or more. One of the same number is replaced; those of higher numbers stay, and are
+        the latest: remove them to go on from an older one.
       tree: any pytree of arrays, PRNG keys, Python numbers and text.
       keep: how many checkpoints to keep, this one included; None for all.
       background: whether to return before it is written.
 
     Raises:
-      CheckpointError: on every rank, if this save, or the one before, could not be written.
-      RankMismatchError: on every rank, if their trees differ.
-      TypeError: a leaf that cannot be saved, with its path.
+      CheckpointError: on every rank, if this save cannot begin, or if the one before could not be written; this one is then
+        being written nevertheless.
+      RankMismatchError: on every rank, if their trees, or Python numbers in them, differ.
+      TypeError: a leaf that cannot be saved, with its path; a step that is no integer.
       ValueError: a negative step; `keep` below 1.
       RuntimeError: called in traced code.
     """
     backend = untraced("save")
+    step = operator.index(step)
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
     described = parts.leaves_of(local(tree), backend.place.size)
-    _meet(backend, "save", [leaf for leaf, _ in described], f"step {step}, keep {keep}")
-    _Save.finish(backend)
     leaves = [leaf for leaf, _ in described]
+    for leaf, x in described:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the array first.")
+    _meet(backend, "save", leaves, f"step {step}, keep {keep}", values=True)
+    earlier = _Save.finished(backend)
     writers = range(1 if all(leaf.part == "all" for leaf in leaves) else backend.place.size)
     arrays = {rank: _arrays(described, rank) for rank in _ranks_here(backend) if rank in writers}
     folder = _begin(backend, Path(directory).absolute(), len(writers) > 1)
-
-    def write() -> None:
-        for rank, of_rank in arrays.items():
-            files.write(folder, rank, of_rank)
-        if backend.place.rank == 0:
-            files.commit(folder, step, writers, leaves, keep)
-
-    _Save.last = _Save(write, backend, f"step {step}")
+    _Save.last = _Save(backend, folder, step, arrays, writers, lambda files_: files.commit(folder, step, files_, leaves, keep))
     if not background:
-        _Save.finish(backend)
+        earlier = earlier or _Save.finished(backend)
+    if earlier:
+        raise CheckpointError(f"save: {earlier}")
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -92,7 +97,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     """
     backend = untraced("latest")
     _agreement.meet(backend, _agreement.Statement.of("latest"))
-    _Save.finish(backend)
+    _raise(_Save.finished(backend))
     folder, about = _newest(backend, Path(directory), None)
     return None if folder is None else int(about["step"])
 
@@ -115,75 +120,155 @@ def restore(directory: str | os.PathLike, like: Any, step: int | None = None) ->
 
     Raises:
       CheckpointError: on every rank: there is none; a file is missing, truncated, damaged or not one of ours, with its name; a
-        leaf of `like` has another shape or dtype or is not there, with its path.
+        leaf of `like` has another shape or dtype or is not there, with its path; the save before could not be written.
       RankMismatchError: on every rank, if their trees differ.
+      ValueError: a state of `sharded` in `like` that was made for another number of ranks.
       RuntimeError: called in traced code.
     """
     backend = untraced("restore")
     like = local(like)
-    size = backend.place.size
-    described = parts.leaves_of(like, size)
-    _meet(backend, "restore", [leaf for leaf, _ in described], f"step {step}")
-    _Save.finish(backend)
-    folder, about = _newest(backend, Path(directory), step)
-    if folder is None:
-        which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-        raise CheckpointError(f"restore: there is {which} in {directory}. " + (about or "Look where it was saved."))
-    saved = [Leaf(*fields)._replace(shape=tuple(fields[3])) for fields in about["leaves"]]
-    if wrong := parts.difference(saved, [leaf for leaf, _ in described]):
-        raise CheckpointError(f"restore: {folder}: {wrong}. Build the model and the optimizer as they were.")
-    found = {leaf.name: leaf for leaf in saved}
-    pairs = [(leaf, found[leaf.name]) for leaf, _ in described]
-    values = _read(backend, folder, pairs, about["ranks"])
-    new = [x if leaf.value is None else found[leaf.name].value for (leaf, _), x in zip(described, values, strict=True)]
-    return parts.put_back(
-        like, [v if leaf.value is not None else parts.like(x, v) for (leaf, x), v in zip(described, new, strict=True)]
-    )
+    described = parts.leaves_of(like, backend.place.size)
+    leaves = [leaf for leaf, _ in described]
+    _meet(backend, "restore", leaves, f"step {step}", values=False)
+    _raise(_Save.finished(backend))
+    for tries in range(TRIES, 0, -1):
+        folder, about = _newest(backend, Path(directory), step)
+        if folder is None:
+            which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
+            raise CheckpointError(f"restore: there is {which} in {directory}. " + (about or "Look where it was saved."))
+        saved = {fields[0]: Leaf(*fields)._replace(shape=tuple(fields[3])) for fields in about["leaves"]}
+        if wrong := parts.difference([*saved.values()], leaves):
+            raise CheckpointError(f"restore: {folder}: {wrong}. Build the model and the optimizer as they were.")
+        try:
+            values = _read(backend, folder, [(leaf, saved[leaf.name]) for leaf in leaves], about["ranks"])
+            break
+        except CheckpointError:  # was it removed meanwhile, by a run that saves?
+            if tries == 1 or backend.broadcast_object(folder.exists(), 0):
+                raise
+    new = [
+        saved[leaf.name].value if leaf.value is not None else parts.like(x, v)
+        for (leaf, x), v in zip(described, values, strict=True)
+    ]
+    return parts.put_back(like, new)
 
 
 class _Save:
     """A save that is being written, by a thread."""
 
     last: "_Save | None" = None
+    outcomes: ClassVar[dict[str, dict[int, Any]]] = {}  # of the other ranks' parts, by folder; for rank 0
+    changed = threading.Condition()
 
-    def __init__(self, write: Callable[[], None], backend: Backend, what: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        folder: Path,
+        step: int,
+        arrays: dict[int, dict[str, np.ndarray]],
+        writers: Sequence[int],
+        commit: Callable[[list[files.Arrays]], None],
+    ) -> None:
         self.error: str | None = None
-        self._place, self._write, self._what = backend.place, write, what
-        atexit.unregister(_Save.at_exit)
-        atexit.register(_Save.at_exit)
+        self._what, self._folder, self._rank = f"step {step}", folder, backend.place.rank
+        self._arrays, self._writers, self._commit = arrays, writers, commit
+        self._own_parts = len(arrays)
+        self._guard = _guard.active()
+        if self._guard:
+            self._guard.topics["saved"] = self._on_saved
         self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
+        if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
+            outcomes = backend.allgather_object(self._written())
+            self.outcomes[folder.name] = dict(enumerate(outcomes[1:], 1))
+            self._finish(outcomes[0])
         self._thread.start()
 
     def _run(self) -> None:
+        if self._arrays:
+            self._finish(self._written())
+
+    def _written(self) -> dict[int, files.Arrays] | str:
+        """Write this process's parts; returns what is in them, or what has gone wrong."""
         try:
-            self._write()
+            for rank, of_rank in self._arrays.items():
+                files.write(self._folder, rank, of_rank)
+            return {rank: {name: (str(x.dtype), x.shape) for name, x in a.items()} for rank, a in self._arrays.items()}
         except Exception as error:  # is raised by the next call
             self.error = f"{self._what}: {error}"
+            return self.error
+        finally:
+            self._arrays = {}  # the memory is needed
+
+    def _finish(self, outcome: dict[int, files.Arrays] | str) -> None:
+        """Tell rank 0; there, make it a checkpoint once all have written."""
+        if self._rank:
+            if self._guard:
+                self._guard.send(0, "saved", (self._folder.name, outcome))
+            return
+        try:
+            everyone = self._gathered(outcome)
+            if self.error is None:
+                self._commit([everyone[rank] for rank in self._writers])
+        except Exception as error:
+            self.error = f"{self._what}: {error}"
+
+    def _gathered(self, mine: dict[int, files.Arrays] | str) -> dict[int, files.Arrays]:
+        """What each rank has written, once all have."""
+        others = len(self._writers) - self._own_parts
+        theirs = self.outcomes.setdefault(self._folder.name, {})
+        with self.changed:
+            self.changed.wait_for(lambda: len(theirs) >= others)
+        del self.outcomes[self._folder.name]
+        written: dict[int, files.Arrays] = {}
+        for outcome in (mine, *theirs.values()):
+            if isinstance(outcome, str):
+                self.error = self.error or outcome
+            else:
+                written |= outcome
+        return written
 
     @classmethod
-    def finish(cls, backend: Backend) -> None:
-        """Wait for the last save; raise on all ranks if any of them has failed."""
+    def _on_saved(cls, rank: int, message: tuple[str, Any]) -> None:
+        folder, outcome = message
+        with cls.changed:
+            cls.outcomes.setdefault(folder, {})[rank] = outcome
+            cls.changed.notify_all()
+
+    @classmethod
+    def finished(cls, backend: Backend) -> str | None:
+        """Wait for the last save; returns what has gone wrong on any rank, on all of them."""
         last, cls.last = cls.last, None
         if last is not None:
-            last._thread.join()
-        _raise_any(backend, last.error if last else None)
+            with busy(backend, f"writing the checkpoint of {last._what}"):
+                last._thread.join()
+        errors = [error for error in backend.allgather_object(last.error if last else None) if error]
+        return errors[0] if errors else None
 
     @classmethod
     def at_exit(cls) -> None:
-        if cls.last is None or (error := cls.last.error) is None:
-            return
-        if guard := _guard.active():
-            guard.end(1, f"CheckpointError: {error}")
-        sys.stderr.write(f"jaxmpi: CheckpointError: {error}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        """After all other ends: a save that has failed, and that nobody has heard of, fails the script."""
+        if cls.last is not None and cls.last.error is not None:
+            sys.stdout.flush()
+            sys.stderr.write(f"jaxmpi: CheckpointError: save: {cls.last.error}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
 
-def _raise_any(backend: Backend, error: str | None) -> None:
-    """Raise the error of the lowest rank that has one, on all."""
-    errors = [e for e in backend.allgather_object(error) if e]
-    if errors:
-        raise CheckpointError(errors[0])
+atexit.register(_Save.at_exit)  # before MPI and the guard register theirs, which then run first
+
+
+def _raise(error: str | None) -> None:
+    if error:
+        raise CheckpointError(f"save: {error}")
+
+
+@contextmanager
+def busy(backend: Any, what: str) -> Iterator[None]:
+    """Tell those who watch for stalls that this rank does something that takes long, and is all right."""
+    before, backend.busy = backend.busy, what
+    try:
+        yield
+    finally:
+        backend.busy = before
 
 
 def _together(backend: Backend, function: Callable[[], T]) -> T:
@@ -192,14 +277,19 @@ def _together(backend: Backend, function: Callable[[], T]) -> T:
     error = None
     try:
         result = function()
-    except (CheckpointError, OSError) as caught:
+    except CheckpointError as caught:
         error = str(caught)
-    _raise_any(backend, error)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    errors = [e for e in backend.allgather_object(error) if e]
+    if errors:
+        raise CheckpointError(errors[0])
     return result
 
 
-def _meet(backend: Backend, function: str, leaves: list[Leaf], options: str) -> None:
-    lines = [options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
+def _meet(backend: Backend, function: str, leaves: list[Leaf], options: str, *, values: bool) -> None:
+    shown = [f" = {leaf.value!r}" if values and leaf.value is not None else "" for leaf in leaves]
+    lines = [options, *(f"leaf {leaf.name}: {leaf}{value}" for leaf, value in zip(leaves, shown, strict=True))]
     _agreement.meet(backend, _agreement.Statement.of(function, "\n".join([function, *lines])), lambda: (lines, []))
 
 
@@ -236,7 +326,8 @@ def _newest(backend: Backend, directory: Path, step: int | None) -> tuple[Path |
     def look() -> tuple[Path | None, Any]:
         if backend.place.rank:
             return None, None
-        folder, wrong = files.newest(directory.absolute(), step)
+        with busy(backend, f"reading the checkpoints in {directory}"):
+            folder, wrong = files.newest(directory.absolute(), step)
         for line in wrong:
             warnings.warn(f"a checkpoint is passed over: {line}", stacklevel=4)
         return folder, files.read_manifest(folder) if folder else " ".join(wrong)
@@ -250,7 +341,7 @@ def _read(backend: Backend, folder: Path, pairs: list[tuple[Leaf, Leaf]], ranks:
     common = [leaf.part == saved.part == "all" for leaf, saved in pairs]
 
     def mine() -> list[Any]:
-        with _reader(folder) as read:
+        with busy(backend, f"reading {folder}"), _reader(folder) as read:
             values: list[Any] = []
             for everyone, (leaf, saved) in zip(common, pairs, strict=True):
                 if not leaf.stored or (everyone and place.rank):

@@ -31,7 +31,6 @@ std::mutex& one_at_a_time = *new std::mutex;
 std::atomic<int64_t> started = 0, ended = 0;  // messages
 PyObject* on_disagreement = nullptr;          // (word) -> str, or null
 
-
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
 // this rank entered it, when all ranks had, and when it was done here; 0 for what has not happened yet.
 struct Event {

@@ -68,10 +68,11 @@ def test_everything_comes_back():
     tree = everything(5)
     jaxmpi.save(directory, 7, tree)
     assert_same(jaxmpi.restore(directory, everything(2)), tree)
-    shapes = jax.eval_shape(lambda: everything(2)["dtypes"])
-    jaxmpi.save(directory, 8, tree["dtypes"], background=False)
+    some = {name: tree[name] for name in ("dtypes", "key", "keys", "empty", "scalar", "raw key")}
+    shapes = jax.eval_shape(lambda: {name: everything(2)[name] for name in some})
+    jaxmpi.save(directory, np.int64(8), some, background=False)
     assert jaxmpi.latest(directory) == 8
-    assert_same(jaxmpi.restore(directory, shapes), tree["dtypes"])
+    assert_same(jaxmpi.restore(directory, shapes), some)
     assert_same(jaxmpi.restore(directory, everything(2), step=7), tree)
     assert sorted(os.listdir(Path(directory, "step-000000000007"))) == ["manifest.json", "rank-0.npz"]
     assert not list(Path(directory).glob("unfinished*"))
@@ -238,7 +239,7 @@ def spoil(folder, how):
         ({"w": np.zeros(3, np.float32)}, r"leaf \['b'\] \(float32\[2\]\) is in it, and not in `like`"),
         (
             {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32), "c": 1},
-            r"leaf \['c'\] \(int\[\]\) of `like` is not in it",
+            r"leaf \['c'\] \(int\) of `like` is not in it",
         ),
         ({"w": np.zeros(4, np.float32), "b": np.zeros(2, np.float32)}, r"leaf \['w'\] is float32\[3\] in it, and float32\[4\]"),
         ({"w": np.zeros(3, np.int32), "b": np.zeros(2, np.float32)}, r"leaf \['w'\] is float32\[3\] in it, and int32\[3\]"),
@@ -255,6 +256,12 @@ def test_another_tree_is_named(like, words):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"save: step is -1 and keep is 3"):
         jaxmpi.save("nowhere", -1, {})
+    with pytest.raises(TypeError, match="float"):
+        jaxmpi.save("nowhere", 1.0, {})
+    with pytest.raises(TypeError, match=r"leaf \['s'\] is a ShapeDtypeStruct, which holds no numbers"):
+        jaxmpi.save("nowhere", 1, {"s": jax.ShapeDtypeStruct((), jnp.float32)})
+    with pytest.raises(TypeError, match=r"leaf \['s'\] has dtype <U1"):
+        jaxmpi.save("nowhere", 1, {"s": np.array(["a"])})
     with pytest.raises(ValueError, match=r"keep is 0"):
         jaxmpi.save("nowhere", 1, {}, keep=0)
     with pytest.raises(TypeError, match=r"leaf \['f'\] is a function"):
@@ -272,20 +279,56 @@ def test_ranks_with_different_trees_all_say_so():
         jaxmpi.save("nowhere", 1, {"w": jnp.zeros(2 + jaxmpi.rank() // (jaxmpi.size() - 1))})
 
 
-@run_ranks(1, 2)
-def test_a_save_that_fails_is_raised_by_the_next_call_on_all_ranks():
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("error", [OSError, MemoryError])
+def test_a_save_that_fails_on_one_rank_is_raised_by_the_next_call_on_all(error):
     directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
+    tx = jaxmpi.sharded(optax.adam(0.1))
+    state = tx.init(jnp.ones(8))
     whole = files.write
+
+    def fails(*_):
+        raise error("no room")
+
     try:
-        files.write = lambda folder, *_: whole(folder / "gone", *_)
-        jaxmpi.save(directory, 1, {"w": jnp.zeros(2)})
+        if jaxmpi.rank() == jaxmpi.size() - 1:
+            files.write = fails
+        jaxmpi.save(directory, 1, state)
     finally:
         time.sleep(0.3)
         files.write = whole
-    with pytest.raises(jaxmpi.CheckpointError, match=r"step 1: save: .*could not be written"):
-        jaxmpi.save(directory, 2, {"w": jnp.zeros(2)})
-    jaxmpi.save(directory, 2, {"w": jnp.zeros(2)})
-    assert jaxmpi.latest(directory) == 2
+    with pytest.raises(jaxmpi.CheckpointError, match=r"save: step 1: .*no room"):
+        jaxmpi.save(directory, 2, state)
+    assert jaxmpi.latest(directory) == 2  # which was written nevertheless
+    jaxmpi.barrier()
+    assert [path.name for path in directory.iterdir()] == ["step-000000000002"]
+
+
+@run_ranks(2)
+def test_numbers_that_differ_are_no_checkpoint():
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['t'\]: float = 0.5"):
+        jaxmpi.save("nowhere", 1, {"t": jaxmpi.rank() + 0.5})
+
+
+def test_any_flipped_bit_is_found(tmp_path):
+    tree = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2), jnp.bfloat16), "n": 5}
+    jaxmpi.save(tmp_path, 1, tree, background=False)
+    jaxmpi.save(tmp_path, 2, tree, background=False)
+    for file in sorted((tmp_path / "step-000000000002").iterdir()):
+        whole = file.read_bytes()
+        for i in range(len(whole)):
+            file.write_bytes(whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :])
+            newest, _ = files.newest(tmp_path)
+            if newest.name == "step-000000000002":  # a bit that nobody reads
+                assert_same(jaxmpi.restore(tmp_path, tree), tree)
+        file.write_bytes(whole)
+
+
+def test_steps_of_any_length(tmp_path):
+    for step in (0, 10**12, 10**15, 5):
+        jaxmpi.save(tmp_path, step, {"x": step})
+    assert jaxmpi.latest(tmp_path) == 10**15
+    assert jaxmpi.restore(tmp_path, {"x": 0}, step=5) == {"x": 5}
 
 
 FAILS = """
@@ -304,7 +347,7 @@ def test_a_save_that_fails_at_the_end_of_the_script_fails_the_job(tmp_path, rank
     script.write_text(FAILS)
     launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     done = subprocess.run([sys.executable, *launch, script, tmp_path], capture_output=True, text=True, timeout=60)
-    assert done.returncode and "CheckpointError: step 1: save: " in done.stderr
+    assert done.returncode and "CheckpointError: save: step 1: " in done.stderr
 
 
 KILLED = """
@@ -341,7 +384,7 @@ def test_nothing_is_unpickled(tmp_path):
     manifest = tmp_path / "step-000000000001" / "manifest.json"
     text = json.loads(manifest.read_text())
     text.pop("checksum")
-    text["sizes"]["rank-0.npz"] = file.stat().st_size
+    text["files"]["rank-0.npz"][0] = file.stat().st_size
 
     manifest.write_text(json.dumps({"checksum": zlib.crc32(json.dumps(text, indent=1).encode()), **text}))
     assert files.read_manifest(manifest.parent)["step"] == 1

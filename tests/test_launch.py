@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -531,6 +532,23 @@ def test_run_names_a_killed_rank(script):
     if code == 137:
         assert line.endswith("was killed by signal 9 (SIGKILL)")
     assert_nothing_left(output, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_run_leaves_nothing_of_a_killed_job(script, number):
+    """Open MPI's own files are named after the launcher's process id: one that is left would fail a later job."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        job = start("-n", 2, script, "kill" if number == signal.SIGTERM else "sleep", ROOT / "jaxmpi", TMPDIR=folder)
+        if number == signal.SIGKILL:  # of MPI's launcher
+            while not (found := [*Path(folder).glob("jaxmpi-*/rank-1.json")]):
+                time.sleep(0.05)
+            os.kill(next(pid for pid in _registry.processes(str(found[0].parent)) if is_launcher(pid)), number)
+        code, *_ = end(job)
+        assert code and os.listdir(folder) == []
+
+
+def is_launcher(pid):
+    return b"RANK=" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_run_names_a_rank_that_exits_silently(script):

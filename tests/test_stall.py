@@ -93,6 +93,23 @@ def test_ordinary_work_is_no_stall(tmp_path, monkeypatch):
     assert not code and "stalled" not in output, output
 
 
+def test_no_seconds_mean_never(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(STALLS.replace("range(30)", "range(60)"))
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "0")
+    code, output, _, _ = end(jaxmpi_run(2, script, "sleep", "12"), str(tmp_path))
+    assert not code and "has waited" not in output, output
+
+
+def test_records_that_cannot_be_written_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMPI_FLIGHT_DIR", "/proc/nowhere")
+    code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 100)
+    assert code and not left and "the last collectives cannot be written" in output, output
+    assert "stalled for 4 s: rank 1 on" in output and "defect" not in output, output
+    code, output, _, left = stalled(tmp_path, monkeypatch, "objects", 0)
+    assert not code and not left and "defect" not in output, output
+
+
 @pytest.mark.parametrize("text", ["soon", "-1"])
 def test_bad_seconds(tmp_path, monkeypatch, text):
     script = tmp_path / "script.py"
@@ -223,6 +240,63 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, ranks, whom):
     assert (jaxmpi.latest(tmp_path / "saved") or 0) >= 50
 
 
+WAITS = """
+import os, signal, sys, time
+import jaxmpi
+rank = jaxmpi.init().rank
+if sys.argv[1] == "late":
+    jaxmpi.barrier()
+    print("here", flush=True)
+    if rank == 1:
+        time.sleep(4)
+if sys.argv[1] == "again":
+    jaxmpi.preempted()
+    jaxmpi.finalize()
+    jaxmpi.init()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+if sys.argv[1] == "stopped" and rank == 1:
+    jaxmpi.preempted()
+    os.kill(os.getpid(), signal.SIGSTOP)
+for step in range(1000):
+    time.sleep(0.01)
+    stop = jaxmpi.preempted()
+    if stop:
+        break
+    if step == 20 and rank == 0 and sys.argv[1] != "late":
+        os.kill(os.getpid(), signal.SIGTERM)
+assert stop
+print(f"rank {rank} stops at {step}", flush=True)
+"""
+
+
+def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WAITS)
+    with subprocess.Popen(jaxmpi_run(2, script, "late"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert "here" in job.stdout.readline()
+        time.sleep(1)
+        job.send_signal(signal.SIGTERM)
+        out, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert len(set(re.findall(r"stops at (\d+)", out))) == 1 and out.count("stops at") == 2, out
+
+
+def test_stopping_together_after_a_second_init(tmp_path):
+    (tmp_path / "script.py").write_text(WAITS)
+    code, output, _, _ = end(jaxmpi_run(2, tmp_path / "script.py", "again"), str(tmp_path))
+    assert not code and output.count("stops at") == 2 and "SIGUSR1: this rank is" in output, output
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(WAITS)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "3")
+    code, output, seconds, left = end(jaxmpi_run(2, tmp_path / "script.py", "stopped"), str(tmp_path))
+    assert code and seconds < 30 and not left, output
+    assert "in jaxmpi.preempted, after a SIGTERM" in output and "it is stopped" in output, output
+
+
 # restarts
 
 TRAINS = """
@@ -312,6 +386,10 @@ def test_faults_come_at_their_call_on_their_rank():
     if here():
         with pytest.raises(RuntimeError, match="a fault on purpose"):
             faults.inject(seen.append, "raise", rank=rank)(1)
+        with pytest.raises(ValueError, match="the first call cannot be missing"):
+            faults.inject(seen.append, "missing", rank=rank)(1)
+        with pytest.raises(ValueError, match="there are 0 positional arguments"):
+            faults.inject(lambda x: x, "nan", rank=rank)(x=1)
         with pytest.raises(SystemExit, match="3"):
             faults.inject(seen.append, "exit 3", rank=rank)(1)
         start = time.monotonic()

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,8 @@ class Job:
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self._ends: dict[int, Any] = {}  # an output of the last program that each thread has started
+        self.busy = ""  # with what takes long, for those who watch
+        self._waiting = ""  # for what, if for no collective
         self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
         self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
@@ -122,6 +124,20 @@ class Job:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
         running = not self.in_band and any(not end.is_ready() for end in list(self._ends.values()))
         return self._entered, self._inside or running
+
+    @contextlib.contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Count as a collective what is waited for in another way."""
+        self._waiting = title
+        try:
+            with _Entered(self):
+                yield
+        finally:
+            self._waiting = ""
+
+    def waits_for(self) -> str:
+        """The title of `waiting`."""
+        return self._waiting
 
     def doing(self) -> int:
         """The word of the last collective, or program, that this rank has entered."""

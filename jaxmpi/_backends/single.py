@@ -17,6 +17,7 @@ class OneProcess:
 
     effects: frozenset[Hashable] = frozenset()
     place: Place
+    busy = ""  # with what takes long, for those who watch
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """The object, once for each rank."""

@@ -12,11 +12,10 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ __all__ = ["MANIFEST", "begin", "check", "commit", "dtype_of", "found", "newest"
 MANIFEST = "manifest.json"
 FORMAT = "jaxmpi checkpoint"
 PIECE_BYTES = 1 << 20  # at once, so that other threads of Python need not wait
-WAIT_SECONDS = 0.02
 
-_NAME = re.compile(r"step-(\d{12})(?:\.(\d+))?")  # the second number where a step was saved again
+Arrays = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
+
+_NAME = re.compile(r"step-(\d{12,})(?:\.(\d+))?")  # the second number where a step was saved again
 _UNFINISHED = "unfinished-"
 
 
@@ -63,22 +63,23 @@ def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
                         member.write(data[start : start + PIECE_BYTES])
         _to_disk(part)
         part.rename(_file(folder, rank))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            (folder / f"rank-{rank}.failed").write_text(str(error))
-        raise CheckpointError(f"save: {part} could not be written: {error}. Free some space, or save elsewhere.") from error
+    except Exception as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"{part} could not be written: {error}. Free some space, or save elsewhere.") from error
 
 
-def commit(folder: Path, step: int, ranks: Iterable[int], leaves: Any, keep: int | None) -> None:
-    """Wait until all ranks have written their files, give the folder its name, and remove the checkpoints beyond `keep`."""
-    sizes = {}
-    for rank in ranks:
-        while not (file := _file(folder, rank)).exists():
-            if (failed := folder / f"rank-{rank}.failed").exists():
-                raise CheckpointError(f"save: rank {rank} could not write its part: {failed.read_text()}")
-            time.sleep(WAIT_SECONDS)
-        sizes[file.name] = file.stat().st_size
-    about = {"format": FORMAT, "version": 1, "step": step, "ranks": len(sizes), "sizes": sizes, "leaves": leaves}
+def commit(folder: Path, step: int, arrays: Sequence[Arrays], leaves: Any, keep: int | None) -> None:
+    """Give a folder its name, and remove the checkpoints beyond `keep`.
+
+    Args:
+      folder: in which all ranks have written.
+      step: the number of the checkpoint.
+      arrays: of each rank's file.
+      leaves: what the arrays are, for `read_manifest`.
+      keep: as in `jaxmpi.save`.
+    """
+    written = {_file(folder, rank).name: [_file(folder, rank).stat().st_size, of_rank] for rank, of_rank in enumerate(arrays)}
+    about = {"format": FORMAT, "version": 1, "step": step, "ranks": len(arrays), "files": written, "leaves": leaves}
     text = json.dumps(about, indent=1)
     (folder / MANIFEST).write_text(json.dumps({"checksum": zlib.crc32(text.encode())})[:-1] + ",\n" + text[1:])
     _to_disk(folder / MANIFEST)
@@ -124,26 +125,29 @@ def newest(directory: Path, step: int | None = None) -> tuple[Path | None, list[
 
 def check(folder: Path) -> None:
     """Raise a CheckpointError that names a file, and an array in it, unless everything is as it was written."""
-    for file in read_manifest(folder)["sizes"]:
-        with _opened(folder / file) as archive:
-            if bad := archive.testzip():
-                raise CheckpointError(f"{folder / file}: {bad.removesuffix('.npy')} is not what was written.")
+    about = read_manifest(folder)
+    for rank, (_, arrays) in enumerate(about["files"].values()):
+        with read(folder, rank) as array:
+            for name, (dtype, shape) in arrays.items():
+                if list(array(name, dtype).shape) != shape:
+                    raise CheckpointError(f"{_file(folder, rank)}: {name} is not what was written.")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What the arrays are; raises a CheckpointError if a file is missing, truncated or not ours."""
     path = folder / MANIFEST
     try:
-        text = path.read_text()
-        about: dict[str, Any] = json.loads(text)
+        about: dict[str, Any] = json.loads(path.read_text())
         checksum = about.pop("checksum", None)
-    except (OSError, ValueError, AttributeError) as error:
+        same = checksum == zlib.crc32(json.dumps(about, indent=1).encode())
+        ours = about.get("format") == FORMAT and about.get("version") == 1
+    except Exception as error:  # whatever is in it
         raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}.") from error
-    if about.get("format") != FORMAT or about.get("version") != 1:
+    if not ours:
         raise CheckpointError(f"{path} is not of a checkpoint that this version of jaxmpi has written.")
-    if checksum != zlib.crc32(json.dumps(about, indent=1).encode()):
+    if not same:
         raise CheckpointError(f"{path} is not what was written.")
-    for name, size in about["sizes"].items():
+    for name, (size, _) in about["files"].items():
         there = (folder / name).stat().st_size if (folder / name).exists() else None
         if there != size:
             has = "is missing" if there is None else f"has {there} bytes"
@@ -152,29 +156,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def read(folder: Path, rank: int) -> Iterator[Any]:
+def read(folder: Path, rank: int) -> Iterator[Callable[[str, str], np.ndarray]]:
     """Gives a function from a name and a dtype to the array of a rank."""
-    with _opened(_file(folder, rank)) as archive:
-
-        def array(name: str, dtype: str) -> np.ndarray:
-            try:
-                with archive.open(f"{name}.npy") as member:
-                    raw = np.lib.format.read_array(member, allow_pickle=False)
-                    member.read(1)  # to the end, where the checksum is compared
-            except (KeyError, ValueError, zipfile.BadZipFile) as error:
-                raise CheckpointError(f"{_file(folder, rank)}: {name} cannot be read: {error}.") from error
-            return raw.view(dtype_of(dtype))
-
-        yield array
-
-
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
+    file = _file(folder, rank)
     try:
-        with zipfile.ZipFile(file) as archive:
-            yield archive
-    except (OSError, zipfile.BadZipFile) as error:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # a damaged file raises what it likes
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+    def array(name: str, dtype: str) -> np.ndarray:
+        try:
+            with archive.open(f"{name}.npy") as member:
+                raw = np.lib.format.read_array(member, allow_pickle=False)
+                member.read(1)  # to the end, where the checksum is compared
+            return raw.view(dtype_of(dtype))
+        except Exception as error:
+            raise CheckpointError(f"{file}: {name} cannot be read: {error}.") from error
+
+    with archive:
+        yield array
 
 
 def _file(folder: Path, rank: int) -> Path:

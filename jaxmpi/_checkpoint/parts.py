@@ -19,6 +19,7 @@ from jaxmpi._optim.sharded import ShardedState, shard_shape
 __all__ = ["Leaf", "Reader", "difference", "leaves_of", "like", "part_of", "put_back", "to_host"]
 
 PLAIN = (bool, int, float, str)
+KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbreviates in a dtype
 
 
 class Leaf(NamedTuple):
@@ -39,7 +40,8 @@ class Leaf(NamedTuple):
     value: Any = None
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}" + (" of each rank" if self.part == "own" else "")
+        kind = f"{self.dtype}{list(self.shape)}" if self.value is None else self.dtype
+        return kind + (" of each rank" if self.part == "own" else "")
 
     @property
     def stored(self) -> bool:
@@ -142,6 +144,8 @@ def like(leaf: Any, value: np.ndarray) -> Any:
         return PerRank(like(leaf.stack, np.broadcast_to(value, leaf.stack.shape)))
     if value.ndim > leaf.ndim + is_key(leaf):  # of simulated ranks that differ
         return PerRank(jax.device_put(value))
+    if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        return value  # JAX would shorten it
     x = jax.device_put(value, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
     return jax.random.wrap_key_data(x, impl=_kind(leaf)) if is_key(leaf) else x
 
@@ -154,11 +158,13 @@ def to_host(x: Any) -> np.ndarray:
 def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:
     """A leaf, which may be a shard `of` an array."""
     name = leaf_name([key for key in path if getattr(key, "name", None) != OWN])
-    if type(x) in PLAIN:
+    if type(x) in PLAIN and part == "all":
         return Leaf(name, "all", type(x).__name__, (), x), x
     array = x.stack if isinstance(x, PerRank) else x
-    if not hasattr(array, "dtype") or not hasattr(array, "shape") or array.dtype == object:
+    if not isinstance(array, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         raise TypeError(f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and text. Take it out.")
+    if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
+        raise TypeError(f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out.")
     stored = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
     shape = tuple(stored.shape[1:] if isinstance(x, PerRank) else stored.shape) if of is None else of
     return Leaf(name, part, str(array.dtype), shape), x
@@ -173,7 +179,9 @@ def _of_sharded(state: ShardedState) -> Iterator[tuple[Any, Any, str, tuple[int,
 
 
 def _kind(key: Any) -> Any:
-    return jax.random.key_impl(key) if isinstance(key, jax.Array) else str(key.dtype).removeprefix("key<").removesuffix(">")
+    """The implementation of PRNG keys; of a `ShapeDtypeStruct`, the dtype tells it."""
+    tag = str(key.dtype).removeprefix("key<").removesuffix(">")
+    return jax.random.key_impl(key) if isinstance(key, jax.Array) else KEYS.get(tag, tag)
 
 
 def _stands_for_leaves(x: Any) -> bool:
