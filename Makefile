@@ -48,7 +48,7 @@ faults: $(VENV)/.test-installed
 	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
 
 soak: $(VENV)/.test-installed
-	@echo "== 10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half"
+	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 30 minutes of training: about an hour and a half"
 	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py
 
 # about 15 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it

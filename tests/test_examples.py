@@ -99,7 +99,7 @@ def test_digits_learns_with_every_transform():
     loss = lambda *options: [float(x) for x in re.findall(r"train loss (\S+)", run(on_ranks(2, *DIGITS, *options)))]
     plain = loss()
     np.testing.assert_allclose(loss("--sharded"), plain, rtol=1e-5)
-    for options in ("--codec int8", "--codec topk", "--local-every 4 --codec powersgd"):
+    for options in ("--codec int8", "--local-every 4 --codec powersgd"):
         curve = loss(*options.split())
         assert len(curve) == 3 and curve[-1] < 0.6 * curve[0], (options, curve, plain)
 
@@ -112,15 +112,13 @@ GPT = ("examples/gpt.py", *SMALL.split())
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held out, with the optimizer's state whole and shared out."""
     numbers = {}
-    for ranks, options in ((1, ""), (3, "--sharded"), (2, "--sharded --accumulate 2"), (1, "--accumulate 2")):
+    for ranks, options in ((1, ""), (3, "--sharded")):
         output = run(on_ranks(ranks, *GPT, *options.split()))
         numbers[ranks, options] = [float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)]
         assert len(numbers[ranks, options]) == 12 and "def main(arguments):" in output
     np.testing.assert_allclose(numbers[3, "--sharded"], numbers[1, ""], atol=2e-3)
-    np.testing.assert_allclose(numbers[2, "--sharded --accumulate 2"], numbers[1, "--accumulate 2"], atol=2e-3)
     assert numbers[1, ""][-1] < 0.95 * numbers[1, ""][0]
-    diloco = run(on_ranks(2, *GPT, "--local-every", "3", "--diloco"))
-    assert "held out" in diloco
+    assert "held out" in run(on_ranks(2, *GPT, "--local-every", "3", "--diloco"))
 
 
 def test_digits_reaches_98_percent():

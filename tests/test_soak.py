@@ -16,6 +16,7 @@ from jaxmpi.testing import run_ranks
 SOAK = os.environ.get("JAXMPI_SOAK") == "1"
 TREES = 10_000 if SOAK else 60
 KILLS = 200 if SOAK else 3
+NUMBERS = 2**31 + 9 if SOAK else 2**18 + 9
 MINUTES = 30.0 if SOAK else 0.2
 
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
@@ -85,6 +86,16 @@ def test_random_trees():
                 np.testing.assert_array_equal(exact, y, err_msg=str(seed))
         if seed % 200 == 199:
             jax.clear_caches()  # of 10 000 programs
+
+
+@run_ranks(2, timeout_seconds=600.0)
+def test_more_numbers_than_an_int32_counts():
+    n, here = NUMBERS, jaxmpi.rank()
+    sums = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x, op="sum"), donate_argnums=0)
+    x = jnp.full(n, here + 1, jnp.int8).at[-1].set(10 * here).at[n // 2].set(20 + here)
+    got = np.asarray(sums(x))
+    assert got.shape == (n,) and got[-1] == 10 and got[n // 2] == 41 and got[0] == 3
+    assert np.count_nonzero(got == 3) == n - 2
 
 
 KILLED = """

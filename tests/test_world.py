@@ -203,7 +203,7 @@ LAYERS = [
     {"_check", "_step", "_jit"},
     {"_collectives", "_objects", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console"},
-    {"_checkpoint", "_checkpoint.parts", "_checkpoint.files"},
+    {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
     {
         "checkpoint",
         "diagnose",

@@ -1,0 +1,147 @@
+"""A save that is being written by threads, one on each rank that has something to write."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxmpi import _guard
+from jaxmpi._backends import Backend
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._checkpoint import files, parts
+from jaxmpi._checkpoint.parts import Leaf
+from jaxmpi._checkpoint.together import busy, together
+from jaxmpi._errors import CheckpointError
+
+__all__ = ["Save", "arrays_of", "begin"]
+
+
+def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndarray]:
+    """Copies of what a rank writes."""
+    mine = [(leaf, x) for leaf, x in described if leaf.stored and (rank == 0 or leaf.part != "all")]
+    return {leaf.name: parts.to_host(x[rank] if isinstance(x, PerRank) else x) for leaf, x in mine}
+
+
+def begin(backend: Backend, directory: Path, shared: bool) -> Path:
+    """The folder that is written, of rank 0's making."""
+    made = together(backend, lambda: files.begin(directory) if backend.place.rank == 0 else None)
+    folder = backend.broadcast_object(made, 0)
+
+    def look() -> None:
+        if shared and not folder.exists():
+            raise CheckpointError(
+                f"save: rank {backend.place.rank} on {os.uname().nodename} does not see {folder}, which rank 0 has made. Save "
+                "to a file system that all hosts share, or gather the state with jaxmpi.unshard first."
+            )
+
+    together(backend, look)
+    return folder
+
+
+class Save:
+    """A save that is being written, by a thread."""
+
+    last: "Save | None" = None
+    outcomes: ClassVar[dict[str, dict[int, Any]]] = {}  # of the other ranks' parts, by folder; for rank 0
+    changed = threading.Condition()
+
+    def __init__(
+        self,
+        backend: Backend,
+        folder: Path,
+        step: int,
+        arrays: dict[int, dict[str, np.ndarray]],
+        writers: Sequence[int],
+        commit: Callable[[list[files.Arrays]], None],
+    ) -> None:
+        self.error: str | None = None
+        self._what, self._folder, self._rank = f"step {step}", folder, backend.place.rank
+        self._arrays, self._writers, self._commit = arrays, writers, commit
+        self._own_parts = len(arrays)
+        self._guard = _guard.active()
+        if self._guard:
+            self._guard.topics["saved"] = self._on_saved
+        self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
+        if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
+            outcomes = backend.allgather_object(self._written())
+            self.outcomes[folder.name] = dict(enumerate(outcomes[1:], 1))
+            self._finish(outcomes[0])
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._arrays:
+            self._finish(self._written())
+
+    def _written(self) -> dict[int, files.Arrays] | str:
+        """Write this process's parts; returns what is in them, or what has gone wrong."""
+        try:
+            for rank, of_rank in self._arrays.items():
+                files.write(self._folder, rank, of_rank)
+            return {rank: {name: (str(x.dtype), x.shape) for name, x in a.items()} for rank, a in self._arrays.items()}
+        except Exception as error:  # is raised by the next call
+            self.error = f"{self._what}: {error}"
+            return self.error
+        finally:
+            self._arrays = {}  # the memory is needed
+
+    def _finish(self, outcome: dict[int, files.Arrays] | str) -> None:
+        """Tell rank 0; there, make it a checkpoint once all have written."""
+        if self._rank:
+            if self._guard:
+                self._guard.send(0, "saved", (self._folder.name, outcome))
+            return
+        try:
+            everyone = self._gathered(outcome)
+            if self.error is None:
+                self._commit([everyone[rank] for rank in self._writers])
+        except Exception as error:
+            self.error = f"{self._what}: {error}"
+
+    def _gathered(self, mine: dict[int, files.Arrays] | str) -> dict[int, files.Arrays]:
+        """What each rank has written, once all have."""
+        others = len(self._writers) - self._own_parts
+        theirs = self.outcomes.setdefault(self._folder.name, {})
+        with self.changed:
+            self.changed.wait_for(lambda: len(theirs) >= others)
+        del self.outcomes[self._folder.name]
+        written: dict[int, files.Arrays] = {}
+        for outcome in (mine, *theirs.values()):
+            if isinstance(outcome, str):
+                self.error = self.error or outcome
+            else:
+                written |= outcome
+        return written
+
+    @classmethod
+    def _on_saved(cls, rank: int, message: tuple[str, Any]) -> None:
+        folder, outcome = message
+        with cls.changed:
+            cls.outcomes.setdefault(folder, {})[rank] = outcome
+            cls.changed.notify_all()
+
+    @classmethod
+    def finished(cls, backend: Backend) -> str | None:
+        """Wait for the last save; returns what has gone wrong on any rank, on all of them."""
+        last, cls.last = cls.last, None
+        if last is not None:
+            with busy(backend, f"writing the checkpoint of {last._what}"):
+                last._thread.join()
+        errors = [error for error in backend.allgather_object(last.error if last else None) if error]
+        return errors[0] if errors else None
+
+    @classmethod
+    def at_exit(cls) -> None:
+        """After all other ends: a save that has failed, and that nobody has heard of, fails the script."""
+        if cls.last is not None and cls.last.error is not None:
+            sys.stdout.flush()
+            sys.stderr.write(f"jaxmpi: CheckpointError: save: {cls.last.error}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+atexit.register(Save.at_exit)  # before MPI and the guard register theirs, which then run first
