@@ -5,6 +5,7 @@
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: about an hour
 # make soak    10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half
 # make bench   the benchmarks, beside the peers that are installed
+# make docs    the documentation as a site, in build/site
 # make lint    ruff, mypy and clang-format
 # make clean   remove .venv and what the tools left
 #
@@ -21,7 +22,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax matrix faults soak bench lint clean
+.PHONY: train test test-mpi4jax matrix faults soak bench docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -66,6 +67,11 @@ lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror native/*.cc native/*.h
+
+docs: $(VENV)/.installed
+	@$(PIP) 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30' 'ruff>=0.12' || { $(FAILED); }
+	@echo "== the documentation, in build/site: warnings are errors"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -156,6 +156,36 @@ def test_notebooks_are_stored_without_outputs(path):
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
+def patched(text, diff):
+    """What `patch` makes of it."""
+    lines, out, at = text.splitlines(), [], 0
+    for line in diff.splitlines()[2:]:
+        if found := re.match(r"@@ -(\d+)", line):
+            out += lines[at : int(found[1]) - 1]
+            at = int(found[1]) - 1
+        elif line.startswith("+"):
+            out.append(line[1:])
+        else:
+            assert lines[at] == line[1:], (at, line)
+            out += [lines[at]] * line.startswith(" ")
+            at += 1
+    return "\n".join([*out, *lines[at:]]) + "\n"
+
+
+def test_six_lines_make_a_script_for_one_device_one_for_many(tmp_path):
+    """The diff of docs/migration.md, applied."""
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.DOTALL)[1]
+    assert sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines()) <= 6
+    script = tmp_path / "many_devices.py"
+    source = ROOT / "examples" / "one_device.py"
+    script.write_text(patched(source.read_text(), diff))
+    losses = lambda output: [float(x) for x in re.findall(r"epoch \d: loss (\S+)", output)]
+    assert len(losses(run([sys.executable, source]))) == 5
+    one, three = (losses(run(on_ranks(ranks, script))) for ranks in (1, 3))
+    assert len(one) == 5 and one[-1] < 0.5 * one[0]
+    np.testing.assert_allclose(three, one, atol=2e-4)
+
+
 def test_readme_shows_the_quickstart():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks[0] == (ROOT / "examples" / "quickstart.py").read_text()
