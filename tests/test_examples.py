@@ -121,6 +121,16 @@ def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     assert "held out" in run(on_ranks(2, *GPT, "--local-every", "3", "--diloco"))
 
 
+def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
+    """Of a while_loop that is differentiated implicitly."""
+    losses = {}
+    for ranks in (1, 3):
+        output = run(on_ranks(ranks, "examples/deq.py", "--epochs", "2"))
+        losses[ranks] = [float(x) for x in re.findall(r"train loss (\S+)", output)]
+        assert len(losses[ranks]) == 2 and "test accuracy" in output
+    np.testing.assert_allclose(losses[3], losses[1], atol=1e-4)
+
+
 def test_digits_reaches_98_percent():
     found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
     assert found and float(found[1]) >= 98.0
