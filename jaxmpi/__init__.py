@@ -27,6 +27,7 @@ from jaxmpi._optim.noise import measure_noise_scale
 from jaxmpi._optim.replicas import check_replicas, watch_replicas
 from jaxmpi._optim.sharded import reshard, sharded, unshard
 from jaxmpi._preempt import preempted
+from jaxmpi._prefetch import prefetch
 from jaxmpi._simulate import simulate
 from jaxmpi._synchronize import synchronize
 from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size
@@ -74,6 +75,7 @@ __all__ = [
     "micro_batch_grads",
     "nn",
     "preempted",
+    "prefetch",
     "print",
     "progress",
     "rank",

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmpi
 from jaxmpi import _world
 from jaxmpi._backends import Place
 from jaxmpi._errors import NotInitializedError
@@ -498,3 +501,48 @@ def test_rank_key_takes_a_traced_rank(monkeypatch):
     key = jax.random.key(5)
     keys = jax.jit(jax.vmap(lambda _: rank_key(key), axis_name="ranks"))(jnp.arange(3))
     assert (keys == jax.vmap(lambda rank: jax.random.fold_in(key, rank))(jnp.arange(3))).all()
+
+
+def test_prefetch_gives_the_same_batches_on_the_device():
+    jaxmpi.init()
+    data = {"x": np.arange(40.0).reshape(20, 2), "name": np.arange(20)}
+    plain = list(jaxmpi.batches(data, 4, seed=1))
+    loader = jaxmpi.prefetch(jaxmpi.batches(data, 4, seed=1))
+    assert len(loader) == 5 and loader.position == 0
+    for i, (batch, want) in enumerate(zip(loader, plain, strict=True)):
+        assert isinstance(batch["x"], jax.Array) and loader.position == 4 * (i + 1)
+        np.testing.assert_array_equal(batch["x"], want["x"])
+
+
+def test_prefetch_reads_ahead_and_no_further():
+    read = []
+
+    def source():
+        for i in range(10):
+            read.append(i)
+            yield np.full(2, i), "text"
+
+    jaxmpi.init()
+    iterator = iter(jaxmpi.prefetch(source(), ahead=2))
+    first, text = next(iterator)
+    assert float(first[0]) == 0 and text == "text"
+    time.sleep(0.3)
+    assert read == [0, 1, 2, 3]  # two wait, and one is in the reader's hand
+    iterator.close()
+    time.sleep(0.3)
+    assert not [thread for thread in threading.enumerate() if thread.name == "jaxmpi-prefetch"]
+
+
+def test_prefetch_raises_what_reading_raises():
+    def source():
+        yield np.ones(1)
+        raise OSError("the disk is gone")
+
+    jaxmpi.init()
+    seen = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch in jaxmpi.prefetch(source()):
+            seen.append(batch)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="ahead is 0"):
+        jaxmpi.prefetch(source(), ahead=0)

@@ -1,0 +1,88 @@
+"""Batches that are read and brought to the device while the step before is running."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["Prefetched", "prefetch"]
+
+
+def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
+    """The same batches, each on this rank's device before it is asked for.
+
+    A thread reads them, up to `ahead` of the one in use, and starts the copies. Leaves that are no NumPy arrays stay as they
+    are. Reading must not communicate: collectives belong to the main thread.
+
+    **Collective:** no.
+    **Communication:** none.
+
+    Args:
+      batches: anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a generator.
+      ahead: how many batches wait on the device.
+
+    Returns:
+      An iterable of the batches. Its `position` is that of the last batch that it has given out, where `batches` has one: the
+      `start` for `jaxmpi.batches` to go on from.
+
+    Raises:
+      ValueError: `ahead` is below 1. What reading raises is raised here, too.
+
+    >>> import jaxmpi, numpy as np
+    >>> loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(8.0), 4))
+    >>> [(float(batch.sum()), loader.position) for batch in loader]
+    [(6.0, 4), (22.0, 8)]
+    """
+    if ahead < 1:
+        raise ValueError(f"prefetch: ahead is {ahead}. It is a number of batches: 1 or more.")
+    return Prefetched(batches, ahead)
+
+
+class Prefetched:
+    """What `prefetch` returns."""
+
+    def __init__(self, batches: Iterable[Any], ahead: int) -> None:
+        self._batches, self._ahead = batches, ahead
+        self.position: int | None = getattr(batches, "position", None)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        ready: queue.Queue[tuple[str, Any, int | None]] = queue.Queue(self._ahead)
+        left = threading.Event()
+        device = jax.local_devices()[0]
+
+        def put(kind: str, value: Any, position: int | None = None) -> None:
+            while not left.is_set():
+                try:
+                    return ready.put((kind, value, position), timeout=0.1)
+                except queue.Full:
+                    pass
+
+        def read() -> None:
+            try:
+                for batch in self._batches:
+                    moved = jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, np.ndarray) else x, batch)
+                    put("batch", moved, getattr(self._batches, "position", None))
+                    if left.is_set():
+                        return
+                put("end", None)
+            except BaseException as error:
+                put("error", error)
+
+        threading.Thread(target=read, name="jaxmpi-prefetch", daemon=True).start()
+        try:
+            while True:
+                kind, value, position = ready.get()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise value
+                self.position = position
+                yield value
+        finally:
+            left.set()
