@@ -1,7 +1,10 @@
 """Jobs of several ranks that wait for functions to run: the outer process, and the ranks (`python -m jaxmpi._pool`)."""
 
 import atexit
+import contextlib
+import ctypes
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import io
@@ -25,6 +28,7 @@ __all__ = ["Call", "Pool", "RankFailure", "Result", "Task", "pool"]
 ADDRESS = "JAXMPI_TESTING_ADDRESS"
 START_SECONDS = 60.0
 GONE = "the rank is gone: it exited, crashed or was killed"
+MEMORY_BYTES = 1 << 30  # of a rank
 GRACE_SECONDS = 3.0  # after one rank failed, the others may be waiting for it
 
 
@@ -190,7 +194,20 @@ def _work() -> None:
             if math.isfinite(task.timeout_seconds):
                 faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
             outer.send(tuple(_run(task, world.rank)))
+            _shrink()
             faulthandler.cancel_dump_traceback_later()
+
+
+def _shrink() -> None:
+    """Give back the memory of what was compiled, where it is much: hundreds of tests run in one process."""
+    import jax
+
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if pages * os.sysconf("SC_PAGE_SIZE") > MEMORY_BYTES:
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # a C library that is not GNU's
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _run(task: Task | Call, rank: int) -> Result:

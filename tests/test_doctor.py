@@ -2,24 +2,20 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import jaxmpi
 from jaxmpi import _devices, _doctor
 
 
-def doctor(*args, cwd=None, **environ):
+def doctor(*args, **environ):
     done = subprocess.run(
         [sys.executable, "-m", "jaxmpi", "doctor", *args],
         capture_output=True,
         text=True,
         timeout=200,
-        cwd=cwd,
         env={**os.environ, **environ},
     )
     assert not done.stderr, done.stderr
@@ -90,9 +86,20 @@ def test_with_an_mpi4jax_that_does_not_load(tmp_path):
     )
 
 
+WITHOUT_NATIVE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jaxmpi._native":
+            raise ImportError("No module named 'jaxmpi._native'")
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
 def test_without_the_extension(tmp_path):
-    shutil.copytree(Path(jaxmpi.__file__).parent, tmp_path / "jaxmpi", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    code, output = doctor("-n", "1", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    code, output = doctor("-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE))
     verdict, text = lines(output)["transport"]
     assert code == 0 and verdict == "slow" and "the extension is not built" in text and "-> Install a C++ compiler" in text
 
