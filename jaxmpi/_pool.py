@@ -183,7 +183,7 @@ def _work() -> None:
     """Take tasks until the outer process is gone."""
     import jaxmpi
 
-    world = jaxmpi.init()
+    world, limit = jaxmpi.init(), MEMORY_BYTES
     with Client(os.environ[ADDRESS], "AF_UNIX") as outer:
         outer.send(world.rank)
         while True:
@@ -194,20 +194,29 @@ def _work() -> None:
             if math.isfinite(task.timeout_seconds):
                 faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
             outer.send(tuple(_run(task, world.rank)))
-            _shrink()
+            limit = _shrink(limit)
             faulthandler.cancel_dump_traceback_later()
 
 
-def _shrink() -> None:
-    """Give back the memory of what was compiled, where it is much: hundreds of tests run in one process."""
+def _shrink(limit: int) -> int:
+    """Give back the memory of what was compiled, where it is beyond a limit: hundreds of tests run in one process.
+
+    Returns the next limit, so that what cannot be given back is not tried for at every test.
+    """
     import jax
 
+    if _memory_bytes() <= limit:
+        return limit
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # a C library that is not GNU's
+        ctypes.CDLL(None).malloc_trim(0)
+    return max(MEMORY_BYTES, _memory_bytes() + MEMORY_BYTES // 2)
+
+
+def _memory_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    if pages * os.sysconf("SC_PAGE_SIZE") > MEMORY_BYTES:
-        jax.clear_caches()
-        gc.collect()
-        with contextlib.suppress(AttributeError):  # a C library that is not GNU's
-            ctypes.CDLL(None).malloc_trim(0)
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _run(task: Task | Call, rank: int) -> Result:
