@@ -29,7 +29,7 @@ __all__ = ["RankFailure", "assert_equivalent", "faults", "run_ranks"]
 
 
 def run_ranks(
-    *sizes: int, backend: str = "auto", timeout_seconds: float = 60.0
+    *sizes: int, backend: str = "auto", timeout_seconds: float = 120.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test function on each of these numbers of ranks, after `jaxmpi.init()`.
 
