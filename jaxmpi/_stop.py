@@ -49,10 +49,12 @@ class Stop:
 
     def now(self) -> bool:
         """Whether to stop at this call."""
-        if self._asked and self._at is None:
-            with self._guard.backend.waiting("jaxmpi.preempted, after a SIGTERM"), self._changed:
-                self._changed.wait_for(lambda: self._at is not None)
-        with self._changed:
+        with (
+            self._changed
+        ):  # in one: a call that is asked about between the two would count for one rank and not for the others
+            if self._asked and self._at is None:
+                with self._guard.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
+                    self._changed.wait_for(lambda: self._at is not None)
             self._calls += 1
             if self._at is None or self._calls < self._at:
                 return False

@@ -1,11 +1,13 @@
 """A job that hangs says why, and ends; the flight recorder; stopping together; restarts; faults on purpose."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from test_guard import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi import _timeline
+from jaxmpi._stop import Stop
 from jaxmpi.testing import faults, run_ranks
 
 STALLS = """
@@ -238,6 +241,50 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, ranks, whom):
         assert "the job was stopped by SIGTERM, and has ended in order" in errors
     jaxmpi.init()
     assert (jaxmpi.latest(tmp_path / "saved") or 0) >= 50
+
+
+class Together:
+    """The guards of two ranks in one process, whose messages arrive at once."""
+
+    def __init__(self, rank, everyone):
+        self.rank, self.everyone, self.topics = rank, everyone, {}
+        self.backend = self
+        everyone.append(self)
+
+    def send(self, rank, topic, message):
+        self.everyone[rank].topics[topic](self.rank, message)
+
+    def waiting(self, title):
+        return contextlib.nullcontext()
+
+    def say(self, text):
+        pass
+
+
+def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            guards = []
+            stops = [Stop(Together(rank, guards), 2, rank) for rank in range(2)]
+            calls = [0, 0]
+
+            def run(rank, calls=calls, stops=stops):
+                calls[rank] += 1
+                while not stops[rank].now():
+                    calls[rank] += 1
+
+            threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+            for thread in threads:
+                thread.start()
+            stops[1]._send(0, "stop", 1)
+            for thread in threads:
+                thread.join(10)
+                assert not thread.is_alive()
+            assert calls[0] == calls[1]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 WAITS = """

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi._errors import CheckpointError
 
-__all__ = ["MANIFEST", "begin", "check", "commit", "dtype_of", "found", "newest", "read", "read_manifest", "write"]
+__all__ = ["begin", "check", "commit", "dtype_of", "found", "newest", "read", "read_manifest", "write"]
 
 MANIFEST = "manifest.json"
 FORMAT = "jaxmpi checkpoint"
@@ -188,6 +188,7 @@ def _step(folder: Path) -> int:
 
 
 def dtype_of(name: str) -> np.dtype:
+    """Of its name, those that NumPy has from JAX included."""
     return np.dtype(jnp.dtype(name))
 
 

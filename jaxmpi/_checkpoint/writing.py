@@ -29,6 +29,8 @@ def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndar
 
 def begin(backend: Backend, directory: Path, shared: bool) -> Path:
     """The folder that is written, of rank 0's making."""
+    if guard := _guard.active():  # before any rank can have written its part
+        guard.topics["saved"] = Save.on_saved
     made = together(backend, lambda: files.begin(directory) if backend.place.rank == 0 else None)
     folder = backend.broadcast_object(made, 0)
 
@@ -64,12 +66,11 @@ class Save:
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
         self._guard = _guard.active()
-        if self._guard:
-            self._guard.topics["saved"] = self._on_saved
         self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
         if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())
-            self.outcomes[folder.name] = dict(enumerate(outcomes[1:], 1))
+            if self._rank == 0:
+                self.outcomes[folder.name] = dict(enumerate(outcomes[1:], 1))
             self._finish(outcomes[0])
         self._thread.start()
 
@@ -118,7 +119,8 @@ class Save:
         return written
 
     @classmethod
-    def _on_saved(cls, rank: int, message: tuple[str, Any]) -> None:
+    def on_saved(cls, rank: int, message: tuple[str, Any]) -> None:
+        """Note what another rank says of its part."""
         folder, outcome = message
         with cls.changed:
             cls.outcomes.setdefault(folder, {})[rank] = outcome
