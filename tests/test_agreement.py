@@ -241,7 +241,7 @@ def test_a_full_check_finds_what_is_not_equal():
     try:
         step = jaxmpi.jit(one_step, replicated_argnums=0, donate_argnums=0)
         params, _ = step({"w": jnp.asarray(X)}, X * jaxmpi.rank())
-        np.testing.assert_allclose(params["w"], X - (jaxmpi.size() - 1) / 2)
+        np.testing.assert_allclose(params["w"], X - (jaxmpi.size() - 1) / 2, atol=1e-6)  # a compiler may fuse mean and step
         other = {"w": jnp.nextafter(params["w"], jnp.inf) if last else params["w"]}
         with (
             pytest.raises(
