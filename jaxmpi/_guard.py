@@ -212,7 +212,10 @@ class Guard:
         label = f"[{self.backend.place.rank}] "
         sys.stderr.write("".join(label + line for line in lines))
         interrupted = issubclass(kind, KeyboardInterrupt)
-        self.end(130 if interrupted else 1, f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}.")
+        self.end(
+            130 if interrupted else 1,
+            f"{kind.__name__}: {str(error).splitlines()[0].rstrip('.') if str(error) else 'no message'}.",
+        )
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._reacted = time.monotonic()

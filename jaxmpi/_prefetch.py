@@ -54,7 +54,7 @@ class Prefetched:
     def __iter__(self) -> Iterator[Any]:
         ready: queue.Queue[tuple[str, Any, int | None]] = queue.Queue(self._ahead)
         left = threading.Event()
-        device = jax.local_devices()[0]
+        device = jax.config.jax_default_device  # of the thread that trains
 
         def put(kind: str, value: Any, position: int | None = None) -> None:
             while not left.is_set():
@@ -65,11 +65,12 @@ class Prefetched:
 
         def read() -> None:
             try:
-                for batch in self._batches:
-                    moved = jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, np.ndarray) else x, batch)
-                    put("batch", moved, getattr(self._batches, "position", None))
-                    if left.is_set():
-                        return
+                with jax.default_device(device):  # `device_put(x, device)` would pin the step's outputs, and compile it twice
+                    for batch in self._batches:
+                        moved = jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, batch)
+                        put("batch", moved, getattr(self._batches, "position", None))
+                        if left.is_set():
+                            return
                 put("end", None)
             except BaseException as error:
                 put("error", error)

@@ -511,6 +511,7 @@ def test_prefetch_gives_the_same_batches_on_the_device():
     assert len(loader) == 5 and loader.position == 0
     for i, (batch, want) in enumerate(zip(loader, plain, strict=True)):
         assert isinstance(batch["x"], jax.Array) and loader.position == 4 * (i + 1)
+        assert not batch["x"].committed  # a step would be compiled again for what it makes of one that is
         np.testing.assert_array_equal(batch["x"], want["x"])
 
 

@@ -99,7 +99,8 @@ sys.meta_path.insert(0, Missing())
 
 
 def test_without_the_extension(tmp_path):
-    code, output = doctor("-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE))
+    site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE)
+    code, output = doctor("-n", "1", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     verdict, text = lines(output)["transport"]
     assert code == 0 and verdict == "slow" and "the extension is not built" in text and "-> Install a C++ compiler" in text
 
