@@ -112,6 +112,24 @@ def test_captured_arrays_may_differ_between_ranks():
     np.testing.assert_array_equal(jaxmpi.jit(lambda: lax.psum(mine * 2, R))(), np.full(3, 6.0))
 
 
+@run_ranks(2, 3)
+def test_captured_arrays_are_compared_where_they_must_be_equal():
+    """Where an output is to be equal on all ranks, or a branch with a collective is taken, and it would be if they are."""
+    table = jnp.arange(4.0)
+
+    def scaled(p, x):
+        return lax.cond(table[1] > 0, lambda: p * table + lax.pmean(x, R), lambda: p)
+
+    options = {"replicated_argnums": 0, "replicated_outnums": 0}
+    mean = (jaxmpi.size() - 1) / 2
+    np.testing.assert_allclose(jaxmpi.jit(scaled, **options)(X, X * jaxmpi.rank()), X * np.arange(4.0) + X * mean)
+    table = jnp.arange(4.0) + (jaxmpi.rank() == 1)
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"an array from outside: float32\[4\] with digest"):
+        jaxmpi.jit(scaled, **options)(X, X)
+    with pytest.raises(ValueError, match=r"output .* may differ"):  # which they cannot mend
+        jaxmpi.jit(lambda p, x: p * table + x, **options)(X, X)
+
+
 @run_ranks(1, 2, 3)
 def test_a_jit_inside_of_a_jit():
     inner = jaxmpi.jit(lambda x: lax.psum(x, R))

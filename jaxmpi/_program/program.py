@@ -1,5 +1,6 @@
 """The program of a function, for one kind of arguments and one backend."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,6 +16,7 @@ from jaxmpi._program import build
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, listing, signature
+from jaxmpi._program.reading import held
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
@@ -95,16 +97,22 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     jaxpr, captured = trace(flat, size, avals)
     replicated = [function.replicated.hold(path) and not is_own(path) for path, _ in paths]
     varies: list[bool] = []
+    outside: list[str] = []
     if size > 1:
-        inputs = [True] * len(captured) + [not same for same in replicated]
-        varies = list(varying(jaxpr, inputs, warn=backend.place.rank == 0))
-        _check_outputs(function, tree, varies)
+        constants = [*captured, *held(jaxpr)]
+        try:
+            varies = _varies(function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0)
+        except ValueError:  # would it be right if the arrays from outside were equal on all ranks? They can be compared
+            if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
+                raise
+            varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=backend.place.rank == 0)
+            outside = [_from_outside(x) for x in constants]
     if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
         jaxpr = fold(jaxpr, size)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
-    said = signature(jaxpr, entries) if size > 1 else ""
+    said = "\n".join([signature(jaxpr, entries), *outside]) if entries else ""
     statement = _agreement.Statement.of(function.title, said) if said else None
     first = entries[0].call if entries and entries[0].times else None
     program, finish = build.build(jaxpr, backend, stacked, first, statement.word if statement else 0, hide=hide)
@@ -114,6 +122,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         return finish(program(*captured, *arrays))
 
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
+    arguments += outside
     donated = [function.donated.hold(path) for path, _ in paths]
     outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies)) if varies else ([], None)
     outputs = [f"output {leaf_name(path)}" for path, _ in outs]
@@ -155,8 +164,14 @@ def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _check_outputs(function: Function, tree: Any, varies: Sequence[bool]) -> None:
-    """Raise a ValueError that names an output that is to be equal on all ranks, and may not be."""
+def _varies(
+    function: Function, jaxpr: Any, outside: bool, captured: int, replicated: Sequence[bool], tree: Any, *, warn: bool
+) -> list[bool]:
+    """Which outputs may differ between the ranks, and whether the arrays from outside do is `outside`.
+
+    Raises a ValueError where one may that is to be equal on all ranks, with its name.
+    """
+    varies = varying(jaxpr, [outside] * captured + [not same for same in replicated], constants=outside, warn=warn)
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
     outputs = _positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
@@ -167,9 +182,16 @@ def _check_outputs(function: Function, tree: Any, varies: Sequence[bool]) -> Non
             raise ValueError(
                 f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is in replicated_outnums, and it may differ "
                 "between the ranks. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
-                "replicated_argnums the arguments that are equal on all ranks. An array that the function has from outside "
-                "counts as different: make it an argument."
+                "replicated_argnums the arguments that are equal on all ranks."
             )
+    return varies
+
+
+def _from_outside(x: Any) -> str:
+    """An array that the function has from outside, in words: equal ones in the same."""
+    host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
+    return f"an array from outside: {x.dtype}{list(x.shape)} with digest {digest}"
 
 
 def _positions(option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:

@@ -45,6 +45,15 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
         yield from (item for item in (value if isinstance(value, tuple) else (value,)) if hasattr(item, "eqns"))
 
 
+def held(jaxpr: Any) -> Iterator[Any]:
+    """The arrays that a jaxpr holds itself, in its loops and calls, too."""
+    inner, constants = _jaxcompat.parts(jaxpr)
+    yield from constants
+    for eqn in inner.eqns:
+        for part in subjaxprs(eqn):
+            yield from held(part)
+
+
 def map_subjaxprs(eqn: Any, function: Callable[[Any], Any]) -> dict[str, Any]:
     """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
     changed = {}

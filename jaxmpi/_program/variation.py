@@ -21,12 +21,13 @@ __all__ = ["varying"]
 EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
 
 
-def varying(jaxpr: Any, ins: Sequence[bool], *, check: bool = True, warn: bool = True) -> list[bool]:
+def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: bool = True, warn: bool = True) -> list[bool]:
     """Which outputs of an opened program vary, given which inputs do.
 
     Args:
       jaxpr: of `trace.trace`, or one inside of it.
       ins: for each input.
+      constants: whether the arrays that the program itself holds vary.
       check: whether to raise and warn.
       warn: False inside of derivatives: the transpose of a sum is a sum, often of what is equal on all ranks.
 
@@ -37,8 +38,7 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, check: bool = True, warn: bool =
       UserWarning: a sum or mean of what is equal on all ranks already.
     """
     inner, _ = _jaxcompat.parts(jaxpr)
-    # an array that the function has from outside may be this rank's own
-    varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, True)
+    varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
     literal: set[Any] = set()
     for eqn in inner.eqns:
         xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
@@ -48,7 +48,7 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, check: bool = True, warn: bool =
         warns = warn and "transpose(" not in str(eqn.source_info.name_stack)
         if check and warns and not known and not any(xs):
             _warn_of_reduction(eqn)
-        inside = partial(varying, check=check, warn=warns)
+        inside = partial(varying, constants=constants, check=check, warn=warns)
         varies.update(zip(eqn.outvars, _outs(eqn, xs, inside, check), strict=True))
     return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
 
@@ -78,7 +78,7 @@ def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
     state = xs[consts : consts + carry]
     while True:
         ins = xs[:consts] + state + xs[consts + carry :]
-        outs = varying(eqn.params["jaxpr"], ins, check=False)
+        outs = inside(eqn.params["jaxpr"], ins, check=False)
         if (after := [a or b for a, b in zip(state, outs[:carry], strict=True)]) == state:
             return inside(eqn.params["jaxpr"], ins)
         state = after
@@ -88,8 +88,8 @@ def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
     while True:
-        (goes_on,) = varying(eqn.params["cond_jaxpr"], cond_consts + state, check=False)
-        outs = varying(eqn.params["body_jaxpr"], body_consts + state, check=False)
+        (goes_on,) = inside(eqn.params["cond_jaxpr"], cond_consts + state, check=False)
+        outs = inside(eqn.params["body_jaxpr"], body_consts + state, check=False)
         if (after := [a or b or goes_on for a, b in zip(state, outs, strict=True)]) == state:
             break
         state = after
@@ -113,8 +113,7 @@ def _refuse(eqn: Any, name: str, what: str) -> None:
     raise ValueError(
         f"jaxmpi.jit: {name} at {_line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
         "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
-        "'min'), or say with replicated_argnums which arguments are equal on all ranks. An array that the function has from "
-        "outside counts as different: make it an argument."
+        "'min'), or say with replicated_argnums which arguments are equal on all ranks."
     )
 
 
