@@ -15,6 +15,7 @@ from jaxmpi._collectives import (
 )
 from jaxmpi._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
+from jaxmpi._meter import Rate, Throughput
 from jaxmpi._notebook import launch
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim.accumulate import accumulate
@@ -45,6 +46,8 @@ __all__ = [
     "NotInitializedError",
     "PerRank",
     "RankMismatchError",
+    "Rate",
+    "Throughput",
     "World",
     "accumulate",
     "allgather_object",

@@ -2,11 +2,14 @@
 
 import io
 import logging
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -117,3 +120,24 @@ def test_average_metrics_counts_every_sample_once():
         jaxmpi.average_metrics(1.0, weight=np.ones(2))
     with pytest.raises(TypeError, match=r"average_metrics: leaf \['name'\] is a str"):
         jaxmpi.average_metrics({"name": "x"})
+
+
+@run_ranks(1, 2, 3)
+def test_throughput_counts_all_ranks_and_the_time_in_collectives():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    meter = jaxmpi.Throughput()
+    meter.add(10 * (r + 1))
+    time.sleep(0.2)
+    if r == 0:
+        time.sleep(0.2)
+    jax.block_until_ready(jaxmpi.tree_allreduce(np.ones(4)))  # the others wait for rank 0 half of the time
+    rate = meter.read()
+    assert rate == jaxmpi.allgather_object(rate)[0]
+    samples = 10 * n * (n + 1) / 2
+    assert samples / 10 < rate.per_second <= samples / 0.4 and np.isclose(rate.per_second_per_rank * n, rate.per_second)
+    if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax" and n > 1:
+        assert rate.communication is None and "collectives" not in str(rate)
+    else:
+        assert (rate.communication == 0.0) if n == 1 else (0.1 < rate.communication < 0.9 * (n - 1) / n), rate
+        assert "of the time in collectives" in str(rate)
+    assert meter.read().per_second == 0.0  # each look begins anew

@@ -202,7 +202,7 @@ LAYERS = [
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_check", "_step", "_jit"},
     {"_collectives", "_objects", "_preempt", "_synchronize"},
-    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_prefetch"},
+    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter", "_prefetch"},
     {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
     {
         "checkpoint",

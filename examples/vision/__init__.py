@@ -1,0 +1,1 @@
+"""Models and data of examples/imagenet.py."""

@@ -1,0 +1,119 @@
+"""Images in a folder of class folders, as ILSVRC has it, read by Grain's workers with Pillow."""
+
+import gc
+from functools import partial
+from pathlib import Path
+
+import grain.python as grain
+import numpy as np
+from absl import flags
+from PIL import Image
+
+import jaxmpi
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp"}
+flags.FLAGS.mark_as_parsed()  # Grain's processes look at absl's flags, which this program does not use
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
+
+
+class Folder:
+    """`root/<class>/<image>`: sample i is `files[i]`, a (path, label) pair, in the order of the names."""
+
+    def __init__(self, root, pixels):
+        root = Path(root)
+        if not root.is_dir():
+            raise SystemExit(f"There is no folder {root}. It holds a folder of images for each class.")
+        self.pixels = pixels
+        self.unreadable, self.reported = set(), set()  # rows: that `loader` has come across here, that all ranks know of
+        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((root / name).iterdir())
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise SystemExit(f"There are no images in {root}. It holds a folder of images for each class.")
+
+    def __len__(self):
+        return len(self.files)
+
+    def sample(self, row, seed=None):
+        """Sample `row`, with a seed cropped at random; what is not `good` does not count: row -1, and what is no image."""
+        sample = {"image": np.zeros((self.pixels, self.pixels, 3), np.uint8), "label": np.int32(0), "row": row, "good": False}
+        if row < 0:
+            return sample
+        path, label = self.files[row]
+        try:
+            with Image.open(path) as image:
+                image.draft("RGB", (2 * self.pixels, 2 * self.pixels))  # JPEG is decoded no larger than that
+                image = image.convert("RGB")
+        except UNREADABLE:
+            return sample
+        crop = (
+            centre(image, self.pixels) if seed is None else at_random(image, self.pixels, np.random.default_rng((*seed, row)))
+        )
+        return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
+
+
+def centre(image, pixels):
+    """The middle of the image, 7/8 of its shorter side."""
+    side = min(image.size) * 7 / 8
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    return image.resize((pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+
+
+def at_random(image, pixels, rng):
+    """8 % to 100 % of the area, 3:4 to 4:3, flipped every other time (Szegedy et al. 2015)."""
+    for _ in range(10):
+        area, ratio = rng.uniform(0.08, 1) * image.width * image.height, np.exp(rng.uniform(*np.log([3 / 4, 4 / 3])))
+        width, height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
+        if width <= image.width and height <= image.height:
+            break
+    else:
+        width = height = min(image.size)
+    left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
+    crop = image.resize((pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else crop
+
+
+def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0):
+    """This rank's part of every global batch: dicts of "image", "label" and "good", already on the device.
+
+    In training, shuffled and cropped by (seed, epoch, row), whatever the ranks and workers; the incomplete last batch is left
+    out. Else in order, each image once, and with rows that only fill up, which are not good.
+
+    Args:
+      start: how many samples of the epoch have been seen, over all ranks.
+      workers: processes that read; 0 reads with threads of this one.
+    """
+    rows = np.arange(len(folder))  # jaxmpi says which rows, and Grain reads them
+    if training:
+        plan = list(jaxmpi.batches(rows, batch_size, seed=seed, epoch=epoch, start=start))
+    else:
+        plan = [np.where(mask, part, -1) for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")]
+    if not plan:
+        return []
+    samples = grain.MapDataset.source(np.concatenate(plan)).map(
+        partial(folder.sample, seed=(seed, epoch) if training else None)
+    )
+    batches = samples.batch(len(plan[0])).to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
+    if workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=min(workers, len(plan))))
+    return jaxmpi.prefetch(noting(folder, batches))
+
+
+def noting(folder, batches):
+    """The batches without the numbers of the rows; those that cannot be read are noted."""
+    reader = iter(batches)
+    try:
+        for batch in reader:
+            rows = batch.pop("row")
+            folder.unreadable.update(rows[~batch["good"] & (rows >= 0)].tolist())
+            copied = {name: np.array(x) for name, x in batch.items()}
+            del batch, rows  # shared memory, which the worker gets back
+            yield copied
+    finally:
+        reader.close()  # and its processes with it
+        del reader
+        gc.collect()  # the last batch hangs in a cycle of Grain's
