@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmpi._timeline_page import page
+
 __all__ = ["run"]
 
 Record = dict[str, Any]  # of one rank, as `_recorder` writes it
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write DIR/timeline.json, print the table, and return the exit code."""
+    """Write DIR/timeline.json and DIR/timeline.html, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="jaxmpi timeline",
         description="Put the flight records of a job together: a trace for https://ui.perfetto.dev or chrome://tracing, and "
@@ -23,15 +25,16 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="holds rank-0.json, rank-1.json, ...")
     directory = parser.parse_args(arguments).directory
-    out = directory / "timeline.json"
+    out, html = directory / "timeline.json", directory / "timeline.html"
     try:
         records = read(directory)
         out.write_text(json.dumps(trace(records)))
+        html.write_text(page(records, table(records)))
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"jaxmpi timeline: {error}\n")
         return 2
     sys.stdout.write(table(records))
-    sys.stdout.write(f"\nThe trace is in {out}: open it in https://ui.perfetto.dev\n")
+    sys.stdout.write(f"\nThe trace is in {out}: open it in https://ui.perfetto.dev, or {html} in any browser.\n")
     return 0
 
 

@@ -153,6 +153,17 @@ def test_pretrained_weights(start, undisturbed, photos, tmp_path):
     assert re.search(r"best.npz holds another model: \d+ of its arrays fit this one's \d+", refused)
 
 
+def test_the_tables_can_be_drawn(undisturbed, tmp_path):
+    picture = tmp_path / "curves.png"
+    draw = lambda folder: subprocess.run(
+        [sys.executable, "examples/plot_logs.py", str(folder), "--out", str(picture)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert draw(undisturbed).returncode == 0
+    with Image.open(picture) as image:
+        assert len(np.unique(np.asarray(image.convert("L")))) > 50  # lines and letters, and no empty page
+    assert "There is no" in draw(tmp_path).stderr
+
+
 def children(pid, name):
     """The processes below `pid` whose command is this script, but for those that read for them."""
     found = []

@@ -217,6 +217,7 @@ LAYERS = [
         "_notebook",
         "_faults",
         "_timeline",
+        "_timeline_page",
         "__main__",
         "__init__",
     },
