@@ -1,6 +1,7 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
 # make test-mpi4jax   the same on the other transport
+# make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: about an hour
 # make soak    10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half
@@ -22,7 +23,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax matrix faults soak bench docs lint clean
+.PHONY: train test test-mpi4jax test-loaders matrix faults soak bench docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -36,6 +37,11 @@ test: $(VENV)/.test-installed
 test-mpi4jax: $(VENV)/.test-installed
 	@echo "== running the tests on mpi4jax, the transport where there is no compiler"
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest $(TESTS)
+
+test-loaders: $(VENV)/.test-installed
+	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"
+	@$(PIP) torch tensorflow-cpu datasets || { $(FAILED); }
+	@$(BIN)/python -m pytest tests/test_loaders.py
 
 matrix: $(VENV)/.test-installed
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"

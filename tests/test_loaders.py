@@ -1,0 +1,79 @@
+"""The recipes of docs/data.md, as they stand there: each rank reads its rows of every global batch, with each loader."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi.data import Batches
+
+ROOT = Path(__file__).parent.parent
+N, B = 22, 4
+MODULES = {"Grain": "grain", "PyTorch": "torch", "tf.data": "tensorflow", "Hugging Face datasets": "datasets"}
+SCRIPT = """
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jaxmpi
+
+class Samples:
+    def __len__(self):
+        return {N}
+
+    def __getitem__(self, row):
+        return {{"x": np.full(3, row, np.float32), "row": np.int64(row)}}
+
+def main():
+    jaxmpi.init()
+    dataset, B, epoch = Samples(), {B}, 1
+{before}
+    seen = []
+{recipe}
+    for batch in loader:
+        assert isinstance(batch["x"], jax.Array) and batch["x"].shape == (B // jaxmpi.size(), 3), batch
+        np.testing.assert_array_equal(batch["x"], np.broadcast_to(np.asarray(batch["row"])[:, None], batch["x"].shape))
+        seen.append(np.asarray(batch["row"]))
+    np.save(Path(sys.argv[1]) / f"{{jaxmpi.rank()}}.npy", np.stack(seen))
+
+if __name__ == "__main__":
+    main()
+"""
+BEFORE = {
+    "Grain": "from absl import flags; flags.FLAGS.mark_as_parsed()",
+    "PyTorch": 'warnings.filterwarnings("ignore", "os.fork")',
+    "tf.data": 'import tensorflow as tf; types = {"x": tf.float32, "row": tf.int64}',
+    "Hugging Face datasets": "import datasets; dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])",
+}
+
+
+def recipe(name):
+    """The code under a heading of the page."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    return re.search(rf"^### {re.escape(name)}\n.*?```python\n(.*?)```", page, re.DOTALL | re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", MODULES)
+def test_every_rank_reads_its_rows(tmp_path, name, ranks):
+    if importlib.util.find_spec(MODULES[name]) is None:
+        pytest.skip(f"{MODULES[name]} is not installed here: make test-loaders installs all loaders")
+    indent = lambda text: textwrap.indent(text, "    ")
+    script = tmp_path / "read.py"
+    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE[name]), recipe=indent(recipe(name))))
+    launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(tmp_path)], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(ranks):
+        want = np.stack(list(Batches(np.arange(N), B, rank=rank, size=ranks, seed=0, epoch=1)))
+        np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), want)
