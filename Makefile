@@ -7,6 +7,7 @@
 # make soak    10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half
 # make bench   the benchmarks, beside the peers that are installed
 # make docs    the documentation as a site, in build/site
+# make package   a wheel and an sdist, each installed into an empty environment and tried there
 # make lint    ruff, mypy and clang-format
 # make clean   remove .venv and what the tools left
 #
@@ -23,7 +24,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax test-loaders matrix faults soak bench docs lint clean
+.PHONY: train test test-mpi4jax test-loaders matrix faults soak bench package docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -73,6 +74,14 @@ lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror native/*.cc native/*.h
+
+package: $(VENV)/.installed
+	@echo "== a wheel and an sdist, in dist: each is installed into an empty environment and tried there"
+	@$(PIP) build || { $(FAILED); }
+	@rm -rf dist; $(BIN)/python -m build --no-isolation --outdir dist . > build/package.log 2>&1 || { cat build/package.log >&2; exit 1; }
+	@for archive in dist/*.whl dist/*.tar.gz; do rm -rf build/empty; $(PYTHON) -m venv build/empty || exit 1; \
+	  build/empty/bin/python -m pip --disable-pip-version-check install --quiet $$archive || { $(FAILED); }; \
+	  build/empty/bin/python tests/smoke.py || exit 1; done
 
 docs: $(VENV)/.installed
 	@$(PIP) 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30' 'ruff>=0.12' || { $(FAILED); }
