@@ -34,6 +34,7 @@ __all__ = ["Guard", "active", "install", "remove"]
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
 INTERRUPT_SECONDS = 2.0
+GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 _guard: "Guard | None" = None
 
@@ -45,6 +46,7 @@ def install(backend: Any) -> None:
         _guard = Guard(backend)
         if _guard.listening:
             StallWatch(_guard, Recorder(_guard))
+            _guard.greet()
 
 
 def remove() -> None:
@@ -147,6 +149,14 @@ class Guard:
         for rank in range(self.backend.place.size):
             if rank != self.backend.place.rank:
                 self.send(rank, topic, message)
+
+    def greet(self) -> None:
+        """Open the connections to other hosts while the network works: one that is opened when it does not ends the job."""
+        _, here = self.members[self.backend.place.rank]
+        away = [rank for rank, (_, host) in enumerate(self.members) if host != here]
+        if len(away) <= GREETED:
+            for rank in away:
+                self.send(rank, "hello", None)
 
     def _on_print(self, rank: int, message: tuple[Key, str]) -> None:
         self.rounds.add(rank, *message)

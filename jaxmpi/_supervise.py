@@ -27,6 +27,7 @@ from jaxmpi._registry import Member
 __all__ = ["Outcome", "preemption_seconds", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
+GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended
 PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
 TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
 
@@ -138,8 +139,16 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
     """Wait for the launcher, stop it when a signal was received, and return the ranks in the order in which they ended."""
     watch = _Watch(run_dir)
     step, due, asked = 0, 0.0, False
+    ranks_until = time.monotonic()
     while process.poll() is None:
         watch.look(0.05)
+        if not watch.all_have_ended():
+            ranks_until = time.monotonic()
+        elif time.monotonic() > ranks_until + GONE_SECONDS:
+            say("the ranks of this host have ended, and MPI's launcher waits for hosts that do not answer: it is ended, too")
+            _kill([process.pid, *_registry.processes(run_dir)])
+            process.wait()
+            break
         impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
         if not received or (time.monotonic() < due and not impatient):
             continue
@@ -185,6 +194,10 @@ class _Watch:
             self._epoll.unregister(events[0][0])
             self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
+
+    def all_have_ended(self) -> bool:
+        """Whether there were ranks on this host, and none is left."""
+        return bool(self._open) and len(self._ended) == len(set(self._open.values()))
 
     def _follow(self, fd: int, member: Member) -> None:
         self._open[fd] = member
