@@ -78,7 +78,7 @@ lint: $(VENV)/.test-installed
 package: $(VENV)/.installed
 	@echo "== a wheel and an sdist, in dist: each is installed into an empty environment and tried there"
 	@$(PIP) build || { $(FAILED); }
-	@rm -rf dist; $(BIN)/python -m build --no-isolation --outdir dist . > build/package.log 2>&1 || { cat build/package.log >&2; exit 1; }
+	@rm -rf dist; mkdir -p build; $(BIN)/python -m build --no-isolation --outdir dist . > build/package.log 2>&1 || { cat build/package.log >&2; exit 1; }
 	@for archive in dist/*.whl dist/*.tar.gz; do rm -rf build/empty; $(PYTHON) -m venv build/empty || exit 1; \
 	  build/empty/bin/python -m pip --disable-pip-version-check install --quiet $$archive || { $(FAILED); }; \
 	  build/empty/bin/python tests/smoke.py || exit 1; done

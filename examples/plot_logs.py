@@ -28,7 +28,7 @@ def table(path):
 figure, (losses, speed, share) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
 for run in args.runs:
     train, held_out = table(run / "train.csv"), table(run / "eval.csv")
-    (line,) = losses.plot(train["step"], train["loss"], alpha=0.6, label=f"{run.name}, training")
+    (line,) = losses.plot(train["step"], train["loss"], alpha=0.6, label=f"{run.name}, training, smoothed labels")
     losses.plot(held_out["step"], held_out["loss"], "o-", color=line.get_color(), label=f"{run.name}, evaluation")
     speed.plot(train["step"], train["per_second"], label=run.name)
     share.plot(train["step"], 100 * train["communication"], label=run.name)

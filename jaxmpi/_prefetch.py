@@ -14,8 +14,8 @@ __all__ = ["Prefetched", "prefetch"]
 def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
     """The same batches, each on this rank's device before it is asked for.
 
-    A thread reads them, up to `ahead` of the one in use, and starts the copies. Leaves that are no NumPy arrays stay as they
-    are. Reading must not communicate: collectives belong to the main thread.
+    A thread reads them, up to `ahead` of the one in use, and copies their NumPy arrays; other leaves stay as they are. Reading
+    must not communicate: collectives belong to the main thread.
 
     **Collective:** no.
     **Communication:** none.
@@ -25,11 +25,12 @@ def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
       ahead: how many batches wait on the device.
 
     Returns:
-      An iterable of the batches. Its `position` is that of the last batch that it has given out, where `batches` has one: the
-      `start` for `jaxmpi.batches` to go on from.
+      An iterable of the batches; a second time only where `batches` is more than an iterator. Its `position` is that of the
+      last batch that it has given out, where `batches` has one: the `start` for `jaxmpi.batches` to go on from.
 
     Raises:
-      ValueError: `ahead` is below 1. What reading raises is raised here, too.
+      ValueError: `ahead` is below 1.
+      RuntimeError: an iterator is asked for its batches again. What reading raises is raised here, too.
 
     >>> import jaxmpi, numpy as np
     >>> loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(8.0), 4))
@@ -46,12 +47,19 @@ class Prefetched:
 
     def __init__(self, batches: Iterable[Any], ahead: int) -> None:
         self._batches, self._ahead = batches, ahead
+        self._begun = False
         self.position: int | None = getattr(batches, "position", None)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        if self._begun and isinstance(self._batches, Iterator):
+            raise RuntimeError("prefetch: the batches come from an iterator, which has begun. Make a new one for each epoch.")
+        self._begun = True
+        return self._read()
+
+    def _read(self) -> Iterator[Any]:
         ready: queue.Queue[tuple[str, Any, int | None]] = queue.Queue(self._ahead)
         left = threading.Event()
         device = jax.config.jax_default_device  # of the thread that trains
@@ -67,7 +75,9 @@ class Prefetched:
             try:
                 with jax.default_device(device):  # `device_put(x, device)` would pin the step's outputs, and compile it twice
                     for batch in self._batches:
-                        moved = jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, batch)
+                        moved = jax.tree.map(
+                            lambda x: jax.device_put(x, may_alias=False) if isinstance(x, np.ndarray) else x, batch
+                        )
                         put("batch", moved, getattr(self._batches, "position", None))
                         if left.is_set():
                             return

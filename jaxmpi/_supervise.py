@@ -27,7 +27,7 @@ from jaxmpi._registry import Member
 __all__ = ["Outcome", "preemption_seconds", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
-GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended
+GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended, not all of them in order
 PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
 TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
 
@@ -142,10 +142,10 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
     ranks_until = time.monotonic()
     while process.poll() is None:
         watch.look(0.05)
-        if not watch.all_have_ended():
+        if not watch.all_have_failed():
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:
-            say("the ranks of this host have ended, and MPI's launcher waits for hosts that do not answer: it is ended, too")
+            say("the ranks of this host have failed, and MPI's launcher runs on, as if other hosts did not answer: it is ended")
             _kill([process.pid, *_registry.processes(run_dir)])
             process.wait()
             break
@@ -195,9 +195,11 @@ class _Watch:
             self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
 
-    def all_have_ended(self) -> bool:
-        """Whether there were ranks on this host, and none is left."""
-        return bool(self._open) and len(self._ended) == len(set(self._open.values()))
+    def all_have_failed(self) -> bool:
+        """Whether no rank of this host is left, and one did not leave in order."""
+        if not self._open or len(self._ended) < len(set(self._open.values())):
+            return False
+        return not all(m.left for m in _registry.members(self._run_dir) if m.host == os.uname().nodename)
 
     def _follow(self, fd: int, member: Member) -> None:
         self._open[fd] = member

@@ -71,7 +71,9 @@ function draw() {
   });
 }
 c.onwheel = e => { e.preventDefault();
-  const at = t(e.offsetX), k = Math.exp(e.deltaY / 400); from = at - (at - from) * k; to = at + (to - at) * k; draw(); };
+  const at = t(e.offsetX), k = Math.exp(e.deltaY / 400);
+  if ((to - from) * k < 1e-7) return;
+  from = at - (at - from) * k; to = at + (to - at) * k; draw(); };
 c.onmousedown = e => { grabbed = e.offsetX; };
 window.onmouseup = () => { grabbed = null; };
 c.ondblclick = () => { from = first - room; to = last + room; draw(); };

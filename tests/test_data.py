@@ -515,6 +515,22 @@ def test_prefetch_gives_the_same_batches_on_the_device():
         np.testing.assert_array_equal(batch["x"], want["x"])
 
 
+def test_prefetch_copies_what_a_loader_uses_again():
+    jaxmpi.init()
+    memory = np.zeros(4096 + 16)
+    buffer = memory[(-memory.ctypes.data % 64) // 8 :][:4096]  # aligned, so that JAX could take it as it is
+
+    def source():
+        for i in range(5):
+            buffer[:] = i
+            yield buffer
+
+    batches = jaxmpi.prefetch(source())
+    assert [float(batch[0]) for batch in list(batches)] == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="come from an iterator, which has begun"):
+        iter(batches)
+
+
 def test_prefetch_reads_ahead_and_no_further():
     read = []
 

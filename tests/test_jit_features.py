@@ -127,7 +127,11 @@ def test_captured_arrays_are_compared_where_they_must_be_equal():
     with pytest.raises(jaxmpi.RankMismatchError, match=r"an array from outside: float32\[4\] with digest"):
         jaxmpi.jit(scaled, **options)(X, X)
     with pytest.raises(ValueError, match=r"output .* may differ"):  # which they cannot mend
-        jaxmpi.jit(lambda p, x: p * table + x, **options)(X, X)
+        jaxmpi.jit(lambda p, x: p * table + lax.pmean(x, R) + x, **options)(X, X)
+    with pytest.raises(
+        ValueError, match=r"output .* may differ .* make it an argument"
+    ):  # nothing is sent to compare them with
+        jaxmpi.jit(lambda p: p * table, **options)(X)
 
 
 @run_ranks(1, 2, 3)

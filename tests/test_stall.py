@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     code, output, seconds, left = stalled(tmp_path, monkeypatch, "sleep", 100, backend=backend, ranks=ranks)
     assert code and seconds < 30 and not left, output
     line = STALLS[: STALLS.index("# the collective")].count("\n") + 1
-    report = rf"\[rank 0/{ranks} on \S+\] stalled: has waited 1 s in .*train_step"
+    report = rf"\[rank 0/{ranks} on \S+\] stalled: has waited [12] s in .*train_step"
     assert re.search(report, output), output
     if backend == "mpi":
         assert f"allreduce mean of float32[100] at script.py:{line} of train_step" in output or "JAXMPI_TRANSPORT" in os.environ
@@ -76,13 +76,13 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     line = STALLS[: STALLS.index("# the slow line")].count("\n") + 1
     assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and "the job ends in 3 s" in output
-    assert "stalled for 4 s: rank 1 on" in output and output.count("] stalled: has waited 1 s") == 1, output
+    assert "stalled for 4 s: rank 1 on" in output and len(re.findall(r"\] stalled: has waited [12] s", output)) == 1, output
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
-    assert "stalled: has waited 1 s" in output and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
+    assert re.search(r"stalled: has waited [12] s", output) and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):

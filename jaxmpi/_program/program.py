@@ -16,7 +16,7 @@ from jaxmpi._program import build
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, listing, signature
-from jaxmpi._program.reading import held
+from jaxmpi._program.reading import communicates, held
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
@@ -102,10 +102,15 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         constants = [*captured, *held(jaxpr)]
         try:
             varies = _varies(function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0)
-        except ValueError:  # would it be right if the arrays from outside were equal on all ranks? They can be compared
+        except ValueError as error:
+            # Would it be right if the arrays from outside were equal on all ranks? They are compared with what is sent.
+            if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
+                raise ValueError(
+                    f"{error} It has an array from outside, which counts as different: make it an argument."
+                ) from None
             if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
                 raise
-            varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=backend.place.rank == 0)
+            varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
             outside = [_from_outside(x) for x in constants]
     if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
         jaxpr = fold(jaxpr, size)
