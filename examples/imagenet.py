@@ -7,7 +7,8 @@
 
 The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz` with the weights of the best
 epoch, and checkpoints. Started again with the same --out it goes on where the last checkpoint was made, in mid-epoch, too, and
-on another number of ranks. SIGTERM makes one and ends the job.
+on another number of ranks. SIGTERM makes one and ends the job. An image that cannot be read is named, and counts neither in the
+loss nor in the accuracy.
 """
 
 import argparse
@@ -22,96 +23,127 @@ import numpy as np
 import optax
 from flax import nnx
 from vision.files import Table, read_weights, write_weights
-from vision.folder import Folder, loader
+from vision.folder import MEAN, Folder, loader
 from vision.models import MODELS
 
 import jaxmpi
 
-MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # of ILSVRC, of 0 to 1
-EVAL_COLUMNS = ("step", "epoch", "loss", "top1", "top5", "images")
+DEVIATION = np.array([0.229, 0.224, 0.225])  # of ILSVRC, of 0 to 1
 TRAIN_COLUMNS = ("step", "epoch", "lr", "loss", "top1", "top5", *jaxmpi.Rate._fields)
+EVAL_COLUMNS = ("step", "epoch", "loss", "top1", "top5", "images")
+log = jaxmpi.get_logger("imagenet")
 
 
 def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("data", type=Path, metavar="DIR", help="holds train/ and val/")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenet"), help="of this run; on a file system of all ranks")
-    parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--width", type=int, default=64, help="channels of the first convolution; for a ViT, of each head")
-    parser.add_argument("--pixels", type=int, default=224, help="side of the images, a multiple of 16 for a ViT")
-    parser.add_argument("--epochs", type=int, default=90)
-    parser.add_argument("--batch-size", type=int, default=256, help="images per step, over all ranks together")
-    parser.add_argument("--optimizer", choices=("sgd", "nesterov", "adam", "adamw"), default="nesterov")
-    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate for 256 images per step; scaled by them")
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument(
-        "--weight-decay", type=float, default=1e-4, help="of matrices and kernels; in the gradient, for adamw in the step"
-    )
-    parser.add_argument(
-        "--schedule", choices=("constant", "step", "cosine"), default="cosine", help="step: a tenth at 1/3, 2/3, 8/9"
-    )
-    parser.add_argument("--warmup", type=float, default=5, metavar="EPOCHS", help="in which the learning rate rises")
-    parser.add_argument("--smoothing", type=float, default=0.1, help="of the labels, 0 to 1")
-    parser.add_argument("--batch-stats", choices=("sync", "average"), default="sync",
-                        help="of all ranks' images in each step, or of each rank's, averaged for evaluation")  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="to compute in; with "
-                        "bfloat16, too, parameters are float32")  # fmt: skip
-    parser.add_argument("--workers", type=int, help="processes per rank that read images; 0: threads  (default: its cores)")
-    parser.add_argument(
-        "--save-every", type=int, default=1000, metavar="STEPS", help="between checkpoints, beside one per epoch"
-    )
-    parser.add_argument("--log-every", type=int, default=50, metavar="STEPS")
-    parser.add_argument("--pretrained", type=Path, metavar="FILE", help="weights to begin with: a best.npz")
-    parser.add_argument("--evaluate", action="store_true", help="only evaluate: --pretrained, or the best.npz of --out")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("data", type=Path, metavar="DIR", help="holds train/ and val/")
+    add("--out", type=Path, default=Path("runs/imagenet"), help="of this run; on a file system of all ranks")
+    add("--model", choices=MODELS, default="resnet50")
+    add("--width", type=int, default=64, help="channels of the first convolution; for a ViT, of each head")
+    add("--pixels", type=int, default=224, help="side of the images, a multiple of 16 for a ViT")
+    add("--epochs", type=int, default=90)
+    add("--batch-size", type=int, default=256, help="images per step, over all ranks together")
+    add("--optimizer", choices=("sgd", "nesterov", "adam", "adamw"), default="nesterov")
+    add("--lr", type=float, default=0.1, help="highest learning rate for 256 images per step; scaled by their number")
+    add("--momentum", type=float, default=0.9)
+    add("--weight-decay", type=float, default=1e-4, help="of kernels; in the gradient, or for adamw in the step")
+    add("--schedule", choices=("constant", "step", "cosine"), default="cosine", help="step: a tenth at 1/3, 2/3, 8/9")
+    add("--warmup", type=float, default=5, metavar="EPOCHS", help="in which the learning rate rises")
+    add("--smoothing", type=float, default=0.1, help="of the labels, 0 to 1")
+    add("--batch-stats", choices=("sync", "average"), default="sync", help="of all ranks' images, or averaged to evaluate")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: parameters stay float32")
+    add("--workers", type=int, default=argparse.SUPPRESS, help="processes per rank that read images (default: one per core "
+        "but one); 0: threads")  # fmt: skip
+    add("--save-every", type=int, default=1000, metavar="STEPS", help="between checkpoints, beside one per epoch")
+    add("--log-every", type=int, default=50, metavar="STEPS")
+    add("--pretrained", type=Path, metavar="FILE", help="weights to begin with: a best.npz")
+    add("--evaluate", action="store_true", help="only evaluate: --pretrained, or the best.npz of --out")
+    add("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def optimizer_of(args, steps):
-    """The chain, and its schedule; `steps` of an epoch."""
+def refuse(text):
+    """End the job, in order, with a line of rank 0."""
+    raise SystemExit(f"imagenet: {text}" if jaxmpi.rank() == 0 else 1)
+
+
+def check(args, folders):
+    """Refuse what could not be trained."""
+    for name in ("width", "pixels", "batch_size", "save_every", "log_every"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name.replace('_', '-')} is {getattr(args, name)}. It is 1 or more.")
+    if args.model.startswith("vit") and (args.pixels % 16 or args.width % 4):
+        refuse(f"--pixels is {args.pixels} and --width {args.width}. A ViT takes multiples of 16 and of 4.")
+    for part, folder in folders.items():
+        if not len(folder):
+            refuse(f"there are no images in {args.data / part}. It holds a folder of images for each class.")
+    if args.evaluate:
+        return
+    train, val = folders["train"], folders["val"]
+    if train.classes != val.classes:
+        refuse(
+            f"the class folders of {args.data}/train and {args.data}/val differ: {sorted({*train.classes} ^ {*val.classes})}."
+        )
+    if len(train) < args.batch_size or args.batch_size % jaxmpi.size():
+        refuse(
+            f"--batch-size is {args.batch_size}. There are {len(train)} images, and {jaxmpi.size()} ranks to share it equally."
+        )
+    if args.warmup >= args.epochs / (3 if args.schedule == "step" else 1) > 0:
+        refuse(f"--warmup {args.warmup} leaves none of {args.epochs} epochs for the highest learning rate.")
+
+
+def schedule_of(args, steps):
+    """Learning rate by step: linear to the highest, and on from there; `steps` of an epoch."""
     highest, total, warmup = args.lr * args.batch_size / 256, args.epochs * steps, round(args.warmup * steps)
+    tenths = {}
+    for part in (1 / 3, 2 / 3, 8 / 9):
+        step = round(total * part) - warmup
+        tenths[step] = tenths.get(step, 1.0) / 10
     after = {
         "constant": lambda: optax.constant_schedule(highest),
-        "step": lambda: optax.piecewise_constant_schedule(
-            highest, {round(total * part) - warmup: 0.1 for part in (1 / 3, 2 / 3, 8 / 9)}
-        ),
+        "step": lambda: optax.piecewise_constant_schedule(highest, tenths),
         "cosine": lambda: optax.cosine_decay_schedule(highest, max(1, total - warmup)),
     }[args.schedule]()
-    schedule = optax.join_schedules([optax.linear_schedule(highest / max(1, warmup), highest, max(1, warmup)), after], [warmup])
-    matrices = partial(jax.tree.map, lambda x: x.ndim > 1)
-    decay = optax.add_decayed_weights(args.weight_decay, mask=matrices)
+    rises = optax.linear_schedule(highest / max(1, warmup), highest, max(1, warmup))
+    return optax.join_schedules([rises, after], [warmup])
+
+
+def optimizer_of(args, schedule):
+    kernels = partial(jax.tree_util.tree_map_with_path, lambda path, x: "kernel" in jax.tree_util.keystr(path))
+    decay = optax.add_decayed_weights(args.weight_decay, mask=kernels)
     inner = {
         "sgd": lambda: optax.chain(decay, optax.sgd(schedule, args.momentum)),
         "nesterov": lambda: optax.chain(decay, optax.sgd(schedule, args.momentum, nesterov=True)),
         "adam": lambda: optax.chain(decay, optax.adam(schedule)),
-        "adamw": lambda: optax.adamw(schedule, weight_decay=args.weight_decay, mask=matrices),
+        "adamw": lambda: optax.adamw(schedule, weight_decay=args.weight_decay, mask=kernels),
     }[args.optimizer]()
-    return jaxmpi.distributed(inner), schedule
+    return jaxmpi.distributed(inner)
+
+
+def counts_of(losses, logits, batch):
+    """Sums over this rank's good images: [loss, top-1, top-5, images]. A tie, or no number, is no hit."""
+    of_label = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)
+    before = jnp.sum(~(logits < of_label), axis=1) - 1  # classes that are not worse
+    hits = [jnp.isfinite(of_label[:, 0]) & (before < k) for k in (1, 5)]
+    return jnp.sum(jnp.stack([losses, *hits, jnp.ones_like(losses)]), axis=1, where=batch["good"])
 
 
 def steps_of(model, optimizer, args):
-    """The training and the evaluation step, and what they begin with."""
+    """The training and the evaluation step, and the parameters and statistics to begin with."""
     model.train()
     graph, params, stats = nnx.split(model, nnx.Param, ...)
+    stats = jax.tree.map(lambda x: x.astype(jax.tree.leaves(params)[0].dtype), stats)  # nnx has them in float32
     model.eval()
     graph_eval = nnx.graphdef(model)
-    types = {"float64": jnp.float64, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
     equal = (0, 1, 2) if args.batch_stats == "sync" else (0, 1)
 
     def logits_of(graph, params, stats, images):
         model = nnx.merge(graph, params, stats, copy=True)  # BatchNorm writes to its own
-        x = ((images / 255.0 - MEAN) / DEVIATION).astype(types[args.dtype])
-        logits = model(x)
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), nnx.split(model, nnx.Param, ...)[2]
-
-    def counts_of(losses, logits, batch):
-        """Sums over this rank's good images: [loss, top-1, top-5, images]."""
-        of_label = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)
-        better = jnp.sum(logits > of_label, axis=1)
-        per_image = jnp.stack([losses, better < 1, better < 5, jnp.ones_like(losses)])
-        return jnp.sum(per_image, axis=1, where=batch["good"])
+        logits = model(((images / 255.0 - MEAN) / DEVIATION).astype(args.dtype))
+        return logits, nnx.split(model, nnx.Param, ...)[2]
 
     @partial(jaxmpi.jit, donate_argnums=(0, 1, 2), replicated_argnums=equal, replicated_outnums=equal)
     def train_step(params, state, stats, batch):
@@ -122,7 +154,7 @@ def steps_of(model, optimizer, args):
             # The mean of the ranks' losses is that over all good images. With `weight=` in the optimizer it would be, too, but
             # not its gradient through the batch statistics, which each rank's images have in common with the others'.
             images = jaxmpi.tree_allreduce(counts[-1])
-            return counts[0] / jnp.maximum(images, 1), (new_stats, counts)
+            return counts[0] / jnp.where(images > 0, images, 1), (new_stats, counts)
 
         grads, (stats, counts) = jax.grad(loss_of, has_aux=True)(params)
         updates, state = optimizer.update(grads, state, params)
@@ -133,100 +165,75 @@ def steps_of(model, optimizer, args):
         logits, _ = logits_of(graph_eval, params, stats, batch["image"])
         return total + counts_of(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]), logits, batch)
 
-    return train_step, eval_step, (params, optimizer.init(params), stats)
+    return train_step, eval_step, params, stats
 
 
-def main():
-    args = arguments()
-    jax.config.update("jax_enable_x64", args.dtype == "float64")
-    world = jaxmpi.init(verbose=True)
-    log = jaxmpi.get_logger("imagenet")
-    workers = max(1, len(os.sched_getaffinity(0)) - 1) if args.workers is None else args.workers
-    folders = {part: Folder(args.data / part, args.pixels) for part in ("val",) + ("train",) * (not args.evaluate)}
-    if not args.evaluate and folders["train"].classes != folders["val"].classes:
-        raise SystemExit(f"The class folders of {args.data}/train and {args.data}/val differ. Both need one for each class.")
-    classes = len(folders["val"].classes)
-    load = partial(loader, batch_size=args.batch_size, seed=args.seed, workers=workers)
-    args.out.mkdir(parents=True, exist_ok=True)
+def evaluate(eval_step, params, stats, batches, between_steps):
+    """Mean loss, top-1 and top-5 accuracy of all images, each counted once, and how many they are."""
+    total = np.zeros(4, jax.tree.leaves(params)[0].dtype)
+    for batch in jaxmpi.progress(batches, desc="evaluation", leave=False):
+        total = eval_step(params, stats, batch, total)
+        between_steps()
+    *sums, images = np.asarray(jaxmpi.tree_allreduce(total, op="sum"))
+    means = [float(x / max(images, 1)) for x in sums]
+    return dict(zip(("loss", "top1", "top5"), means, strict=True)) | {"images": int(images)}
 
-    types = {"dtype": jnp.dtype(args.dtype), "param_dtype": jnp.float64 if args.dtype == "float64" else jnp.float32}
-    axis = jaxmpi.AXIS if args.batch_stats == "sync" else None
-    model = MODELS[args.model](classes, width=args.width, axis_name=axis, rngs=nnx.Rngs(args.seed), **types)
-    steps = 0 if args.evaluate else len(folders["train"]) // args.batch_size
-    optimizer, schedule = optimizer_of(args, max(1, steps))
-    train_step, eval_step, (params, state, stats) = steps_of(model, optimizer, args)
-    stats = jax.tree.map(lambda x: x.astype(types["param_dtype"]), stats)  # nnx has them in float32
 
-    best_path = args.out / "best.npz"
-    weights = args.pretrained or (best_path if args.evaluate else None)
-    if weights:
-        (params, stats), missing = read_weights(weights, (params, stats))
-        if missing:
-            log.info(f"not from {weights}: {', '.join(missing)}")
-    params, stats = jaxmpi.synchronize((params, stats))  # rank 0's, on every rank
+def report_unreadable(folders):
+    """Name the images that some rank could not read, each once."""
+    for folder in folders.values():
+        rows = set().union(*jaxmpi.allgather_object(folder.unreadable))
+        for row in sorted(rows - folder.reported):
+            log.warning(f"{folder.files[row][0]} cannot be read: it does not count")
+        folder.reported |= rows
 
-    def stats_of_all():
-        return stats if args.batch_stats == "sync" else jaxmpi.nn.average_batch_stats(stats)
 
-    def evaluate():
-        """Mean loss, top-1 and top-5 accuracy of all images, each counted once, and how many they are."""
-        total, of_all = np.zeros(4, types["param_dtype"]), stats_of_all()
-        batches = load(folders["val"], training=False)
-        for batch in jaxmpi.progress(batches, desc="evaluation", leave=False):
-            total = eval_step(params, of_all, batch, total)
-            leave_if_told()
-        *sums, images = np.asarray(jaxmpi.tree_allreduce(total, op="sum"))
-        return {name: float(x / images) for name, x in zip(("loss", "top1", "top5"), sums, strict=True)} | {
-            "images": int(images)
-        }
-
-    def report_unreadable():
-        for folder in folders.values():
-            rows = set().union(*jaxmpi.allgather_object(folder.unreadable))
-            for row in sorted(rows - folder.reported):
-                log.warning(f"{folder.files[row][0]} cannot be read: it does not count")
-            folder.reported |= rows
-
-    def save():
-        tree = {"params": params, "state": state, "stats": stats_of_all(), "at": at}
-        jaxmpi.save(args.out / "checkpoints", at["step"], tree, keep=2)
-
-    def leave_if_told():
-        if jaxmpi.preempted():
-            if not args.evaluate:
-                write_row()
-                save()
-            sys.exit(0)
-
-    if args.evaluate:
-        result = evaluate()
-        report_unreadable()
-        if world.rank == 0:
-            print("top-1 {top1:.4%}, top-5 {top5:.4%}, loss {loss:.6f} over {images} images".format(**result))
-        return
-
-    at = {"epoch": 0, "position": 0, "step": 0, "best": 0.0}  # position: images of this epoch that were trained on
-    if jaxmpi.latest(args.out / "checkpoints") is not None:
+def train(args, folders, load, model, begin):
+    """Train to the end, from the last checkpoint of --out if there is one."""
+    steps = len(folders["train"]) // args.batch_size
+    schedule = schedule_of(args, steps)
+    optimizer = optimizer_of(args, schedule)
+    train_step, eval_step, params, stats = steps_of(model, optimizer, args)
+    directory, best_path = args.out / "checkpoints", args.out / "best.npz"
+    at = {"epoch": 0, "position": 0, "step": 0, "best": -1.0}  # position: images of this epoch that were trained on
+    resumed = jaxmpi.latest(directory) is not None
+    if not resumed:
+        params, stats = begin(params, stats)
+    state = optimizer.init(params)
+    if resumed:
         like = {"params": params, "state": state, "stats": stats, "at": at}
-        params, state, stats, at = (jaxmpi.restore(args.out / "checkpoints", like)[name] for name in like)
+        params, state, stats, at = (jaxmpi.restore(directory, like)[name] for name in like)
         log.info(f"going on after {at['step']} steps, in epoch {at['epoch'] + 1}")
     train_rows = Table(args.out / "train.csv", TRAIN_COLUMNS, "step", at["step"])
     eval_rows = Table(args.out / "eval.csv", EVAL_COLUMNS, "epoch", at["epoch"])
     counts, meter = [], jaxmpi.Throughput()
 
+    def stats_of_all():
+        return stats if args.batch_stats == "sync" else jaxmpi.nn.average_batch_stats(stats)
+
+    def save():
+        report_unreadable(folders)
+        tree = {"params": params, "state": state, "stats": stats_of_all(), "at": at}
+        jaxmpi.save(directory, at["step"], tree, keep=2)
+
+    def save_if_told_to_end():
+        if jaxmpi.preempted():
+            write_row()
+            save()
+            sys.exit(0)
+
     def write_row():
-        """The means since the last row."""
-        nonlocal meter
+        """The means since the last row, in the table and on the screen."""
         if not counts:
             return
         own = np.sum(jax.device_get(counts), axis=0)  # waits for the last step
         counts.clear()
         meter.add(int(own[-1]))
-        rate, (loss, top1, top5, images) = meter.read(), np.asarray(jaxmpi.tree_allreduce(own, op="sum"))
-        means = {"loss": loss / images, "top1": top1 / images, "top5": top5 / images}
-        lr = float(schedule(at["step"] - 1))
-        train_rows.write(step=at["step"], epoch=at["epoch"] + 1, lr=lr, **means, **rate._asdict())
-        log.info(f"epoch {at['epoch'] + 1}  step {at['step']}  lr {lr:.3g}  loss {means['loss']:.4f}  images: {rate}")
+        rate, (*sums, images) = meter.read(), np.asarray(jaxmpi.tree_allreduce(own, op="sum"))
+        loss, top1, top5 = (float(x / max(images, 1)) for x in sums)
+        row = {"step": at["step"], "epoch": at["epoch"] + 1, "lr": float(schedule(at["step"] - 1)), "loss": loss}
+        train_rows.write(**row, top1=top1, top5=top5, **rate._asdict())
+        log.info("epoch {epoch}  step {step}  lr {lr:.3g}  loss {loss:.4f}  images: {rate}".format(**row, rate=rate))
 
     for epoch in range(at["epoch"], args.epochs):
         batches = load(folders["train"], training=True, epoch=epoch, start=at["position"])
@@ -240,23 +247,66 @@ def main():
             if at["step"] % args.save_every == 0:
                 write_row()
                 save()
-            leave_if_told()
+            save_if_told_to_end()
         write_row()
         save()
-        result = evaluate()
-        report_unreadable()
+        of_all = stats_of_all()
+        result = evaluate(eval_step, params, of_all, load(folders["val"], training=False), save_if_told_to_end)
         eval_rows.write(step=at["step"], epoch=epoch + 1, **result)
         log.info(
             "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images".format(epoch + 1, **result)
         )
-        if result["top1"] > at["best"]:
-            at["best"] = result["top1"]
-            write_weights(best_path, (params, stats_of_all()))
+        if result["top1"] > at["best"] and np.isfinite(result["loss"]):
+            at |= {"best": result["top1"]}
+            write_weights(best_path, {"params": params, "stats": of_all})
         at |= {"epoch": epoch + 1, "position": 0}
         meter = jaxmpi.Throughput()  # of training alone
     save()
+    if jaxmpi.rank() == 0:
+        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}" if at["best"] >= 0 else "no epoch had a finite loss")
+
+
+def main():
+    args = arguments()
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    world = jaxmpi.init(verbose=True)
+    jaxmpi.preempted()  # from now on SIGTERM is heard
+    cores = len(os.sched_getaffinity(0))
+    of_rank = cores if cores < os.cpu_count() else cores // world.local_size
+    workers = getattr(args, "workers", max(1, of_rank - 1))
+    folders = {part: Folder(args.data / part, args.pixels) for part in ("train", "val")[args.evaluate :]}
+    check(args, folders)
+    args.out.mkdir(parents=True, exist_ok=True)
+    load = partial(loader, batch_size=args.batch_size, seed=args.seed, workers=workers)
+
+    types = {"dtype": jnp.dtype(args.dtype), "param_dtype": jnp.float64 if args.dtype == "float64" else jnp.float32}
+    axis, classes = jaxmpi.AXIS if args.batch_stats == "sync" else None, len(folders["val"].classes)
+    model = MODELS[args.model](classes, width=args.width, axis_name=axis, rngs=nnx.Rngs(args.seed), **types)
+    weights = args.pretrained or (args.out / "best.npz" if args.evaluate else None)
+
+    def begin(params, stats):
+        """Those of the file, or else rank 0's, on every rank."""
+        if weights:
+            try:
+                tree, missing = read_weights(weights, {"params": params, "stats": stats})
+            except ValueError as error:
+                refuse(error)
+            if missing and args.evaluate:
+                refuse(f"{weights} does not have {', '.join(missing)}: was it trained on other classes?")
+            if missing:
+                log.info(f"not from {weights}: {', '.join(missing)}")
+            params, stats = tree["params"], tree["stats"]
+        return jaxmpi.synchronize((params, stats))
+
+    if not args.evaluate:
+        train(args, folders, load, model, begin)
+        return
+    _, eval_step, params, stats = steps_of(model, None, args)
+    leave_if_told_to_end = lambda: sys.exit(0) if jaxmpi.preempted() else None
+    result = evaluate(eval_step, *begin(params, stats), load(folders["val"], training=False), leave_if_told_to_end)
+    report_unreadable(folders)
     if world.rank == 0:
-        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}")
+        print("top-1 {top1:.4%}, top-5 {top5:.4%}, loss {loss:.6f} over {images} images".format(**result))
 
 
 if __name__ == "__main__":  # Grain's workers import this file

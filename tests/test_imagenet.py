@@ -3,12 +3,14 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import skimage.data
@@ -48,8 +50,8 @@ def start(photos, tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-    def start(ranks, out, *options):
-        program = ["examples/imagenet.py", str(photos), "--out", str(out), *SMALL.split(), *options]
+    def start(ranks, out, *options, data=photos):
+        program = ["examples/imagenet.py", str(data), "--out", str(out), *SMALL.split(), *options]
         launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         return subprocess.Popen(
             [sys.executable, *launcher, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -112,7 +114,7 @@ def test_two_ranks_have_the_curves_of_one(start, undisturbed, tmp_path):
         assert len(re.findall(f"WARNING .*{damaged} cannot be read", output)) == 1
     assert [row["images"] for row in rows(tmp_path / "eval.csv")] == [29, 29]
     train = rows(tmp_path / "train.csv")
-    assert all(0 < row["communication"] < 1 and row["per_second"] == 2 * row["per_second_per_rank"] for row in train)
+    assert all(0 < row["communication"] <= 1 and row["per_second"] == 2 * row["per_second_per_rank"] for row in train)
 
 
 def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_path):
@@ -125,7 +127,7 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
     told = start(2, tmp_path, "--save-every", "100", "--workers", "0")
     wait_for_step(told, tmp_path, 8)
     told.send_signal(signal.SIGTERM)
-    assert re.search(r"going on after [246] steps, in epoch 1", ended(told))
+    assert re.search(r"going on after \d+ steps, in epoch [12]\n", ended(told))
     step = rows(tmp_path / "train.csv")[-1]["step"]
     assert f"going on after {step:.0f} steps, in epoch 2" in ended(start(1, tmp_path, "--workers", "0"))
     assert_equal_curves(tmp_path, undisturbed)
@@ -133,14 +135,19 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
     assert_equal_curves(tmp_path, undisturbed)
 
 
-def test_evaluation_is_exact_on_uneven_shards(start, undisturbed):
-    """29 images on 1 and on 3 ranks, from the weights of the best epoch."""
+def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_path):
+    """29 images on 1 and on 3 ranks, from the weights of the best epoch. Those of other classes are refused."""
     best = max(rows(undisturbed / "eval.csv"), key=lambda row: row["top1"])
     for ranks in (1, 3):
         output = ended(start(ranks, undisturbed, "--evaluate", "--batch-size", "8", "--workers", "0"))
         top1, top5, loss, images = re.search(r"top-1 (\S+)%, top-5 (\S+)%, loss (\S+) over (\d+)", output).groups()
         assert images == "29" and abs(float(loss) - best["loss"]) < 1e-6
         np.testing.assert_allclose([float(top1), float(top5)], [100 * best["top1"], 100 * best["top5"]], atol=1e-4)
+    fewer = tmp_path / "val"
+    for name in ("astronaut", "china"):
+        shutil.copytree(photos / "val" / name, fewer / name)
+    output = ended(start(1, undisturbed, "--evaluate", "--workers", "0", data=tmp_path), code=1)
+    assert "does not have params/head/bias, params/head/kernel: was it" in output, output
 
 
 def test_pretrained_weights(start, undisturbed, photos, tmp_path):
@@ -151,6 +158,45 @@ def test_pretrained_weights(start, undisturbed, photos, tmp_path):
     assert first < rows(undisturbed / "train.csv")[0]["loss"] - 0.01
     refused = ended(start(1, tmp_path / "b", "--pretrained", str(best), "--width", "8", "--workers", "0"), code=1)
     assert re.search(r"best.npz holds another model: \d+ of its arrays fit this one's \d+", refused)
+
+
+def test_a_transformer_in_bfloat16(start, tmp_path):
+    """With the other optimizer and schedule, statistics that would be averaged, and ranks that do not divide the images."""
+    vit = (
+        "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
+    )
+    output = ended(start(2, tmp_path, *vit.split(), "--epochs", "3", "--workers", "0"))
+    losses = [row["loss"] for row in rows(tmp_path / "train.csv")]
+    assert len(losses) == 18 and np.mean(losses[-6:]) < losses[0] - 0.05, output
+    lr = [row["lr"] for row in rows(tmp_path / "train.csv")]
+    np.testing.assert_allclose(lr, np.repeat([1, 0.1, 0.01, 0.001], [6, 6, 4, 2]) * 0.02 / 16, rtol=1e-5)
+
+
+def test_hits_are_not_given_away(monkeypatch):
+    """A tie is none, and no number is none, however few the classes."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from imagenet import counts_of
+
+    nan = float("nan")
+    logits = jnp.array([[3.0, 1, 2], [1, 1, 0], [nan, nan, nan], [nan, 5, 1], [0, 9, 3], [7, 7, 7]])
+    batch = {"label": jnp.array([0, 1, 0, 1, 2, 0]), "good": jnp.array([True, True, True, True, True, False])}
+    _, top1, top5, images = counts_of(jnp.zeros(6), logits, batch)
+    assert (top1, top5, images) == (1, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "ranks, options, words",
+    [
+        (2, "--batch-size 15", r"--batch-size is 15\. There are 96 images, and 2 ranks"),
+        (1, "--batch-size 97", r"--batch-size is 97\. There are 96 images"),
+        (1, "--model vit-s --pixels 40", r"--pixels is 40 .* A ViT takes multiples of 16"),
+        (1, "--warmup 2", r"--warmup 2.0 leaves none of 2 epochs"),
+        (1, "--evaluate --pretrained nothing.npz", r"nothing.npz cannot be read: .*No such file"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(start, tmp_path, ranks, options, words):
+    output = ended(start(ranks, tmp_path, *options.split(), "--workers", "0"), code=1)
+    assert len(re.findall(f"imagenet: .*{words}", output)) == 1 and "Traceback" not in output, output
 
 
 def test_the_tables_can_be_drawn(undisturbed, tmp_path):

@@ -17,10 +17,13 @@ class Table:
         self.file = None
         if jaxmpi.rank() == 0:
             earlier = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-            self.file = path.open("w", newline="", buffering=1)
+            part = path.with_suffix(".part")
+            self.file = part.open("w", newline="", buffering=1)
             self.rows = csv.DictWriter(self.file, columns)
             self.rows.writeheader()
-            self.rows.writerows(row for row in earlier if int(row[column]) <= last)
+            whole = (row for row in earlier if None not in row.values())  # the last one may be torn
+            self.rows.writerows(row for row in whole if int(row[column]) <= last)
+            os.replace(part, path)
 
     def write(self, **row):
         if self.file:
@@ -37,29 +40,30 @@ def write_weights(path, tree):
 
 
 def read_weights(path, tree):
-    """The arrays that rank 0 finds in the file, on every rank, and those that are not in it.
+    """The arrays that rank 0 finds in the file, on every rank, and the names of those that are not in it.
 
-    What has another shape there, as the head for other classes has, stays as it is in `tree`.
+    What has another shape there, as the head for other classes has, stays as it is in `tree`. Raises a ValueError, on every
+    rank, for a file that cannot be read, and for that of another model.
     """
     saved, error = None, None
     if jaxmpi.rank() == 0:
         try:
             with np.load(path) as file:
                 saved = dict(file)
-        except (OSError, ValueError, EOFError) as why:
+        except Exception as why:  # numpy and zipfile raise many kinds
             error = f"{path} cannot be read: {why}"
-    saved, error = jaxmpi.broadcast_object((saved, error))  # NumPy arrays, by value
-    here = named(tree)
-    if not error:
-        fits = [name for name, x in here.items() if name in saved and saved[name].shape == x.shape]
-        if 2 * len(fits) < len(here):
-            error = f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}."
+    saved, error = jaxmpi.broadcast_object((saved, error))
     if error:
-        raise SystemExit(error)  # on every rank
+        raise ValueError(error)
+    here = named(tree)
+    fits = [name for name, x in here.items() if name in saved and saved[name].shape == x.shape]
+    if 2 * len(fits) < len(here):
+        raise ValueError(f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}.")
     new = [jnp.asarray(saved[name], x.dtype) if name in fits else x for name, x in here.items()]
     return jax.tree.unflatten(jax.tree.structure(tree), new), [name for name in here if name not in fits]
 
 
 def named(tree):
-    """The arrays by their paths, such as `blocks/0/convs/1/kernel`."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    """The arrays by their paths, such as `params/head/kernel`."""
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")  # nnx has one in each
+    return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,6 +1,9 @@
 """Images in a folder of class folders, as ILSVRC has it, read by Grain's workers with Pillow."""
 
 import gc
+import signal
+import struct
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -11,49 +14,51 @@ from PIL import Image
 
 import jaxmpi
 
+flags.FLAGS.mark_as_parsed()  # Grain's processes, which import this, too, look at absl's flags
+MEAN = np.array([0.485, 0.456, 0.406])  # of ILSVRC, of 0 to 1
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp"}
-flags.FLAGS.mark_as_parsed()  # Grain's processes look at absl's flags, which this program does not use
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
 class Folder:
-    """`root/<class>/<image>`: sample i is `files[i]`, a (path, label) pair, in the order of the names."""
+    """`root/<class>/<image>`: sample i is `files[i]`, a (path, label) pair, in the order of the names, as rank 0 sees them."""
 
     def __init__(self, root, pixels):
-        root = Path(root)
-        if not root.is_dir():
-            raise SystemExit(f"There is no folder {root}. It holds a folder of images for each class.")
         self.pixels = pixels
         self.unreadable, self.reported = set(), set()  # rows: that `loader` has come across here, that all ranks know of
-        self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
-        self.files = [
-            (path, label)
-            for label, name in enumerate(self.classes)
-            for path in sorted((root / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
-        ]
-        if not self.files:
-            raise SystemExit(f"There are no images in {root}. It holds a folder of images for each class.")
+        self.classes, self.files = jaxmpi.broadcast_object(listing(Path(root)) if jaxmpi.rank() == 0 else None)
 
     def __len__(self):
         return len(self.files)
 
     def sample(self, row, seed=None):
-        """Sample `row`, with a seed cropped at random; what is not `good` does not count: row -1, and what is no image."""
-        sample = {"image": np.zeros((self.pixels, self.pixels, 3), np.uint8), "label": np.int32(0), "row": row, "good": False}
+        """Sample `row`, with a seed cropped at random. Row -1, and what is no image, is of the mean colour, and not `good`."""
+        blank = np.broadcast_to(np.uint8(np.round(255 * MEAN)), (self.pixels, self.pixels, 3))
         if row < 0:
-            return sample
+            return {"image": blank, "label": np.int32(0), "row": row, "good": False}
         path, label = self.files[row]
         try:
             with Image.open(path) as image:
-                image.draft("RGB", (2 * self.pixels, 2 * self.pixels))  # JPEG is decoded no larger than that
+                image.draft("RGB", (2 * self.pixels, 2 * self.pixels))  # of the sizes that JPEG is quick at, the next larger
                 image = image.convert("RGB")
-        except UNREADABLE:
-            return sample
-        crop = (
-            centre(image, self.pixels) if seed is None else at_random(image, self.pixels, np.random.default_rng((*seed, row)))
-        )
+        except DAMAGED as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the file
+                raise
+            return {"image": blank, "label": np.int32(0), "row": row, "good": False}
+        crop = centre(image, self.pixels) if seed is None else random_crop(image, self.pixels, [*seed, row])
         return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
+
+
+def listing(root):
+    """The names of the classes, and (path, label) of every image; none where there is no such folder."""
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    files = [
+        (str(path), label)
+        for label, name in enumerate(classes)
+        for path in sorted((root / name).iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+    return classes, files
 
 
 def centre(image, pixels):
@@ -63,8 +68,9 @@ def centre(image, pixels):
     return image.resize((pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
 
 
-def at_random(image, pixels, rng):
+def random_crop(image, pixels, seed):
     """8 % to 100 % of the area, 3:4 to 4:3, flipped every other time (Szegedy et al. 2015)."""
+    rng = np.random.default_rng(seed)
     for _ in range(10):
         area, ratio = rng.uniform(0.08, 1) * image.width * image.height, np.exp(rng.uniform(*np.log([3 / 4, 4 / 3])))
         width, height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
@@ -94,13 +100,18 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
         plan = [np.where(mask, part, -1) for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")]
     if not plan:
         return []
-    samples = grain.MapDataset.source(np.concatenate(plan)).map(
-        partial(folder.sample, seed=(seed, epoch) if training else None)
-    )
+    read = partial(folder.sample, seed=(seed, epoch) if training else None)
+    samples = grain.MapDataset.source(np.concatenate(plan)).map(read)
     batches = samples.batch(len(plan[0])).to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
     if workers:
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=min(workers, len(plan))))
+        options = grain.MultiprocessingOptions(num_workers=min(workers, len(plan)))
+        batches = batches.mp_prefetch(options, worker_init_fn=outlive_sigterm)
     return jaxmpi.prefetch(noting(folder, batches))
+
+
+def outlive_sigterm(*_):
+    """A scheduler tells every process to end: the ranks need their workers until they have saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def noting(folder, batches):

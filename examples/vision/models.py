@@ -1,6 +1,7 @@
 """ResNets (He et al. 2015, with the stride in the 3×3 convolution) and ViTs (Beyer et al. 2022) in Flax nnx.
 
-Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`; `dtype` is what they compute in.
+Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`; `dtype` is what they compute in,
+but for the head, whose logits would be equal too often in 16 bits.
 """
 
 from functools import partial
@@ -17,21 +18,20 @@ class Block(nnx.Module):
         outputs = 4 * channels if bottleneck else channels
         widths = [inputs, channels, channels, outputs] if bottleneck else [inputs, channels, channels]
         kernels, strides = ([1, 3, 1], [1, stride, 1]) if bottleneck else ([3, 3], [stride, 1])
-        self.convs = nnx.List(
-            [conv(a, b, (k, k), s, rngs=rngs) for a, b, k, s in zip(widths, widths[1:], kernels, strides, strict=False)]
-        )
+        shapes = zip(widths, widths[1:], kernels, strides, strict=False)
+        self.convs = nnx.List([conv(a, b, (k, k), s, padding=k // 2, rngs=rngs) for a, b, k, s in shapes])
         # the last scale begins at zero, and each block as its shortcut (Goyal et al. 2017)
         last = len(kernels) - 1
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
         self.norms = nnx.List([norm(b, scale_init=zeros if i == last else ones, rngs=rngs) for i, b in enumerate(widths[1:])])
         self.shortcut = nnx.data(conv(inputs, outputs, (1, 1), stride, rngs=rngs) if stride > 1 or inputs != outputs else None)
-        self.shortcut_norm = nnx.data(norm(outputs, rngs=rngs) if self.shortcut else None)
+        self.shortcut_norm = nnx.data(norm(outputs, rngs=rngs) if self.shortcut is not None else None)
 
     def __call__(self, x):
         y = x
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(nnx.relu(y) if i else y))
-        return nnx.relu(y + (self.shortcut_norm(self.shortcut(x)) if self.shortcut else x))
+        return nnx.relu(y + (x if self.shortcut is None else self.shortcut_norm(self.shortcut(x))))
 
 
 class ResNet(nnx.Module):
@@ -42,7 +42,7 @@ class ResNet(nnx.Module):
         he = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
         conv = partial(nnx.Conv, use_bias=False, kernel_init=he, **types)
         norm = partial(nnx.BatchNorm, momentum=0.9, axis_name=axis_name, **types)
-        self.stem, self.stem_norm = conv(3, width, (7, 7), 2, rngs=rngs), norm(width, rngs=rngs)
+        self.stem, self.stem_norm = conv(3, width, (7, 7), 2, padding=3, rngs=rngs), norm(width, rngs=rngs)
         stages, inputs = [], width
         for stage, count in enumerate(blocks):
             for i in range(count):
@@ -50,11 +50,11 @@ class ResNet(nnx.Module):
                 stages.append(Block(inputs, channels, stride, bottleneck, conv=conv, norm=norm, rngs=rngs))
                 inputs = 4 * channels if bottleneck else channels
         self.blocks = nnx.List(stages)
-        self.head = nnx.Linear(inputs, classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs, **types)
+        self.head = nnx.Linear(inputs, classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x):
         x = nnx.relu(self.stem_norm(self.stem(x)))
-        x = nnx.max_pool(x, (3, 3), (2, 2), "SAME")
+        x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((1, 2)))
@@ -65,6 +65,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, width, heads, *, rngs, **types):
         self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs, **types), nnx.LayerNorm(width, rngs=rngs, **types)
+        types["kernel_init"] = nnx.initializers.xavier_uniform()
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **types)
         self.dense1 = nnx.Linear(width, 4 * width, rngs=rngs, **types)
         self.dense2 = nnx.Linear(4 * width, width, rngs=rngs, **types)
@@ -80,10 +81,11 @@ class ViT(nnx.Module):
     def __init__(self, heads, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs):
         del axis_name
         types = {"dtype": dtype, "param_dtype": param_dtype}
-        self.patches = nnx.Conv(3, width * heads, (16, 16), (16, 16), rngs=rngs, **types)
+        self.patches = nnx.Conv(3, width * heads, (16, 16), (16, 16), padding="VALID", rngs=rngs, **types)
         self.blocks = nnx.List([Encoder(width * heads, heads, rngs=rngs, **types) for _ in range(12)])
         self.norm = nnx.LayerNorm(width * heads, rngs=rngs, **types)
-        self.head = nnx.Linear(width * heads, classes, kernel_init=nnx.initializers.zeros_init(), rngs=rngs, **types)
+        zeros = nnx.initializers.zeros_init()
+        self.head = nnx.Linear(width * heads, classes, kernel_init=zeros, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(self, x):
         x = self.patches(x)
