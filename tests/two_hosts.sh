@@ -9,47 +9,48 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 python=$(realpath -s "${PYTHON:-python3}")
 folder=$(mktemp -d)
-names=(jaxmpi-a jaxmpi-b)
+a=jaxmpi-a-$$ b=jaxmpi-b-$$
 file='' seconds=0
 if [[ $1 == --cut ]]; then file=$2 seconds=$3; shift 3; fi
 
 clean_up() {
   kill "${cutter:-}" 2>/dev/null || true
-  for name in "${names[@]}"; do
+  for name in "$a" "$b"; do
     ip netns pids "$name" 2>/dev/null | xargs -r kill -9 2>/dev/null || true
     ip netns del "$name" 2>/dev/null || true
   done
   rm -rf "$folder"
 }
 trap clean_up EXIT
+trap 'exit 143' TERM
 
-for i in 0 1; do
-  ip netns add "${names[i]}"
-  ip -n "${names[i]}" link set lo up
+for name in "$a" "$b"; do
+  ip netns add "$name"
+  ip -n "$name" link set lo up
 done
-ip link add cable-a netns jaxmpi-a type veth peer name cable-b netns jaxmpi-b
-for end in a b; do
-  ip -n "jaxmpi-$end" addr add "10.77.0.$([ $end = a ] && echo 1 || echo 2)/24" dev "cable-$end"
-  ip -n "jaxmpi-$end" link set "cable-$end" up
-done
+ip link add cable-a netns "$a" type veth peer name cable-b netns "$b"
+ip -n "$a" addr add 10.77.0.1/24 dev cable-a
+ip -n "$b" addr add 10.77.0.2/24 dev cable-b
+ip -n "$a" link set cable-a up
+ip -n "$b" link set cable-b up
 
 # What the launcher takes for ssh: it enters the namespace of the host, under a host name of its own.
-cat > "$folder/ssh" <<'SSH'
+cat > "$folder/ssh" <<SSH
 #!/usr/bin/env bash
-while [[ $1 == -* ]]; do shift; done
-address=$1; shift
-name=$([ "$address" = 10.77.0.1 ] && echo jaxmpi-a || echo jaxmpi-b)
-exec ip netns exec "$name" unshare -u bash -c "hostname $name; $*"
+while [[ \$1 == -* ]]; do shift; done
+[ "\$1" = 10.77.0.1 ] && host=jaxmpi-a space=$a || host=jaxmpi-b space=$b
+shift
+exec ip netns exec \$space unshare -u bash -c "hostname \$host; \$*"
 SSH
 chmod +x "$folder/ssh"
 
 if [[ $file ]]; then
   (
     until [[ -e $file ]]; do sleep 0.1; done
-    ip -n jaxmpi-b link set cable-b down
+    ip -n "$b" link set cable-b down
     if [[ $seconds != forever ]]; then
       sleep "$seconds"
-      ip -n jaxmpi-b link set cable-b up
+      ip -n "$b" link set cable-b up
     fi
   ) &
   cutter=$!
@@ -58,6 +59,6 @@ fi
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} PATH=$(dirname "$python"):$PATH
 passed=()
 for name in $(compgen -e JAXMPI_); do passed+=(-x "$name"); done
-ip netns exec jaxmpi-a unshare -u bash -c "hostname jaxmpi-a; exec \"\$@\"" - \
+ip netns exec "$a" unshare -u bash -c "hostname jaxmpi-a; exec \"\$@\"" - \
   "$python" -m jaxmpi run -n 4 --prtemca plm_ssh_agent "$folder/ssh" --host 10.77.0.1:2,10.77.0.2:2 \
   --map-by slot:OVERSUBSCRIBE --bind-to none -x PYTHONPATH -x PATH "${passed[@]}" "$@"
