@@ -117,7 +117,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
-    said = "\n".join([signature(jaxpr, entries), *outside]) if entries else ""
+    said = "\n".join(filter(None, [signature(jaxpr, entries), *outside])) if size > 1 else ""
     statement = _agreement.Statement.of(function.title, said) if said else None
     first = entries[0].call if entries and entries[0].times else None
     program, finish = build.build(jaxpr, backend, stacked, first, statement.word if statement else 0, hide=hide)
