@@ -76,7 +76,8 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     line = STALLS[: STALLS.index("# the slow line")].count("\n") + 1
     assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and re.search(r"the job ends in [123] s", output)
-    assert "stalled for 4 s: rank 1 on" in output and len(re.findall(r"\] stalled: has waited [12] s", output)) == 1, output
+    assert re.search(r"stalled for [45] s: rank 1 on", output), output
+    assert len(re.findall(r"\] stalled: has waited [12] s", output)) == 1, output
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
