@@ -49,9 +49,8 @@ class Stop:
 
     def now(self) -> bool:
         """Whether to stop at this call."""
-        with (
-            self._changed
-        ):  # in one: a call that is asked about between the two would count for one rank and not for the others
+        # both in one: a call that is asked about between them would count for one rank and not for the others
+        with self._changed:
             if self._asked and self._at is None:
                 with self._guard.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
                     self._changed.wait_for(lambda: self._at is not None)
