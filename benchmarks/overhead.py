@@ -14,22 +14,23 @@ import numpy as np
 from common import Report, parser
 
 import jaxmpi
-from jaxmpi import _guard, _world
+from jaxmpi import _world
+from jaxmpi._watch import guard
 
 STEP_SECONDS = 0.01
 LIMIT = 0.01  # of the step
 
 args = parser(__doc__).parse_args()
 report = Report("overhead", args)
-guard, backend = _guard.active(), _world.current("benchmark")
-poll_seconds = _guard.POLL_SECONDS
+watching, backend = guard.active(), _world.current("benchmark")
+poll_seconds = guard.POLL_SECONDS
 
 
 def watch(seconds):
     """Have the guard's thread look so often; it learns of it at its next look, which is now."""
-    if seconds != _guard.POLL_SECONDS:
-        _guard.POLL_SECONDS = seconds
-        guard._wakeup.send(b"\0")
+    if seconds != guard.POLL_SECONDS:
+        guard.POLL_SECONDS = seconds
+        watching._wakeup.send(b"\0")
 
 
 def step_of(times):

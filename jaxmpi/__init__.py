@@ -13,10 +13,10 @@ from jaxmpi._collectives import (
     tree_reduce,
     tree_reduce_scatter,
 )
+from jaxmpi._data.prefetch import prefetch
 from jaxmpi._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from jaxmpi._jit import jit, local
 from jaxmpi._meter import Rate, Throughput
-from jaxmpi._notebook import launch
 from jaxmpi._objects import allgather_object, barrier, broadcast_object
 from jaxmpi._optim.accumulate import accumulate
 from jaxmpi._optim.average import average_gradients, distributed
@@ -28,7 +28,7 @@ from jaxmpi._optim.noise import measure_noise_scale
 from jaxmpi._optim.replicas import check_replicas, watch_replicas
 from jaxmpi._optim.sharded import reshard, sharded, unshard
 from jaxmpi._preempt import preempted
-from jaxmpi._prefetch import prefetch
+from jaxmpi._run.notebook import launch
 from jaxmpi._simulate import simulate
 from jaxmpi._synchronize import synchronize
 from jaxmpi._world import World, finalize, init, initialized, local_rank, local_size, rank, size

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from jaxmpi import _launch, _timeline
+from jaxmpi._report import timeline
+from jaxmpi._run import launch
 
 __all__ = ["main"]
 
@@ -20,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["run"]:
-        return _launch.run(arguments[1:])
+        return launch.run(arguments[1:])
     if arguments[:1] == ["doctor"]:
-        from jaxmpi import _doctor  # imports jax, which the others do without
+        from jaxmpi._report import doctor  # imports jax, which the others do without
 
-        return _doctor.run(arguments[1:])
+        return doctor.run(arguments[1:])
     if arguments[:1] == ["timeline"]:
-        return _timeline.run(arguments[1:])
+        return timeline.run(arguments[1:])
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0

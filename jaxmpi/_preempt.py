@@ -3,9 +3,9 @@
 import sys
 from typing import Any
 
-from jaxmpi import _guard
 from jaxmpi._objects import untraced
-from jaxmpi._stop import Stop
+from jaxmpi._watch import guard
+from jaxmpi._watch.stop import Stop
 
 __all__ = ["preempted"]
 
@@ -36,9 +36,9 @@ def preempted() -> bool:
     """
     global _alone
     backend: Any = untraced("preempted")
-    if guard := _guard.active():
-        guard.stop.watch()
-        return guard.stop.now()
+    if watch := guard.active():
+        watch.stop.watch()
+        return watch.stop.now()
     _alone = _alone or Stop(None, 1, 0)
     _alone.watch()
     stops = any(backend.allgather_object(_alone.signalled))

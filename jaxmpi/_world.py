@@ -10,10 +10,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmpi import _agreement, _axis, _devices, _guard, _registry
+from jaxmpi import _agreement, _axis, _devices
 from jaxmpi._backends import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
+from jaxmpi._watch import guard, registry
 
 __all__ = [
     "World",
@@ -115,8 +116,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     _State.backend, _State.world = chosen, World(*place, backend=backend)
     if chosen.place.size > 1:
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
-            _registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
-        _guard.install(chosen)
+            registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
+        guard.install(chosen)
     if _State.world.size > 1:
         _warn_if_shared(chosen, device)
     if verbose and _State.world.rank == 0:
@@ -161,7 +162,7 @@ def finalize() -> None:
     **Collective:** every rank calls it.
     """
     if _State.backend is not None:
-        _guard.remove()
+        guard.remove()
         _State.backend.close()
     _State.backend = _State.world = None
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxmpi import _guard, _jaxcompat, _world
+from jaxmpi import _jaxcompat, _world
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array
-from jaxmpi._rounds import Key
+from jaxmpi._watch import guard
+from jaxmpi._watch.rounds import Key
 
 __all__ = ["average_metrics", "get_logger", "print", "progress"]
 
@@ -37,17 +38,17 @@ def print(*values: Any, sep: str = " ") -> None:
     **Communication:** one message from each rank to rank 0; nobody waits for an answer.
     """
     lines = sep.join(map(str, values)).split("\n")
-    guard = _guard.active()
+    watch = guard.active()
     label = f"[{_world.rank()}/{_world.size()}] " if _world.initialized() else ""
     text = "".join(f"{time.strftime('%H:%M:%S')} {label}{line}\n" for line in lines)
-    if guard is None:
+    if watch is None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
     caller = sys._getframe(1)
     place = (caller.f_code.co_filename, caller.f_lineno, threading.current_thread().name)
     _calls[place] += 1  # no other thread has this key
-    guard.print(Key(*place, _calls[place]), text)
+    watch.print(Key(*place, _calls[place]), text)
 
 
 def get_logger(name: str, directory: str | None = None) -> logging.Logger:

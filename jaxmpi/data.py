@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from jaxmpi import _axis, _world
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._sources import Arrays, Samples, open_source
+from jaxmpi._data.sources import Arrays, Samples, open_source
 
 __all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
 

@@ -21,7 +21,8 @@ from jaxmpi import _faults as faults
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._jit import jit
 from jaxmpi._leaves import leaf_name
-from jaxmpi._pool import RankFailure, Task, pool
+from jaxmpi._run.pool import RankFailure, pool
+from jaxmpi._run.task import Task
 from jaxmpi._simulate import simulate
 from jaxmpi._step import Step
 

@@ -17,8 +17,9 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi import _pool
 from jaxmpi._checkpoint import files
+from jaxmpi._run.pool import pool
+from jaxmpi._run.task import Task
 from jaxmpi.testing import run_ranks
 
 DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
@@ -150,7 +151,7 @@ def run(function, ranks, backend, directory):
         with jaxmpi.simulate(ranks):
             function(directory)
     else:
-        _pool.pool(ranks, backend).run(_pool.Task(__file__, function.__name__, {"directory": directory}, 120.0))
+        pool(ranks, backend).run(Task(__file__, function.__name__, {"directory": directory}, 120.0))
 
 
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from jaxmpi import _devices, _doctor
+from jaxmpi import _devices
+from jaxmpi._report import checks
+from jaxmpi._run.plan import Machine
 
 
 def doctor(*args, **environ):
@@ -115,13 +117,13 @@ def test_with_ranks_that_do_not_start(tmp_path):
 
 def test_with_one_gpu_for_four_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(_devices, "visible", lambda devices=None, dev=None: ["0"])
-    finding = _doctor._devices_of(4, tmp_path)
+    finding = checks.devices(4, tmp_path)
     assert finding.verdict == "slow" and "1 for 4 ranks" in finding.text and "Start 1 ranks" in finding.advice
 
 
 def test_with_gpus_that_jax_does_not_use(tmp_path):
     (tmp_path / "nvidia0").touch()
-    finding = _doctor._devices_of(1, tmp_path)
+    finding = checks.devices(1, tmp_path)
     assert finding.verdict == "slow" and "1 NVIDIA devices" in finding.text and "jax[cuda" in finding.advice
 
 
@@ -129,7 +131,7 @@ def test_with_gpus_that_jax_does_not_use(tmp_path):
     ("quota", "ranks", "words"), [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")]
 )
 def test_of_the_cores(monkeypatch, quota, ranks, words):
-    monkeypatch.setattr(_doctor, "_quota", lambda: quota)
-    machine = _doctor._launch.Machine(cores=2, bindable=True, root=False, huge_pages=False)
-    finding = next(iter(_doctor._cores(ranks, machine)))
+    monkeypatch.setattr(checks, "_quota", lambda: quota)
+    machine = Machine(cores=2, bindable=True, root=False, huge_pages=False)
+    finding = next(iter(checks.cores(ranks, machine)))
     assert words in str(finding) and (finding.verdict == "ok") == (words == "ranks are bound")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from jaxmpi import _mpiexec
+from jaxmpi._run import mpiexec
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +38,7 @@ def on_ranks(ranks, *program):
 
 
 def test_quickstart_ends_with_the_same_loss_however_it_is_started():
-    launcher = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
+    launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
     commands = {
         1: on_ranks(1, "examples/quickstart.py"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_guard import end, jaxmpi_run
 
-from jaxmpi import _registry
+from jaxmpi._watch import registry
 
 MODES = ("eager", "jit", "scan", "evaluation", "save")
 RANKS = (2, 3, 4)
@@ -75,7 +75,7 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
 def segments_left():
     """The shared memory that no process has: another job may be running."""
     names = {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
-    return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in _registry.segments(entry.name)}
+    return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in registry.segments(entry.name)}
 
 
 def write_table(results, page):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import _mpiexec
+from jaxmpi._run import mpiexec
 
 SCRIPT = """
 import os, signal, sys, time
@@ -36,7 +36,7 @@ for i in range(10_000):
 
 
 def mpirun(ranks, *args):
-    launcher = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
+    launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
     return [launcher.path, *flags, "-n", str(ranks), sys.executable, *args]
 
@@ -193,14 +193,14 @@ def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
 
 WITNESSED = """
 import os, signal, sys
-from jaxmpi import _witness
-address = _witness.start()
+from jaxmpi._watch import witness
+address = witness.start()
 ranks = []
 for rank in range(3):
     mine, theirs = os.pipe()
     ranks.append(os.fork())
     if not ranks[-1]:
-        dismiss = _witness.connect(address, rank, 3)
+        dismiss = witness.connect(address, rank, 3)
         os.write(theirs, b".")
         os.read(0, 1)  # until told to go on
         dismiss()

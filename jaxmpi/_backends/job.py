@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _jaxcompat, _plan, _registry
+from jaxmpi import _jaxcompat, _plan
 from jaxmpi._backends import Place
 from jaxmpi._errors import MPIError, RankMismatchError
+from jaxmpi._watch import registry
 
 __all__ = ["Job", "check_start"]
 
@@ -237,7 +238,7 @@ def _unlink_shared_memory(node_comm: Any) -> None:
     Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
     rank that is alone has nobody to share Open MPI's with.
     """
-    named = [path for path in _registry.segments() if "mpich_shm" in path or node_comm.size == 1]
+    named = [path for path in registry.segments() if "mpich_shm" in path or node_comm.size == 1]
     node_comm.Barrier()
     for path in named:
         with contextlib.suppress(FileNotFoundError):

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxmpi import _guard
 from jaxmpi._backends import Backend
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import files, parts
 from jaxmpi._checkpoint.parts import Leaf
 from jaxmpi._checkpoint.together import busy, together
 from jaxmpi._errors import CheckpointError
+from jaxmpi._watch import guard
 
 __all__ = ["Save", "arrays_of", "begin"]
 
@@ -29,8 +29,8 @@ def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndar
 
 def begin(backend: Backend, directory: Path, shared: bool) -> Path:
     """The folder that is written, of rank 0's making."""
-    if guard := _guard.active():  # before any rank can have written its part
-        guard.topics["saved"] = Save.on_saved
+    if watch := guard.active():  # before any rank can have written its part
+        watch.topics["saved"] = Save.on_saved
     made = together(backend, lambda: files.begin(directory) if backend.place.rank == 0 else None)
     folder = backend.broadcast_object(made, 0)
 
@@ -65,7 +65,7 @@ class Save:
         self._what, self._folder, self._rank = f"step {step}", folder, backend.place.rank
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
-        self._guard = _guard.active()
+        self._guard = guard.active()
         self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
         if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._agreement import in_words
-from jaxmpi._recorder import Recorder, where
+from jaxmpi._watch.recorder import Recorder, where
 
 __all__ = ["StallWatch"]
 

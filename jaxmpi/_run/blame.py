@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmpi._registry import Member
+from jaxmpi._watch.registry import Member
 
 __all__ = ["End", "blame"]
 

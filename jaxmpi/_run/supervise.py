@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from jaxmpi import _registry
-from jaxmpi._blame import End, blame
-from jaxmpi._registry import Member
+from jaxmpi._run.blame import End, blame
+from jaxmpi._watch import registry
+from jaxmpi._watch.registry import Member
 
 __all__ = ["Outcome", "preemption_seconds", "say", "supervise"]
 
@@ -68,11 +68,11 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         ended = _wait(process, run_dir, received)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
-        joined = [m for m in _registry.members(run_dir) if m.host == os.uname().nodename]
+        joined = [m for m in registry.members(run_dir) if m.host == os.uname().nodename]
         preempted = bool(received and _preemptible(run_dir))
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
-        _registry.remove_segments({path for m in joined for path in m.segments}, started)
+        registry.remove_segments({path for m in joined for path in m.segments}, started)
         shutil.rmtree(run_dir, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -146,7 +146,7 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:
             say("the ranks of this host have failed, and MPI's launcher runs on, as if other hosts did not answer: it is ended")
-            _kill([process.pid, *_registry.processes(run_dir)])
+            _kill([process.pid, *registry.processes(run_dir)])
             process.wait()
             break
         impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
@@ -155,7 +155,7 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
         number = received[0][0]
         if step == 0 and number == signal.SIGTERM and _preemptible(run_dir) and not asked:
             asked = True
-            for member in _registry.members(run_dir):
+            for member in registry.members(run_dir):
                 if member.host == os.uname().nodename and member.rank in _preemptible(run_dir):
                     _kill([member.pid], signal.SIGTERM)
             due = time.monotonic() + preemption_seconds()
@@ -164,9 +164,9 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
-            _kill(pid for pid, environ in _registry.processes(run_dir).items() if _RANK.search(environ))
+            _kill(pid for pid, environ in registry.processes(run_dir).items() if _RANK.search(environ))
         else:
-            _kill([process.pid, *_registry.processes(run_dir)])
+            _kill([process.pid, *registry.processes(run_dir)])
         step, due = step + 1, time.monotonic() + GRACE_SECONDS
     return watch.close()
 
@@ -183,7 +183,7 @@ class _Watch:
         self._epoll = select.epoll()  # what comes first is returned first
 
     def look(self, timeout_seconds: float) -> None:
-        for member in _registry.members(self._run_dir, skip=self._seen):
+        for member in registry.members(self._run_dir, skip=self._seen):
             self._seen.add(member.rank)
             if member.host == os.uname().nodename:
                 with contextlib.suppress(OSError):  # the rank is gone already, or the kernel has no pidfd
@@ -199,7 +199,7 @@ class _Watch:
         """Whether no rank of this host is left, and one did not leave in order."""
         if not self._open or len(self._ended) < len(set(self._open.values())):
             return False
-        return not all(m.left for m in _registry.members(self._run_dir) if m.host == os.uname().nodename)
+        return not all(m.left for m in registry.members(self._run_dir) if m.host == os.uname().nodename)
 
     def _follow(self, fd: int, member: Member) -> None:
         self._open[fd] = member
@@ -233,6 +233,6 @@ def _kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 def _kill_all(run_dir: str, only: set[int] | None) -> None:
     """Kill what is left of the job, and wait until it is gone; `only` these, where the job ended in order."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and (pids := [p for p in _registry.processes(run_dir) if only is None or p in only]):
+    while time.monotonic() < deadline and (pids := [p for p in registry.processes(run_dir) if only is None or p in only]):
         _kill(pids)
         time.sleep(0.02)

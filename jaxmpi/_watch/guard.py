@@ -5,7 +5,7 @@ than one, `install` therefore sees to it that
 - an exception that nobody handles is printed with its rank and ends the whole job;
 - a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
 - an interrupt ends a rank that stands inside MPI and cannot react to it;
-- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (`_witness`).
+- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (witness.py).
 A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Guard.print`, the stall
 watch, the flight recorder, and the agreement on a call to stop at.
 """
@@ -23,11 +23,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from jaxmpi import _jaxcompat, _registry, _witness
-from jaxmpi._recorder import Recorder
-from jaxmpi._rounds import Key, Rounds
-from jaxmpi._stall import StallWatch
-from jaxmpi._stop import Stop
+from jaxmpi import _jaxcompat
+from jaxmpi._watch import registry, witness
+from jaxmpi._watch.recorder import Recorder
+from jaxmpi._watch.rounds import Key, Rounds
+from jaxmpi._watch.stall import StallWatch
+from jaxmpi._watch.stop import Stop
 
 __all__ = ["Guard", "active", "install", "remove"]
 
@@ -93,7 +94,7 @@ class Guard:
             if self._sigint is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_interrupt)
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
-        self._dismiss_witness = _witness.call(backend)
+        self._dismiss_witness = witness.call(backend)
         atexit.register(self.leave)
         self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
         if self.listening:
@@ -256,7 +257,7 @@ class Guard:
         self._signals.close()
         atexit.unregister(self.leave)
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
-            _registry.leave(directory, self.backend.place.rank)
+            registry.leave(directory, self.backend.place.rank)
 
     def _wait(self, done: Callable[[], bool], size: int) -> None:
         """Sleep until `done`; after a second tell the next rank that this one has left."""

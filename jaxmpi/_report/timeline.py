@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._timeline_page import page
+from jaxmpi._report.page import page
 
 __all__ = ["run"]
 
-Record = dict[str, Any]  # of one rank, as `_recorder` writes it
+Record = dict[str, Any]  # of one rank, as the flight recorder writes it
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxmpi._pool import Call, pool
+from jaxmpi._run.pool import pool
+from jaxmpi._run.task import Call
 
 __all__ = ["launch"]
 

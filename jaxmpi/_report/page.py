@@ -12,7 +12,7 @@ def page(records: Sequence[dict[str, Any]], table: str) -> str:
     """The ranks' collectives as bars that can be zoomed, and the table of who comes late below them.
 
     Args:
-      records: as `_recorder` writes them, by rank.
+      records: as the flight recorder writes them, by rank.
       table: plain text.
     """
     names: dict[str, int] = {}

@@ -1,0 +1,9 @@
+"""What can be looked at from outside a job.
+
+doctor    is everything there, does it fit together, and how fast is it?
+checks    what it looks at
+speed     what it measures
+finding   what it says of each
+timeline  the flight records of all ranks, put together
+page      a timeline in a browser
+"""

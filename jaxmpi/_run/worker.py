@@ -1,0 +1,104 @@
+"""A rank of a job that waits for functions to run (`python -m jaxmpi._run.worker`, which pool.py starts)."""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import inspect
+import io
+import math
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from jaxmpi._run.task import ADDRESS, Call, Result, Task
+
+__all__ = ["work"]
+
+MEMORY_BYTES = 1 << 30  # of a rank
+
+
+def work() -> None:
+    """Take tasks until the outer process is gone."""
+    import jaxmpi
+
+    world, limit = jaxmpi.init(), MEMORY_BYTES
+    with Client(os.environ[ADDRESS], "AF_UNIX") as outer:
+        outer.send(world.rank)
+        while True:
+            try:
+                task = outer.recv()
+            except EOFError:
+                return
+            if math.isfinite(task.timeout_seconds):
+                faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
+            outer.send(tuple(_run(task, world.rank)))
+            limit = _shrink(limit)
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _shrink(limit: int) -> int:
+    """Give back the memory of what was compiled, where it is beyond a limit: hundreds of tests run in one process.
+
+    Returns the next limit, so that what cannot be given back is not tried for at every test.
+    """
+    import jax
+
+    if _memory_bytes() <= limit:
+        return limit
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # a C library that is not GNU's
+        ctypes.CDLL(None).malloc_trim(0)
+    return max(MEMORY_BYTES, _memory_bytes() + MEMORY_BYTES // 2)
+
+
+def _memory_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _run(task: Task | Call, rank: int) -> Result:
+    output, error, value = io.StringIO(), None, b""
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            if isinstance(task, Call):
+                value = _called(task)
+            else:
+                _find(task)(**pickle.loads(task.kwargs))  # what our own outer process has written
+        except BaseException:  # pytest's own failures are no Exceptions; the rank lives on for the next task
+            error = traceback.format_exc()
+    return Result(rank, error, output.getvalue(), value)
+
+
+def _called(call: Call) -> bytes:
+    import cloudpickle
+    import jax
+
+    function, args, kwargs = pickle.loads(call.pickled)  # what our own outer process has written
+    return bytes(cloudpickle.dumps(jax.device_get(function(*args, **kwargs))))
+
+
+def _find(task: Task) -> Callable[..., None]:
+    name = Path(task.path).stem
+    if name not in sys.modules:
+        sys.path.insert(0, str(Path(task.path).parent))
+        spec = importlib.util.spec_from_file_location(name, task.path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    function: Any = sys.modules[name]
+    for part in task.qualname.split("."):
+        function = getattr(function, part)
+    return inspect.unwrap(function)
+
+
+if __name__ == "__main__":
+    work()

@@ -1,0 +1,10 @@
+"""Nobody hangs: what each rank does beside the program, and why a job ends.
+
+guard     a thread on every rank that ends the job when one of them is gone
+registry  who takes part, in files that `jaxmpi run` reads
+witness   a process that names the rank that was killed, where MPI does not
+stall     who waits for whom, where, and what the missing ranks are doing
+recorder  the last collectives of each rank
+stop      a call at which all ranks stop, once one has got a signal
+rounds    lines of text in the order of the ranks
+"""
