@@ -43,19 +43,15 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(photos, tmp_path_factory):
-    """Start the example on some ranks; what one run has compiled, the next one finds."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+def start(photos):
+    """Start the example on some ranks."""
 
     def start(ranks, out, *options, data=photos):
         program = ["examples/imagenet.py", str(data), "--out", str(out), *SMALL.split(), *options]
         launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         return subprocess.Popen(
             [sys.executable, *launcher, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, **cache}, start_new_session=True,
+            start_new_session=True,
         )  # fmt: skip
 
     return start
