@@ -1,5 +1,6 @@
 """MPI inside compiled programs, with mpi4jax. This is the only file that imports mpi4py and mpi4jax."""
 
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
@@ -128,6 +129,9 @@ def _ranks(launched: int) -> str:
 
 def import_mpi4py(launched: int) -> Any:
     """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
+    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        # one host: without Open MPI's one-sided transfers between hosts, which take a second to find that there is no other
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         from mpi4py import MPI
     except ImportError as error:
