@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -33,6 +34,12 @@ def run(command, **environ):
     return output
 
 
+def run_all(commands):
+    """The outputs of commands, of which two run at a time: much of each is imports, on one core."""
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(run, commands)]
+
+
 def on_ranks(ranks, *program):
     return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program] if ranks > 1 else [sys.executable, *program]
 
@@ -46,8 +53,8 @@ def test_quickstart_ends_with_the_same_loss_however_it_is_started():
         3: [launcher.path, *flags, "-n", "3", sys.executable, "examples/quickstart.py"],
     }
     losses = []
-    for ranks, command in commands.items():
-        found = re.search(r"loss after 100 epochs: (\S+) \(ranks: (\d)\)", run(command))
+    for ranks, output in zip(commands, run_all(commands.values()), strict=True):
+        found = re.search(r"loss after 100 epochs: (\S+) \(ranks: (\d)\)", output)
         assert found and int(found[2]) == ranks
         losses.append(float(found[1]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
@@ -81,11 +88,14 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
     """To 1e-12 in float64; the batch of 48 is divided by all."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(IN_A_NOTEBOOK)])
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
-    single = run(on_ranks(1, "examples/digits.py", *ARGUMENTS))
+    three, single, on_xla = run_all(
+        [*environ, *on_ranks(ranks, "examples/digits.py", *ARGUMENTS)]
+        for environ, ranks in (([], 3), ([], 1), (["env", "JAXMPI_BACKEND=xla"], 2))
+    )
     others = {
         "mpi, 2": digits,
-        "mpi, 3": run(on_ranks(3, "examples/digits.py", *ARGUMENTS)),
-        "xla, 2": run(on_ranks(2, "examples/digits.py", *ARGUMENTS), JAXMPI_BACKEND="xla"),
+        "mpi, 3": three,
+        "xla, 2": on_xla,
         "simulated, 4": "".join(output.get("text", "") for output in notebook.cells[0].outputs),
     }
     accuracy = lambda output: re.search(r"test accuracy (\S+) % ", output)[1]
@@ -96,16 +106,16 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
 
 def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
     """In float32: sums in another order make 5e-7 over these 87 steps, 2e-6 over all 30 epochs."""
-    one, three = (run(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3")) for ranks in (1, 3))
+    one, three = run_all(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in (1, 3))
     np.testing.assert_allclose(curve(three), curve(one), rtol=1e-5)
 
 
 def test_digits_learns_with_every_transform(digits):
     """Sharded state changes nothing; what sends less still learns."""
-    with_options = lambda options: curve(run(on_ranks(2, "examples/digits.py", *ARGUMENTS, *options.split())))
-    np.testing.assert_allclose(with_options("--sharded"), curve(digits), rtol=1e-12)
-    with_options("--codec int8")
-    with_options("--local-every 4 --codec powersgd")
+    options = ("--sharded", "--codec int8", "--local-every 4 --codec powersgd")
+    outputs = run_all(on_ranks(2, "examples/digits.py", *ARGUMENTS, *words.split()) for words in options)
+    sharded, *_ = [curve(output) for output in outputs]
+    np.testing.assert_allclose(sharded, curve(digits), rtol=1e-12)
 
 
 SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 20"
@@ -114,24 +124,23 @@ GPT = ("examples/gpt.py", *SMALL.split())
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held out, with the optimizer's state whole and shared out."""
-    numbers = {}
-    for ranks, options in ((1, ""), (3, "--sharded")):
-        output = run(on_ranks(ranks, *GPT, *options.split()))
-        numbers[ranks, options] = [float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)]
-        assert len(numbers[ranks, options]) == 12 and "def main(arguments):" in output
-    np.testing.assert_allclose(numbers[3, "--sharded"], numbers[1, ""], atol=2e-3)
-    assert numbers[1, ""][-1] < 0.95 * numbers[1, ""][0]
-    assert "held out" in run(on_ranks(2, *GPT, "--local-every", "3", "--diloco"))
+    *same, diloco = run_all(
+        on_ranks(ranks, *GPT, *options.split())
+        for ranks, options in ((1, ""), (3, "--sharded"), (2, "--local-every 3 --diloco"))
+    )
+    one, three = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
+    assert len(one) == 12 and all("def main(arguments):" in output for output in same)
+    np.testing.assert_allclose(three, one, atol=2e-3)
+    assert one[-1] < 0.95 * one[0]
+    assert "held out" in diloco
 
 
 def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
     """Of a while_loop that is differentiated implicitly."""
-    losses = {}
-    for ranks in (1, 3):
-        output = run(on_ranks(ranks, "examples/deq.py", "--epochs", "2"))
-        losses[ranks] = [float(x) for x in re.findall(r"train loss (\S+)", output)]
-        assert len(losses[ranks]) == 2 and "test accuracy" in output
-    np.testing.assert_allclose(losses[3], losses[1], atol=1e-4)
+    outputs = run_all(on_ranks(ranks, "examples/deq.py", "--epochs", "2") for ranks in (1, 3))
+    one, three = ([float(x) for x in re.findall(r"train loss (\S+)", output)] for output in outputs)
+    assert len(one) == 2 and all("test accuracy" in output for output in outputs)
+    np.testing.assert_allclose(three, one, atol=1e-4)
 
 
 def test_digits_reaches_98_percent():
@@ -193,8 +202,8 @@ def test_six_lines_make_a_script_for_one_device_one_for_many(tmp_path):
     source = ROOT / "examples" / "one_device.py"
     script.write_text(patched(source.read_text(), diff))
     losses = lambda output: [float(x) for x in re.findall(r"epoch \d: loss (\S+)", output)]
-    assert len(losses(run([sys.executable, source]))) == 5
-    one, three = (losses(run(on_ranks(ranks, script))) for ranks in (1, 3))
+    device, one, three = (losses(x) for x in run_all([[sys.executable, source], *(on_ranks(n, script) for n in (1, 3))]))
+    assert len(device) == 5
     assert len(one) == 5 and one[-1] < 0.5 * one[0]
     np.testing.assert_allclose(three, one, atol=2e-4)
 
