@@ -134,7 +134,7 @@ for epoch in range(int(run["epoch"]), epochs):
     for batch, mask in jaxmpi.batches(data, 8, seed=0, epoch=epoch, start=int(run["row"]), remainder="mask"):
         run = step(run, batch, mask)
         if attempt < kills:
-            time.sleep(0.01)
+            time.sleep(0.1)  # there are more steps than the kills have time for
         jaxmpi.save(directory, epoch * 1000 + int(run["row"]), run)
     run |= {"epoch": run["epoch"] + 1, "row": jnp.int32(0)}
 if world.rank == 0:

@@ -107,8 +107,13 @@ class Save:
         """What each rank has written, once all have."""
         others = len(self._writers) - self._own_parts
         theirs = self.outcomes.setdefault(self._folder.name, {})
-        with self.changed:
-            self.changed.wait_for(lambda: len(theirs) >= others)
+        pause = 0.001
+        while len(theirs) < others:  # the guard's thread would look ten times a second
+            if self._guard:
+                self._guard.poll()
+            with self.changed:
+                self.changed.wait_for(lambda: len(theirs) >= others, pause)
+            pause = min(2 * pause, 0.1)
         del self.outcomes[self._folder.name]
         written: dict[int, files.Arrays] = {}
         for outcome in (mine, *theirs.values()):
