@@ -15,7 +15,7 @@ _compiled = tempfile.TemporaryDirectory(prefix="jaxmpi-compiled-", ignore_cleanu
 
 
 def pytest_configure() -> None:
-    """Share what is compiled among the processes that the tests start: a third of their time."""
+    """Share what is compiled among the processes that the tests start: a third of the time of those that train models."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 

@@ -20,6 +20,7 @@ import jaxmpi
 from jaxmpi._checkpoint import files
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
+from jaxmpi._watch import guard
 from jaxmpi.testing import run_ranks
 
 DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
@@ -184,6 +185,22 @@ def restore_own(directory):
 def test_what_each_rank_has_of_its_own_needs_as_many(tmp_path):
     run(save_own, 2, "auto", str(tmp_path))
     run(restore_own, 3, "auto", str(tmp_path))
+
+
+@run_ranks(2)
+def test_a_save_does_not_wait_for_the_guards_next_look():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    state = jaxmpi.sharded(optax.adam(0.1)).init(jnp.ones(8))  # of which each rank writes a part
+    usual, guard.POLL_SECONDS = guard.POLL_SECONDS, 5.0
+    try:
+        time.sleep(2 * usual)  # by now the guard's threads sleep for 5 seconds
+        start = time.monotonic()
+        jaxmpi.save(directory, 0, state, background=False)
+        seconds = time.monotonic() - start
+    finally:
+        guard.POLL_SECONDS = usual
+        guard.active()._wakeup.send(b"\0")
+    assert seconds < 2.5
 
 
 # what goes wrong

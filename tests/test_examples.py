@@ -70,12 +70,13 @@ with jaxmpi.simulate(4):
 """
 
 
-def curve(output):
-    """The losses of three epochs, which fall; all test images count."""
+def curve(output, ranks, falls_to=0.5):
+    """The losses of three epochs on so many ranks, which fall, and how many of all test images were recognized."""
     losses = [float(x) for x in re.findall(r"train loss (\S+)", output)]
-    assert len(losses) == 3 and losses[-1] < 0.6 * losses[0], output
-    assert re.search(r"test accuracy \S+ % \(\d+ of 360\)", output), output
-    return losses
+    assert len(losses) == 3 and losses[-1] < falls_to * losses[0], output
+    found = re.search(r"test accuracy \S+ % \((\d+) of 360\), \d+ images/s on (\d) rank", output)
+    assert found and int(found[2]) == ranks, output
+    return losses, int(found[1])
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +93,29 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
         [*environ, *on_ranks(ranks, "examples/digits.py", *ARGUMENTS)]
         for environ, ranks in (([], 3), ([], 1), (["env", "JAXMPI_BACKEND=xla"], 2))
     )
-    others = {
-        "mpi, 2": digits,
-        "mpi, 3": three,
-        "xla, 2": on_xla,
-        "simulated, 4": "".join(output.get("text", "") for output in notebook.cells[0].outputs),
-    }
-    accuracy = lambda output: re.search(r"test accuracy (\S+) % ", output)[1]
-    for name, output in others.items():
-        np.testing.assert_allclose(curve(output), curve(single), rtol=1e-12, err_msg=name)
-        assert accuracy(output) == accuracy(single), name
+    simulated = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
+    want, recognized = curve(single, 1)
+    for name, output, ranks in (("mpi", digits, 2), ("mpi", three, 3), ("xla", on_xla, 2), ("simulated", simulated, 4)):
+        losses, correct = curve(output, ranks)
+        np.testing.assert_allclose(losses, want, rtol=1e-12, err_msg=f"{name}, {ranks}")
+        assert correct == recognized, name
 
 
 def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
     """In float32: sums in another order make 5e-7 over these 87 steps, 2e-6 over all 30 epochs."""
-    one, three = run_all(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in (1, 3))
-    np.testing.assert_allclose(curve(three), curve(one), rtol=1e-5)
+    counts = (1, 2, 3)
+    outputs = run_all(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in counts)
+    curves, correct = zip(*map(curve, outputs, counts), strict=True)
+    np.testing.assert_allclose(curves, [curves[0]] * 3, rtol=1e-5)
+    assert np.ptp(correct) <= 1
 
 
 def test_digits_learns_with_every_transform(digits):
     """Sharded state changes nothing; what sends less still learns."""
     options = ("--sharded", "--codec int8", "--local-every 4 --codec powersgd")
     outputs = run_all(on_ranks(2, "examples/digits.py", *ARGUMENTS, *words.split()) for words in options)
-    sharded, *_ = [curve(output) for output in outputs]
-    np.testing.assert_allclose(sharded, curve(digits), rtol=1e-12)
+    (sharded, _), *_ = [curve(output, 2, falls_to=0.6) for output in outputs]
+    np.testing.assert_allclose(sharded, curve(digits, 2)[0], rtol=1e-12)
 
 
 SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 20"

@@ -41,6 +41,26 @@ def test_one_rank_needs_no_mpi(tmp_path):
     assert done.stdout.strip() == "3.0", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("here", "launched", "set_by_user", "wanted"),
+    [("2", "2", None, "^ofi"), ("2", "2", "self,sm", "self,sm"), ("2", "4", None, "None"), (None, None, None, "None")],
+    ids=["one host", "one host, and set", "two hosts", "no Open MPI"],
+)
+def test_on_one_host_open_mpi_looks_for_no_other(tmp_path, here, launched, set_by_user, wanted):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "MPI.py").touch()  # what it is started with is of interest, and not MPI
+    environ = {"OMPI_COMM_WORLD_LOCAL_SIZE": here, "OMPI_COMM_WORLD_SIZE": launched, "OMPI_MCA_btl": set_by_user}
+    code = """
+import os, sys
+sys.path.insert(0, os.environ["FAKE"])
+from jaxmpi._backends.mpi import import_mpi4py
+import_mpi4py(2)
+print(os.environ.get("OMPI_MCA_btl"))
+"""
+    done = python(code, FAKE=str(tmp_path), **{name: value for name, value in environ.items() if value is not None})
+    assert done.stdout.strip() == wanted, done.stderr
+
+
 def test_before_init_every_function_says_what_to_call():
     code = """
 import jax, numpy as np, optax, jaxmpi

@@ -18,6 +18,7 @@ SHARED_BYTES = 1 << 23  # in /dev/shm, for a rank
 
 
 def the_jax() -> Finding:
+    """The versions of jax and jaxlib, and whether steps are dispatched the fast way on them."""
     from jaxlib import version
 
     text = f"{jax.__version__}, jaxlib {version.__version__}"
@@ -29,6 +30,7 @@ def the_jax() -> Finding:
 
 
 def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
+    """Whether each rank has a core of its own, and the shared memory that the transport needs."""
     text = f"{machine.cores} that this process may use, of {os.cpu_count()} processors"
     if (quota := _quota()) is not None and quota < min(ranks, machine.cores):
         yield Finding("slow", "cores", f"{text}, but a quota of {quota:g}", "Ask the container or the job for more CPU time.")
@@ -62,6 +64,7 @@ def _quota() -> float | None:
 
 
 def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
+    """What JAX computes on, and whether there are GPUs that it does not see, or fewer than ranks."""
     there = len([*dev.glob("nvidia[0-9]*")])
     gpus = _devices.visible(dev=dev)
     if there and not gpus:
@@ -100,6 +103,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def native() -> Finding:
+    """Whether the native transport is there, and why not."""
     ok, said = ask("from jaxmpi._backends.native import why_not; print(why_not())")
     if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax":
         return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
