@@ -1,35 +1,15 @@
 """The benchmarks run to their end and print their rows; what the times are is not tested here."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(command, timeout_seconds, **environ):
-    """The output of a command that must succeed; its whole process group ends with it."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-    with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"{command} did not end:\n{process.communicate()[0]}")
-    assert process.returncode == 0, output
-    return output
+from programs import on_ranks, run
 
 
 def test_gpu_compares_single_and_xla_on_the_cpu():
-    output = run(["benchmarks/gpu.sh", "--cpu"], 180, PYTHON=sys.executable)
+    output = run(["benchmarks/gpu.sh", "--cpu"], PYTHON=sys.executable)
     for model in ("digits", "resnet"):
         (section,) = re.findall(rf"^{model}: .*\n(?:  .*\n)*", output, re.MULTILINE)
         times = dict(re.findall(r"^  (single|xla) +median +([\d.]+) ms, quartiles", section, re.MULTILINE))
@@ -40,9 +20,7 @@ def test_gpu_compares_single_and_xla_on_the_cpu():
 
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_dispatch_prints_every_row(backend):
-    output = run(
-        [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/dispatch.py", "--quick"], 120, JAXMPI_BACKEND=backend
-    )
+    output = run(on_ranks(2, "benchmarks/dispatch.py", "--quick"), JAXMPI_BACKEND=backend)
     theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
     rows = {
         f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", "no communication, one wait", *theirs] for k in (10, 300, 1500)
@@ -60,8 +38,7 @@ def test_dispatch_prints_every_row(backend):
 
 
 def test_allreduce_compares_the_peers(tmp_path):
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/allreduce.py", "--quick", "--cases", "4 KB"]
-    output = run([*command, "--out", str(tmp_path)], 120)
+    output = run(on_ranks(2, "benchmarks/allreduce.py", "--quick", "--cases", "4 KB", "--out", str(tmp_path)))
     found = json.loads((tmp_path / "allreduce.json").read_text())
     contenders = {row["contender"] for row in found["rows"] if row["low_us"] <= row["median_us"] <= row["high_us"]}
     assert contenders >= {"memcpy", "jaxmpi", "mpi4py in place", "mpi4jax per leaf", "JAX gloo"}
@@ -74,21 +51,20 @@ def test_allreduce_compares_the_peers(tmp_path):
 
 
 def test_train_step_compares_the_peers():
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/train_step.py", "--quick", "--models", "CNN"]
-    output = run(command, 180)
+    output = run(on_ranks(2, "benchmarks/train_step.py", "--quick", "--models", "CNN"))
     assert re.search(r"^CNN +jaxmpi / local +[\d.]+, rounds", output, re.MULTILINE)
     assert re.search(r"^CNN +added by jaxmpi -?[\d.]+ ms, by JAX gloo -?[\d.]+ ms", output, re.MULTILINE)
 
 
 def test_scaling_runs_on_every_number_of_ranks(tmp_path):
-    output = run([sys.executable, "benchmarks/scaling.py", "--quick", "--ranks", "1", "3", "--out", str(tmp_path)], 180)
+    output = run(on_ranks(1, "benchmarks/scaling.py", "--quick", "--ranks", "1", "3", "--out", str(tmp_path)))
     assert len(re.findall(r"^1 ranks .* median", output, re.MULTILINE)) == 4
     assert len(re.findall(r"^3 ranks .* times that of its bytes", output, re.MULTILINE)) == 4
     assert json.loads((tmp_path / "scaling.json").read_text()).keys() == {"1", "2", "3"}
 
 
 def test_optimizers_compares_the_transforms():
-    output = run([sys.executable, "-m", "jaxmpi", "run", "-n", "2", "benchmarks/optimizers.py", "--quick"], 240)
+    output = run(on_ranks(2, "benchmarks/optimizers.py", "--quick"))
     assert re.search(r"^MLP 10M +sharded / distributed +[\d.]+, rounds", output, re.MULTILINE)
     sizes = dict(re.findall(r"^(\S.*?) +state of a rank +([\d.]+) MB", output, re.MULTILINE))
     assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)

@@ -11,13 +11,13 @@ TABLE = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @TABLE
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", ["momentum", "lamb"])
 def test_simulated_ranks_train_as_one(variant, optimizer):
     with jaxmpi.simulate(3):
         check(variant, optimizer)
 
 
-@run_ranks(1, 2, 3, 4)
+@run_ranks(2, 3)
 @TABLE
 def test_ranks_train_as_one(variant):
     check(variant, "adam")
@@ -54,7 +54,7 @@ def test_matrix_of_xla(variant, optimizer):
 @pytest.mark.matrix
 @TABLE
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_matrix_of_simulated_ranks(variant, optimizer, ranks):
     with jaxmpi.simulate(ranks):
         check(variant, optimizer)
