@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 0.5  # percent
 OPTIONS = (
     "", "--codec bf16", "--codec f16", "--codec int8", "--codec powersgd", "--codec topk", "--sharded", "--accumulate 2",
-    "--local-every 8", "--local-every 4 --diloco",
+    "--local-every 8", "--local-every 4 --diloco", "--local-every 8 --diloco",
 )  # fmt: skip
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -32,7 +32,10 @@ def train(options: str, seed: int) -> tuple[float, float]:
     """Return the test accuracy in percent, and the bytes that a rank sends for a batch."""
     program = ["examples/digits.py", "--seed", str(seed), "--explain", *options.split()]
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(args.ranks), *program]
-    output = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"accuracy.py: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+    output = done.stdout
     (accuracy,) = re.findall(r"^test accuracy (\S+) %", output, re.MULTILINE)
     every = int((re.findall(r"--(?:local-every|accumulate) (\d+)", options) or [1])[0])
     sent = 0.0
