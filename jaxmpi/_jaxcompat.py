@@ -1,6 +1,7 @@
 """The one file that touches `jax._src`; `TESTED` names the versions of JAX that it was tested with."""
 
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -16,10 +17,10 @@ from jax.ffi import ffi_lowering
 from jax.interpreters import mlir
 
 try:
-    from jax._src.effects import ordered_effects
+    from jax._src import effects
     from jax._src.interpreters.mlir import TokenSet
 except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
-    ordered_effects = TokenSet = None  # type: ignore[assignment, misc]
+    effects = TokenSet = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "TESTED",
@@ -32,6 +33,7 @@ __all__ = [
     "in_library",
     "is_axis_effect",
     "lower_with_tokens",
+    "ordered_effect",
     "parts",
     "scan_counts",
     "source_line",
@@ -132,6 +134,19 @@ def can_hide_effects() -> bool:
     return TokenSet is not None
 
 
+@functools.cache
+def ordered_effect() -> Any:
+    """The JAX effect of a primitive whose calls stay in program order, also from one program to the next."""
+
+    class InOrder(effects.Effect):  # type: ignore[misc]
+        __str__ = lambda self: "jaxmpi"
+
+    kinds = (effects.ordered_effects, effects.lowerable_effects)
+    for allowed in (*kinds, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects):
+        allowed.add_type(InOrder)
+    return InOrder()
+
+
 def ffi_call_in_order(
     ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Iterable[int], attributes: dict[str, Any]
 ) -> list[Any]:
@@ -154,7 +169,7 @@ def ffi_call_in_order(
 
 def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
     """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
-    tokens = TokenSet.create(list(ordered_effects.filter_in(jaxpr.effects)))
+    tokens = TokenSet.create(list(effects.ordered_effects.filter_in(jaxpr.effects)))
     return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
 
 

@@ -80,12 +80,15 @@ def test_without_a_launcher():
     assert code == 1 and verdict == "broken" and "/nowhere/mpirun is not a program" in text and "-> Give --mpiexec" in text
 
 
-def test_with_an_mpi4jax_that_does_not_load(tmp_path):
-    code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4jax", "raise ImportError('libmpi.so.12: cannot open')"))
+@pytest.mark.parametrize(("transport", "broken"), [("auto", False), ("mpi4jax", True)])
+def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, broken):
+    path = path_of(tmp_path, "mpi4jax", "raise ImportError('libmpi.so.12: cannot open')")
+    code, output = doctor(PYTHONPATH=path, JAXMPI_TRANSPORT=transport)
     verdict, text = lines(output)["mpi4jax"]
-    assert (
-        code == 1 and verdict == "broken" and "libmpi.so.12: cannot open" in text and "pip install --no-build-isolation" in text
-    )
+    assert (code, verdict) == ((1, "broken") if broken else (0, "slow")), output
+    assert "libmpi.so.12: cannot open" in text and "-> Build mpi4jax" in text and "pip install --no-build-isolation" in text
+    assert ("The native transport does without it" in text) != broken
+    assert ("a job" in lines(output)) != broken
 
 
 WITHOUT_NATIVE = """

@@ -437,3 +437,33 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
     code = CHOICE.format(before="" if built else "sys.modules['jaxmpi._native'] = None")
     done = run(2, code, tmp_path, JAXMPI_TRANSPORT=transport or "auto")
     assert done.stdout.count(said) >= 1, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("missing", [(0, 1, 2), (1,)])
+def test_without_mpi4jax(missing, tmp_path):
+    """It carries all collectives where one of the ranks has no mpi4jax, also in a plain `jax.jit` with control flow."""
+    code = f"""
+import os, sys
+if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) in {missing}:
+    sys.modules["mpi4jax"] = None  # an import of it raises
+import jax, jax.numpy as jnp, numpy as np, jaxmpi
+from jax import lax
+rank, size = jaxmpi.init().rank, jaxmpi.size()
+xs = np.arange(7.0, dtype=np.float32) + 10 * np.arange(size, dtype=np.float32)[:, None]  # a row for each rank
+
+@jax.jit
+def all_kinds(x):
+    thrice, _ = lax.scan(lambda c, _: (jaxmpi.tree_allreduce(c, "sum"), None), x, None, length=3)
+    return jaxmpi.tree_bcast(x, 1), jaxmpi.tree_alltoall(jnp.stack([x + q for q in range(size)])), thrice
+
+pairs = [(p, (p + 1) % size) for p in range(size)]
+moved = jaxmpi.jit(lambda x: lax.ppermute(x, jaxmpi.AXIS, pairs))(xs[rank])
+root, rows, thrice = all_kinds(xs[rank])
+np.testing.assert_array_equal(moved, xs[rank - 1])
+np.testing.assert_array_equal(root, xs[1])
+np.testing.assert_array_equal(rows, xs + rank)
+np.testing.assert_array_equal(thrice, 9 * xs.sum(0))
+jaxmpi.print(jaxmpi._world.current("test").transport, jaxmpi._world.current("test")._mpi4jax)
+"""
+    done = run(3, code, tmp_path)
+    assert done.returncode == 0 and done.stdout.count("native None") == 3, done.stdout + done.stderr

@@ -18,7 +18,7 @@ from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "gathered", "import_mpi4py", "mpi4jax_version"]
+__all__ = ["Mpi", "gathered", "import_mpi4jax", "import_mpi4py", "mpi4jax_version"]
 
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
@@ -41,10 +41,13 @@ class Mpi(Job):
           device: the GPU of this rank, if it has chosen one.
         """
         self.device = device
-        mpi, self._mpi4jax = import_mpi4py(launched), _import_mpi4jax(launched)
+        mpi, self._mpi4jax = import_mpi4py(launched), self._find_mpi4jax(launched)
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
+
+    def _find_mpi4jax(self, launched: int) -> Any:
+        return import_mpi4jax(launched)
 
     # in traced code
 
@@ -127,6 +130,10 @@ def _ranks(launched: int) -> str:
     return f"{launched} ranks were launched, but " if launched > 1 else "MPI was asked for, but "
 
 
+def _sentence(error: Exception) -> str:
+    return str(error).rstrip(". \n") + "."
+
+
 def import_mpi4py(launched: int) -> Any:
     """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
@@ -155,19 +162,24 @@ def gathered(launched: int, mine: Any) -> list[Any]:
 def mpi4jax_version() -> str:
     """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
     import_mpi4py(1)
-    return str(_import_mpi4jax(1).__version__)
+    return str(import_mpi4jax(1).__version__)
 
 
-def _import_mpi4jax(launched: int) -> Any:
-    """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
+def import_mpi4jax(launched: int, *, required: bool = True) -> Any:
+    """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together.
+
+    Returns None where it does not load and is not `required`.
+    """
     try:
         import mpi4jax
     except (ImportError, RuntimeError) as error:
-        raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {error}\n{INSTALL}") from error
+        if not required:
+            return None
+        raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}") from error
     try:
         jax.local_devices()
     except RuntimeError as error:
         if "mpi_" not in str(error):
             raise
-        raise MPIError(f"mpi4jax was built for another jaxlib than the one that runs: {error}\n{INSTALL}") from error
+        raise MPIError(f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} {INSTALL}") from error
     return mpi4jax

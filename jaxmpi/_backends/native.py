@@ -1,9 +1,9 @@
 """The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
 
-It carries the collectives of a train step, allreduce, reduce_scatter and allgather; mpi4jax carries the others. A call is one
-message for all its arrays, in place where XLA lets it, and 16-bit floats are summed in float32. With each message the ranks
-compare what they are about to send, so the programs of this transport need no other meeting. Arrays of a CUDA GPU come through
-pinned memory of the host, whatever the collective, and mpi4jax needs no CUDA of its own.
+It carries the collectives of a train step, allreduce, reduce_scatter and allgather; mpi4jax carries the others, and where it is
+not installed, or the arrays are on a CUDA GPU, each rank takes its part of an allgather. A call is one message for all its
+arrays, in place where XLA lets it, and 16-bit floats are summed in float32. With each message the ranks compare what they are
+about to send, so the programs of this transport need no other meeting. Arrays of a GPU come through pinned memory of the host.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import mmap
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends import Collective, word_of
 from jaxmpi._backends.carriers import from_carrier, to_carrier
 from jaxmpi._backends.job import check_start
-from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py
+from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4jax, import_mpi4py
 from jaxmpi._errors import MPIError, RankMismatchError
 
 __all__ = ["Native", "join"]
@@ -106,22 +106,33 @@ class Native(Mpi):
         super().__init__(launched, device)
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
-        self._host = _is_on_host()
-        platform, handler = ("cpu", "host") if self._host else ("CUDA", "gpu")
+        on_host = _is_on_host()
+        self._alone = not on_host or self._mpi4jax is None  # whether mpi4jax carries nothing
+        platform, handler = ("cpu", "host") if on_host else ("CUDA", "gpu")
         jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(handler), platform=platform)
         self._others: Any = None  # the communicator of the owners with this local rank
         self._open()
 
+    def _find_mpi4jax(self, launched: int) -> Any:
+        """mpi4jax, or None if one of the ranks has none that loads."""
+        found = import_mpi4jax(launched, required=False)
+        return found if all(gathered(launched, found is not None)) else None
+
     # in traced code
+
+    @cached_property
+    def effects(self) -> frozenset[Hashable]:
+        """mpi4jax's ordered effect, so that its calls and those of this transport have one order; without it, our own."""
+        return super().effects if self._mpi4jax else frozenset({_jaxcompat.ordered_effect()})
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
-        return call.kind in KINDS or not self._host
+        return call.kind in KINDS or self._alone
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays, for the kinds that are native."""
         if call.kind not in (*KINDS, "meet"):
-            return super().run(call, xs) if self._host else self._pick(call, xs)
+            return self._pick(call, xs) if self._alone else super().run(call, xs)
         carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
         arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in carried)
         statement = word_of(f"{call.word} {call.kind} {call.op} of {arrays}")

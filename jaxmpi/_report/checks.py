@@ -98,8 +98,13 @@ def mpi() -> Iterator[Finding]:
     ok, said = ask(code)
     if ok:
         yield Finding("ok", "mpi4jax", said)
+        return
+    text, advice = two(re.sub(r"^\S*MPIError: (MPI was asked for, but )?", "", said))
+    if native().verdict == "ok":
+        slower = "The native transport does without it; broadcasts, alltoalls and permutes in programs are allgathers then."
+        yield Finding("slow", "mpi4jax", f"{text} {slower}", advice)
     else:
-        yield Finding("broken", "mpi4jax", *two(re.sub(r"^\S*MPIError: ", "", said)))
+        yield Finding("broken", "mpi4jax", text, advice)
 
 
 def native() -> Finding:

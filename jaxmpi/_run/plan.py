@@ -14,11 +14,13 @@ from jaxmpi._run.request import Request
 
 __all__ = ["Machine", "Plan", "command", "plan", "survey"]
 
-# MPI's options that place ranks: given one of them, ours stay away.
+# MPI's options that place ranks: given one of them, ours stay away. Those that name hosts say nothing of cores, and how many
+# ranks a core of theirs gets is not known here: unbound they run in any number, where Open MPI would refuse more than cores.
 _PLACING = (
-    "--?(map-by|bind-to|host|H|hosts|(default-)?hostfile|machinefile|f|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus"
-    "|npernode|npersocket|N|ppn|perhost|rankfile|rankmap|configfile)(=.*)?$"
+    "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
+    "|configfile)(=.*)?$"
 )
+_HOSTS = "--?(host|H|hosts|(default-)?hostfile|machinefile|f)(=.*)?$"
 
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
 # both MPIs split at a colon. So arguments that look like options travel as one that does not.
@@ -65,20 +67,20 @@ def survey() -> Machine:
 def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
     """Place the ranks and share out the cores; pure.
 
-    Each rank is bound to cores // ranks cores of its own. With more ranks than cores nothing is bound. A variable that the
-    user has set stays as it is.
+    Each rank is bound to cores // ranks cores of its own. With more ranks than cores, or on hosts that are named, nothing is
+    bound. A variable that the user has set stays as it is.
     """
     ranks, cores, open_mpi = request.ranks, machine.cores, launcher.vendor == "Open MPI"
     share, crowded = max(1, cores // ranks), ranks > cores
-    placed = any(re.match(_PLACING, option) for option in request.mpi_options)
-    default = None if placed else "none" if crowded or not machine.bindable else "core"
+    placed, hosts = (any(re.match(options, option) for option in request.mpi_options) for options in (_PLACING, _HOSTS))
+    default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
     bind = request.bind_to or default
-    per_core = bind == "core" and not crowded and not placed
+    per_core = bind == "core" and not (crowded or placed or hosts)
 
     flags: list[str] = []
     if open_mpi:
         flags += ["--allow-run-as-root"] * machine.root
-        if not placed:
+        if not placed and not hosts:
             flags += ["--map-by", "slot:OVERSUBSCRIBE"] * crowded + ["--map-by", f"slot:PE={share}"] * per_core
         if bind:
             flags += ["--bind-to", f"{bind}:overload-allowed" if crowded and bind != "none" else bind]
@@ -95,12 +97,12 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
     elif crowded:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
-    where = {"core": f"bound to {_count(share, 'core')} each", "none": "not bound"} if not placed else {}
+    bound = "not bound" if bind == "none" else f"bound to {_count(share, 'core') + ' each' if per_core else bind}"
     said = [
         "oversubscribed" if crowded else "",
         "" if machine.bindable else "CPU affinity restricted",
-        "placed by MPI's options" if placed else "",
-        where.get(bind, f"bound to {bind}") if bind else "",
+        "placed by MPI's options" if placed else "on the hosts of MPI's options" if hosts else "",
+        bound if bind else "",
         f"{_count(threads, 'thread')} each",
         "huge pages" if huge else "",
         *told,
