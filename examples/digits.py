@@ -36,6 +36,9 @@ parser.add_argument("--sharded", action="store_true", help="share the optimizer'
 parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches for one step of the optimizer")
 parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
+parser.add_argument(
+    "--outer-lr", type=float, default=0.3, help="of --diloco; the paper's 0.7 is for hundreds of steps of one's own"
+)
 parser.add_argument("--explain", action="store_true", help="print what a step sends, first")
 args = parser.parse_args()
 jax.config.update("jax_enable_x64", args.dtype == "float64")
@@ -72,7 +75,7 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * ar
 codecs = {"topk": lambda: jaxmpi.codecs.topk(0.05), "powersgd": lambda: jaxmpi.codecs.powersgd(16)}
 codec = codecs.get(args.codec, getattr(jaxmpi.codecs, args.codec))() if args.codec else None
 if args.local_every:
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if args.diloco else None
+    outer = optax.sgd(args.outer_lr, momentum=0.9, nesterov=True) if args.diloco else None
     optimizer = jaxmpi.local_sgd(optax.adamw(schedule), args.local_every, outer, codec=codec)
 elif args.sharded:
     optimizer = jaxmpi.sharded(optax.adamw(schedule))

@@ -199,7 +199,7 @@ def test_a_save_does_not_wait_for_the_guards_next_look():
         seconds = time.monotonic() - start
     finally:
         guard.POLL_SECONDS = usual
-        guard.active()._wakeup.send(b"\0")
+        guard.active().signals.wake()
     assert seconds < 2.5
 
 

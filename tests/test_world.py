@@ -215,7 +215,7 @@ OPTIM = (
 RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_data", "_data.sources", "_data.prefetch"},
-    {"_watch", "_watch.registry", "_watch.rounds", "_watch.witness"},
+    {"_watch", *(f"_watch.{name}" for name in ("registry", "rounds", "signals", "witness"))},
     {
         "_backends",
         *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "native", "xla", "carriers")),

@@ -38,8 +38,8 @@ def ask(code: str) -> tuple[bool, str]:
     if not done.returncode:
         return True, done.stdout.strip()
     lines = done.stderr.strip().splitlines()
-    first = next((i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)", line)), len(lines) - 1)
-    return False, " ".join(lines[first:]) if lines else f"exit code {done.returncode}"
+    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)", line)]
+    return False, " ".join(lines[errors[-1] if errors else -1 :]) if lines else f"exit code {done.returncode}"
 
 
 def two(error: str) -> tuple[str, str]:

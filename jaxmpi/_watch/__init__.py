@@ -6,5 +6,6 @@ witness   a process that names the rank that was killed, where MPI does not
 stall     who waits for whom, where, and what the missing ranks are doing
 recorder  the last collectives of each rank
 stop      a call at which all ranks stop, once one has got a signal
+signals   what the process is told, also while it stands inside MPI
 rounds    lines of text in the order of the ranks
 """

@@ -12,21 +12,19 @@ watch, the flight recorder, and the agreement on a call to stop at.
 
 import atexit
 import os
-import select
-import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from jaxmpi import _jaxcompat
 from jaxmpi._watch import registry, witness
 from jaxmpi._watch.recorder import Recorder
 from jaxmpi._watch.rounds import Key, Rounds
+from jaxmpi._watch.signals import Signals
 from jaxmpi._watch.stall import StallWatch
 from jaxmpi._watch.stop import Stop
 
@@ -34,7 +32,6 @@ __all__ = ["Guard", "active", "install", "remove"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
-INTERRUPT_SECONDS = 2.0
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 _guard: "Guard | None" = None
@@ -72,27 +69,16 @@ class Guard:
         self.rounds = Rounds(backend.place.size)
         self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
         self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
-        self.on_signal: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_interrupted}  # called by the thread
         self.at_end: list[Callable[[str], Any]] = []  # called with the reason
         self.stop = Stop(self, backend.place.size, backend.place.rank)
-        self._taken: list[int] = []  # signals
+        self.signals = Signals()
         self._failed: list[Callable[..., Any]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
         self._waiting_since: float | None = None
-        self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
         self._waits = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        self._wakeup, self._signals = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._sigint: Any = None
-        self._has_signals = threading.current_thread() is threading.main_thread()
-        if self._has_signals:
-            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-            self._sigint = signal.getsignal(signal.SIGINT)
-            if self._sigint is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._on_interrupt)
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_witness = witness.call(backend)
         atexit.register(self.leave)
@@ -135,16 +121,6 @@ class Guard:
                 self._failed.append(function)
                 self.say(f"a defect in jaxmpi's guard, which goes on:\n{traceback.format_exc()}")
 
-    def take_signal(self, number: int, call: Callable[[], None]) -> bool:
-        """Have the thread make a call at a signal, until this rank leaves; False where the script has a handler of its own."""
-        here = threading.current_thread() is threading.main_thread()
-        if not (here and self._has_signals and signal.getsignal(number) is signal.SIG_DFL):
-            return False
-        signal.signal(number, lambda *_: None)  # the thread learns of it by the wake-up file
-        self._taken.append(number)
-        self.on_signal[number] = call
-        return True
-
     def send_all(self, topic: str, message: Any) -> None:
         """Send an object to the guards of all other ranks."""
         for rank in range(self.backend.place.size):
@@ -165,16 +141,12 @@ class Guard:
     def _on_left(self, rank: int, entered: int) -> None:
         self._left = rank, entered
 
-    def _on_interrupted(self) -> None:
-        self._interrupted = time.monotonic()
-
     # the thread
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            if select.select([self._signals], [], [], POLL_SECONDS)[0]:
-                for number in set(self._signals.recv(64)) & self.on_signal.keys():
-                    self._call(self.on_signal[number])
+            for call in self.signals.wait(POLL_SECONDS):
+                self._call(call)
             self.poll()
             self.rounds.flush()
             for watch in self.watchers:
@@ -185,10 +157,8 @@ class Guard:
                     f"rank {self._left[0]} has exited while this rank waits for it in a collective. "
                     "Every rank must make the same calls.",
                 )
-            if self._interrupted and time.monotonic() - self._interrupted > INTERRUPT_SECONDS:
-                if self._reacted < self._interrupted - 2 * POLL_SECONDS:
-                    self.end(130, "interrupted while it waited inside a collective.")
-                self._interrupted = 0.0
+            if self.signals.interrupt_is_stuck(POLL_SECONDS):
+                self.end(130, "interrupted while it waited inside a collective.")
 
     def _waits_for_ever(self, rank: int, entered: int) -> bool:
         mine, inside = self.backend.progress()
@@ -228,10 +198,6 @@ class Guard:
             f"{kind.__name__}: {str(error).splitlines()[0].rstrip('.') if str(error) else 'no message'}.",
         )
 
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._reacted = time.monotonic()
-        signal.default_int_handler(number, frame)
-
     def leave(self) -> None:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
         if self._stop.is_set():
@@ -248,13 +214,7 @@ class Guard:
         self.poll()
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
-        if self._sigint is not None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, self._sigint)
-            for number in self._taken:
-                signal.signal(number, signal.SIG_DFL)
-        self._wakeup.close()
-        self._signals.close()
+        self.signals.release()
         atexit.unregister(self.leave)
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             registry.leave(directory, self.backend.place.rank)

@@ -32,7 +32,7 @@ class Recorder:
         if (attempt := os.environ.get("JAXMPI_RESTART", "0")) != "0":
             self._directory /= f"restart-{attempt}"
         guard.topics["dump"] = lambda rank, why: self.dump(why)
-        guard.take_signal(signal.SIGUSR1, self._on_signal)
+        guard.signals.take(signal.SIGUSR1, self._on_signal)
         if asked:
             guard.at_end.append(self.dump)
 

@@ -39,7 +39,7 @@ class Stop:
         if self._watching:
             return
         if self._guard:
-            self._watching = self._guard.take_signal(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
+            self._watching = self._guard.signals.take(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
             if self._watching:
                 with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
                     Path(os.environ["JAXMPI_RUN_DIR"], f"preemptible-{self._rank}").touch()

@@ -1,0 +1,80 @@
+"""The signals of this process, for a thread that watches it.
+
+Python runs their handlers on the main thread, between two of its instructions; while that stands inside MPI nothing reacts.
+The thread learns of them by the wake-up file (`signal.set_wakeup_fd`).
+"""
+
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["Signals"]
+
+INTERRUPT_SECONDS = 2.0
+
+
+class Signals:
+    """What came, and what to do about it. Made on another thread than the main one it hears of none."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_arrived}
+        self._before: dict[int, Any] = {}  # the handlers that were replaced
+        self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
+        self._heard, self._written = socket.socketpair()
+        self._written.setblocking(False)
+        self._hears = threading.current_thread() is threading.main_thread()
+        if self._hears:
+            signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._replace(signal.SIGINT, self._on_interrupt)
+
+    def take(self, number: int, call: Callable[[], None]) -> bool:
+        """Have the thread make a call at a signal, until `release`; False where the script has a handler of its own."""
+        here = threading.current_thread() is threading.main_thread()
+        if not (here and self._hears and signal.getsignal(number) is signal.SIG_DFL):
+            return False
+        self._replace(number, lambda *_: None)
+        self._calls[number] = call
+        return True
+
+    def wait(self, seconds: float) -> list[Callable[[], None]]:
+        """Sleep until a signal comes, or for so long; returns the calls to make."""
+        if not select.select([self._heard], [], [], seconds)[0]:
+            return []
+        return [self._calls[number] for number in set(self._heard.recv(64)) & self._calls.keys()]
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread."""
+        self._written.send(b"\0")
+
+    def interrupt_is_stuck(self, look_seconds: float) -> bool:
+        """Whether Python has not reacted to an interrupt for long; asked every `look_seconds`."""
+        if not self._interrupted or time.monotonic() - self._interrupted <= INTERRUPT_SECONDS:
+            return False
+        stuck = self._reacted < self._interrupted - 2 * look_seconds  # the thread may hear of it later than Python
+        self._interrupted = 0.0
+        return stuck
+
+    def release(self) -> None:
+        """Give the signals back to those who had them."""
+        if self._hears:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._written.close()
+        self._heard.close()
+
+    def _replace(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._before[number] = signal.signal(number, handler)
+
+    def _on_arrived(self) -> None:
+        self._interrupted = time.monotonic()
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._reacted = time.monotonic()
+        signal.default_int_handler(number, frame)
