@@ -81,7 +81,9 @@ package: $(VENV)/.installed
 	@rm -rf dist; mkdir -p build; $(BIN)/python -m build --no-isolation --outdir dist . > build/package.log 2>&1 || { cat build/package.log >&2; exit 1; }
 	@for archive in dist/*.whl dist/*.tar.gz; do rm -rf build/empty; $(PYTHON) -m venv build/empty || exit 1; \
 	  build/empty/bin/python -m pip --disable-pip-version-check install --quiet $$archive || { $(FAILED); }; \
-	  build/empty/bin/python tests/smoke.py || exit 1; done
+	  build/empty/bin/python tests/smoke.py || exit 1; \
+	  build/empty/bin/python -m pip --disable-pip-version-check install --quiet $(MPI) mpi4py || { $(FAILED); }; \
+	  build/empty/bin/jaxmpi run -n 2 examples/quickstart.py || exit 1; done
 
 docs: $(VENV)/.installed
 	@$(PIP) 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30' 'ruff>=0.12' || { $(FAILED); }

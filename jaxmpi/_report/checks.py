@@ -100,11 +100,13 @@ def mpi() -> Iterator[Finding]:
         yield Finding("ok", "mpi4jax", said)
         return
     text, advice = two(re.sub(r"^\S*MPIError: (MPI was asked for, but )?", "", said))
-    if native().verdict == "ok":
-        slower = "The native transport does without it; broadcasts, alltoalls and permutes in programs are allgathers then."
-        yield Finding("slow", "mpi4jax", f"{text} {slower}", advice)
-    else:
+    without = "The native transport does without it; broadcasts, alltoalls and permutes in programs are allgathers then."
+    if native().verdict != "ok":
         yield Finding("broken", "mpi4jax", text, advice)
+    elif "No module named" in text:
+        yield Finding("ok", "mpi4jax", f"not installed. {without}")
+    else:
+        yield Finding("slow", "mpi4jax", f"{text} {without}", advice)
 
 
 def native() -> Finding:

@@ -28,13 +28,18 @@ from jaxmpi._watch.signals import Signals
 from jaxmpi._watch.stall import StallWatch
 from jaxmpi._watch.stop import Stop
 
-__all__ = ["Guard", "active", "install", "remove"]
+__all__ = ["Guard", "active", "install", "last_words", "remove"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 _guard: "Guard | None" = None
+
+last_words: list[
+    Callable[[], Any]
+] = []  # are called after all other ends: those registered later than this, MPI's too, run first
+atexit.register(lambda: [call() for call in last_words])
 
 
 def install(backend: Any) -> None:
