@@ -144,7 +144,7 @@ def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[
         return xla, xla.device
     if backend == "single":
         return Single(), _devices.choose(0, 1, devices)
-    from jaxmpi._backends.native import join
+    from jaxmpi._backends.transport import join
 
     mpi = join(launched, devices)
     _agreement.listen(mpi)

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi._backends import native
+from jaxmpi._backends import transport
 from jaxmpi.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
@@ -26,7 +26,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "comple
 
 def test_it_is_built_and_is_the_default():
     """Where there is a compiler, as on the machines of these tests; elsewhere mpi4jax is used."""
-    assert native.why_not() == ""
+    assert transport.why_not_native() == ""
 
 
 @run_ranks(2)
@@ -281,14 +281,14 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 import jaxmpi
 import jaxmpi._native as extension
-from jaxmpi._backends import native
+from jaxmpi._backends import native, transport
 
 jax.ffi.register_ffi_target("jaxmpi_collective", extension.handler("rehearsal"), platform="cpu")
 extension.handler = lambda name: None
 register = jax.ffi.register_ffi_target
 jax.ffi.register_ffi_target = lambda name, handler, **options: handler and register(name, handler, **options)
-native._is_on_host = lambda: False
-native.why_not = lambda: extension.use_cuda({library!r}) or ""
+native.on_host = lambda: False
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
 w = jaxmpi.init()
 n, me = w.size, w.rank
 columns = [1, 7, 2_500_000, 0, 64, 70_001]  # of several batches, whose borders are in the middle of arrays

@@ -146,7 +146,7 @@ def test_launched_by_another_mpi_says_so():
 
 def test_mpi4jax_of_another_mpi_says_so(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
-    done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path))
+    done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path), JAXMPI_TRANSPORT="mpi4jax")
     assert "MPIError: MPI was asked for, but mpi4jax does not work here: MPI ABI incompatibility" in done.stderr
     assert "--no-build-isolation --no-cache-dir" in done.stderr
 
@@ -212,13 +212,14 @@ OPTIM = (
     *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
     *("control", "noise", "replicas"),
 )
+BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
 RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_data", "_data.sources", "_data.prefetch"},
     {"_watch", *(f"_watch.{name}" for name in ("registry", "rounds", "signals", "witness"))},
     {
         "_backends",
-        *(f"_backends.{name}" for name in ("single", "simulate", "named", "job", "mpi", "native", "xla", "carriers")),
+        *(f"_backends.{name}" for name in BACKENDS),
     },
     {"_agreement", "_watch.recorder", "_watch.stall", "_watch.stop", "_watch.guard"},
     {"_primitive", "_arrays", "_world", "_simulate"},

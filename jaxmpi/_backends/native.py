@@ -25,14 +25,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxmpi import _devices, _jaxcompat
+from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective, word_of
 from jaxmpi._backends.carriers import from_carrier, to_carrier
-from jaxmpi._backends.job import check_start
-from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4jax, import_mpi4py
-from jaxmpi._errors import MPIError, RankMismatchError
+from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4jax
+from jaxmpi._errors import MPIError
 
-__all__ = ["Native", "join"]
+__all__ = ["SHARED_MEMORY", "Native", "on_host"]
 
 # By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
 # "mean" is a sum with a divisor.
@@ -42,56 +41,13 @@ TYPES = (
     *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
     *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
 )
-TRANSPORTS = ("auto", "native", "mpi4jax")
-SLOTS, SLOT_BYTES, SLOT_BYTES_BETWEEN_NODES = 4, 1 << 18, 1 << 21
 SHARED_MEMORY = "/dev/shm"
-CUDA_DRIVER = "libcuda.so.1"
+SLOTS, SLOT_BYTES, SLOT_BYTES_BETWEEN_NODES = 4, 1 << 18, 1 << 21
 
 
-def join(launched: int, devices: Sequence[int] | None) -> Mpi:
-    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on this one if every rank can use it.
-
-    Args:
-      launched: as in `Mpi`.
-      devices: as in `jaxmpi.init`.
-    """
-    asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
-    mpi = import_mpi4py(launched)
-    check_start(mpi, launched, Mpi.name)
-    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    device = _devices.choose(node.rank, node.size, devices)  # before anything below starts JAX's backend
-    node.Free()
-    answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not()))
-    if len({asked for asked, _ in answers}) > 1:
-        raise RankMismatchError(
-            f"init: JAXMPI_TRANSPORT is {[asked for asked, _ in answers]} on the ranks. Set it on all of them."
-        )
-    if asked not in TRANSPORTS:
-        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
-    obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
-    if asked == "native" and obstacles:
-        raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
-    kind = Mpi if asked == "mpi4jax" or obstacles or len(answers) == 1 else Native
-    return kind(launched, device)
-
-
-def why_not() -> str:
-    """Why this process cannot use the transport, in words; "" if it can."""
-    try:
-        native = importlib.import_module("jaxmpi._native")
-    except ImportError as error:
-        return f"the extension is not built ({error})"
-    if not native.can_reduce():
-        return "the processor has no AVX2"
-    if not _is_on_host():
-        version = jax.local_devices()[0].client.platform_version
-        if "cuda" not in version.lower():
-            return f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
-        try:
-            native.use_cuda(CUDA_DRIVER)
-        except RuntimeError as error:
-            return str(error)
-    return "" if os.path.isdir(SHARED_MEMORY) else f"there is no {SHARED_MEMORY}"
+def on_host() -> bool:
+    """Whether the arrays of this process are in the memory of the CPU."""
+    return jax.default_backend() == "cpu"
 
 
 class Native(Mpi):
@@ -106,9 +62,9 @@ class Native(Mpi):
         super().__init__(launched, device)
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
-        on_host = _is_on_host()
-        self._alone = not on_host or self._mpi4jax is None  # whether mpi4jax carries nothing
-        platform, handler = ("cpu", "host") if on_host else ("CUDA", "gpu")
+        host = on_host()
+        self._alone = not host or self._mpi4jax is None  # whether mpi4jax carries nothing
+        platform, handler = ("cpu", "host") if host else ("CUDA", "gpu")
         jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(handler), platform=platform)
         self._others: Any = None  # the communicator of the owners with this local rank
         self._open()
@@ -236,10 +192,6 @@ class Native(Mpi):
                 self._connect(others)
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
-
-
-def _is_on_host() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def _carrier(call: Collective) -> Collective:

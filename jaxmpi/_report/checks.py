@@ -111,7 +111,7 @@ def mpi() -> Iterator[Finding]:
 
 def native() -> Finding:
     """Whether the native transport is there, and why not."""
-    ok, said = ask("from jaxmpi._backends.native import why_not; print(why_not())")
+    ok, said = ask("from jaxmpi._backends.transport import why_not_native; print(why_not_native())")
     if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax":
         return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
     if ok and not said:

@@ -1,0 +1,64 @@
+"""Which transport the ranks of an MPI job talk by: jaxmpi's own where all of them can use it, or else mpi4jax."""
+
+import importlib
+import os
+from collections.abc import Sequence
+
+import jax
+
+from jaxmpi import _devices
+from jaxmpi._backends.job import check_start
+from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py
+from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
+from jaxmpi._errors import MPIError, RankMismatchError
+
+__all__ = ["join", "why_not_native"]
+
+TRANSPORTS = ("auto", "native", "mpi4jax")
+CUDA_DRIVER = "libcuda.so.1"
+
+
+def join(launched: int, devices: Sequence[int] | None) -> Mpi:
+    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on the native one if every rank can use it.
+
+    Args:
+      launched: as in `Mpi`.
+      devices: as in `jaxmpi.init`.
+    """
+    asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
+    mpi = import_mpi4py(launched)
+    check_start(mpi, launched, Mpi.name)
+    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    device = _devices.choose(node.rank, node.size, devices)  # before anything below starts JAX's backend
+    node.Free()
+    answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not_native()))
+    if len({asked for asked, _ in answers}) > 1:
+        raise RankMismatchError(
+            f"init: JAXMPI_TRANSPORT is {[asked for asked, _ in answers]} on the ranks. Set it on all of them."
+        )
+    if asked not in TRANSPORTS:
+        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
+    obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
+    if asked == "native" and obstacles:
+        raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
+    kind = Mpi if asked == "mpi4jax" or obstacles else Native
+    return kind(launched, device)
+
+
+def why_not_native() -> str:
+    """Why this process cannot use the native transport, in words; "" if it can."""
+    try:
+        native = importlib.import_module("jaxmpi._native")
+    except ImportError as error:
+        return f"the extension is not built ({error})"
+    if not native.can_reduce():
+        return "the processor has no AVX2"
+    if not on_host():
+        version = jax.local_devices()[0].client.platform_version
+        if "cuda" not in version.lower():
+            return f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
+        try:
+            native.use_cuda(CUDA_DRIVER)
+        except RuntimeError as error:
+            return str(error)
+    return "" if os.path.isdir(SHARED_MEMORY) else f"there is no {SHARED_MEMORY}"
