@@ -17,7 +17,11 @@ from jaxmpi import codecs
 TIME_LIMIT = 1.15  # sharded / distributed
 PADDING_BYTES = 4096
 
-args = parser(__doc__).parse_args()
+ALWAYS = ("local", "distributed", "sharded")
+
+options = parser(__doc__)
+options.add_argument("--transforms", nargs="*", metavar="NAME", help=f"beside {', '.join(ALWAYS)}; default: all")
+args = options.parse_args()
 report = Report("optimizers", args)
 inner = optax.adam(1e-3)
 TRANSFORMS = {
@@ -34,6 +38,10 @@ TRANSFORMS = {
     "codec powersgd(4)": jaxmpi.distributed(inner, codec=codecs.powersgd(4)),
     "codec topk(0.01)": jaxmpi.distributed(inner, codec=codecs.topk(0.01)),
 }
+if args.transforms is not None:
+    if unknown := {*args.transforms} - {*TRANSFORMS}:
+        options.error(f"--transforms: there is no {', '.join(unknown)}. There are {', '.join(TRANSFORMS)}.")
+    TRANSFORMS = {name: tx for name, tx in TRANSFORMS.items() if name in (*ALWAYS, *args.transforms)}
 loss_of, params, batch = MODELS["MLP 10M"]()
 
 

@@ -64,7 +64,8 @@ def test_scaling_runs_on_every_number_of_ranks(tmp_path):
 
 
 def test_optimizers_compares_the_transforms():
-    output = run(on_ranks(2, "benchmarks/optimizers.py", "--quick"))
+    output = run(on_ranks(2, "benchmarks/optimizers.py", "--quick", "--transforms", "codec int8"))
     assert re.search(r"^MLP 10M +sharded / distributed +[\d.]+, rounds", output, re.MULTILINE)
+    assert re.search(r"^MLP 10M +codec int8 / local +[\d.]+, rounds", output, re.MULTILINE)
     sizes = dict(re.findall(r"^(\S.*?) +state of a rank +([\d.]+) MB", output, re.MULTILINE))
     assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)

@@ -86,7 +86,6 @@ def test_without_a_launcher():
         ("auto", "libmpi.so.12: cannot open", 0, "slow"),
         ("mpi4jax", "libmpi.so.12: cannot open", 1, "broken"),
         ("auto", "No module named 'mpi4jax'", 0, "ok"),
-        ("mpi4jax", "No module named 'mpi4jax'", 1, "broken"),
     ],
 )
 def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, error, code, verdict):

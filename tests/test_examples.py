@@ -74,10 +74,10 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
 
 def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
     """In float32: sums in another order make 5e-7 over these 87 steps, 2e-6 over all 30 epochs."""
-    counts = (1, 2, 3)
+    counts = (1, 3)
     outputs = run_all(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in counts)
     curves, correct = zip(*map(curve, outputs, counts), strict=True)
-    np.testing.assert_allclose(curves, [curves[0]] * 3, rtol=1e-5)
+    np.testing.assert_allclose(*curves, rtol=1e-5)
     assert np.ptp(correct) <= 1
 
 
@@ -89,7 +89,7 @@ def test_digits_learns_with_every_transform(digits):
     np.testing.assert_allclose(sharded, curve(digits, 2)[0], rtol=1e-12)
 
 
-SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 20"
+SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3"
 GPT = ("examples/gpt.py", *SMALL.split())
 
 
@@ -97,7 +97,7 @@ def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held out, with the optimizer's state whole and shared out."""
     *same, diloco = run_all(
         on_ranks(ranks, *GPT, *options.split())
-        for ranks, options in ((1, ""), (3, "--sharded"), (2, "--local-every 3 --diloco"))
+        for ranks, options in ((1, "--sample 20"), (3, "--sample 20 --sharded"), (2, "--sample 0 --local-every 3 --diloco"))
     )
     one, three = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
     assert len(one) == 12 and all("def main(arguments):" in output for output in same)
