@@ -59,6 +59,19 @@ def reductions_of_arguments(n):
 
 
 @case
+def moves_of_what_is_equal_on_all_ranks(n):
+    c = np.random.default_rng(0).normal(size=(n, 3))
+
+    def fun(x):
+        moved = lax.ppermute(c, R, [(p, (p + 1) % n) for p in range(n)])
+        parts = jaxmpi.tree_reduce_scatter(c, "sum"), jaxmpi.tree_reduce_scatter(c, "max")
+        return x, jaxmpi.tree_alltoall(c), *parts, jaxmpi.tree_allgather(c), jaxmpi.tree_bcast(c, n - 1), moved
+
+    x, rows, whole = np.ones(n), np.repeat(c[:, None], n, 1), repeat(c, n)
+    return fun, (x,), (x, rows, n * c, c, repeat(whole, n), whole, whole)
+
+
+@case
 def rank_and_size(n):
     def fun(x):
         return x * lax.axis_index(R), x * jaxmpi.rank(), x * lax.axis_size(R), x * jaxmpi.size(), lax.psum(1.0, R)

@@ -74,10 +74,15 @@ def _permute(call: Collective, x: jax.Array) -> jax.Array:
     return jnp.where(received, moved, jnp.zeros_like(moved))
 
 
+def _each_ranks_own(x: jax.Array) -> jax.Array:
+    """The same numbers, of which `vmap` no longer knows that they are equal on all ranks: its all_to_all cannot take those."""
+    return jnp.where(lax.axis_index(AXIS) >= 0, x, x)
+
+
 _ONE: dict[str, Callable[[Collective, jax.Array], jax.Array]] = {
     "bcast": _bcast,
     "allgather": lambda call, x: lax.all_gather(x, AXIS),
     "reduce_scatter": _reduce_scatter,
-    "alltoall": lambda call, x: lax.all_to_all(x, AXIS, 0, 0),
+    "alltoall": lambda call, x: lax.all_to_all(_each_ranks_own(x), AXIS, 0, 0),
     "permute": _permute,
 }
