@@ -36,7 +36,7 @@ test: $(VENV)/.test-installed
 	@$(BIN)/python -m pytest $(TESTS)
 
 test-mpi4jax: $(VENV)/.test-installed
-	@echo "== running the tests on mpi4jax, the transport where there is no compiler"
+	@echo "== running the tests on mpi4jax, the other transport"
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest $(TESTS)
 
 test-loaders: $(VENV)/.test-installed
