@@ -15,6 +15,7 @@ from jaxmpi._backends import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError
 from jaxmpi._watch import guard, registry
+from jaxmpi._watch.joining import joining
 
 __all__ = [
     "World",
@@ -91,7 +92,7 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
 
     Raises:
       ValueError: an unknown backend, or one that differs from that of the first call.
-      MPIError: MPI is needed and missing, or its parts don't belong together.
+      MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
 
     >>> import jaxmpi
     >>> world = jaxmpi.init()
@@ -109,9 +110,10 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
             )
         return _State.world
     launched = launched_ranks()
-    if backend == "auto":
-        backend = _choose(launched, devices)
-    chosen, device = _start(backend, launched, devices)
+    with joining(launched):
+        if backend == "auto":
+            backend = _choose(launched, devices)
+        chosen, device = _start(backend, launched, devices)
     place: Place = chosen.place
     _State.backend, _State.world = chosen, World(*place, backend=backend)
     if chosen.place.size > 1:
@@ -132,7 +134,7 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
         return "single"
     from jaxmpi._backends.mpi import gathered
 
-    return "xla" if all(gathered(launched, _devices.enough(devices))) else "mpi"
+    return "xla" if all(gathered(launched, lambda: _devices.enough(devices))) else "mpi"
 
 
 def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Any, str | None]:

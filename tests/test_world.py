@@ -216,7 +216,7 @@ BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "
 RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_data", "_data.sources", "_data.prefetch"},
-    {"_watch", *(f"_watch.{name}" for name in ("registry", "rounds", "signals", "witness"))},
+    {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness"))},
     {
         "_backends",
         *(f"_backends.{name}" for name in BACKENDS),
@@ -297,3 +297,43 @@ def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("caught init: rank 0 asked for backend 'mpi', and rank 1 for 'xla'. Give every rank") == 2
+
+
+BREAKS = {  # on rank 1 alone, and what both ranks say
+    "mpi4jax of another jaxlib": (
+        "def broken(*_): raise RuntimeError('Unable to find mpi_allreduce_ffi')\n"
+        "    import mpi4jax; jax.local_devices = broken",
+        (
+            "mpi4jax was built for another jaxlib",
+            "init: rank 1 cannot join the others. MPIError: mpi4jax was built for another",
+        ),
+    ),
+    "a node with fewer GPUs": (
+        "def broken(*_): raise ValueError('init: devices=[3], and this node shows')\n"
+        "    from jaxmpi import _devices; _devices.choose = _devices.enough = broken",
+        ("ValueError: init: devices=[3]", "init: rank 1 cannot join the others. ValueError: init: devices=[3]"),
+    ),
+    "something unforeseen": (
+        "def broken(*_): raise OSError('unforeseen')\n    from jaxmpi._backends import job; job._unlink_shared_memory = broken",
+        ("OSError: unforeseen", "rank 1"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "what"), [*(("mpi", what) for what in BREAKS), *(("xla", what) for what in BREAKS if "mpi4jax" not in what)]
+)
+def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
+    breaks, said = BREAKS[what]
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, jax, jaxmpi\n"
+        f"if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n    {breaks}\n"
+        "jaxmpi.init()\n"
+    )
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
+    environ = {**os.environ, "JAXMPI_BACKEND": backend}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode
+    for words in said:
+        assert words in done.stderr + done.stdout

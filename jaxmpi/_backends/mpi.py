@@ -2,10 +2,10 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "gathered", "import_mpi4jax", "import_mpi4py", "mpi4jax_version"]
+__all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version"]
 
+T = TypeVar("T")
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
     "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps mpi4jax"
@@ -32,6 +33,7 @@ class Mpi(Job):
     name = "mpi"
     transport = "mpi4jax"
     divides = False  # whether it carries "mean", and sums short floats in float32
+    needs_mpi4jax = True
 
     def __init__(self, launched: int, device: str | None) -> None:
         """Join the other ranks.
@@ -41,13 +43,10 @@ class Mpi(Job):
           device: the GPU of this rank, if it has chosen one.
         """
         self.device = device
-        mpi, self._mpi4jax = import_mpi4py(launched), self._find_mpi4jax(launched)
+        mpi, self._mpi4jax = import_mpi4py(launched), find_mpi4jax(launched, required=self.needs_mpi4jax)
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
-
-    def _find_mpi4jax(self, launched: int) -> Any:
-        return import_mpi4jax(launched)
 
     # in traced code
 
@@ -153,23 +152,41 @@ def import_mpi4py(launched: int) -> Any:
     return MPI
 
 
-def gathered(launched: int, mine: Any) -> list[Any]:
-    """All ranks' answers to a question, before there is a backend."""
-    answers: list[Any] = import_mpi4py(launched).COMM_WORLD.allgather(mine)
-    return answers
+def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
+    """All ranks' answers to a question, before there is a backend.
+
+    Raises:
+      MPIError: one of the ranks has no answer: `answer` raised there, and its own error is raised there again.
+    """
+    mine: T | None = None
+    failed: Exception | None = None
+    try:
+        mine = answer()
+    except Exception as error:
+        failed = error
+    everyone = import_mpi4py(launched).COMM_WORLD.allgather((mine, failed and f"{type(failed).__name__}: {failed}"))
+    if failed:
+        raise failed
+    for rank, (_, why) in enumerate(everyone):
+        if why:
+            raise MPIError(f"init: rank {rank} cannot join the others. {why}")
+    return [theirs for theirs, _ in everyone]
 
 
 def mpi4jax_version() -> str:
     """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
     import_mpi4py(1)
-    return str(import_mpi4jax(1).__version__)
+    return str(_import_mpi4jax(1, True).__version__)
 
 
-def import_mpi4jax(launched: int, *, required: bool = True) -> Any:
-    """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together.
+def find_mpi4jax(launched: int, *, required: bool) -> Any:
+    """mpi4jax; None if it does not load on one of the ranks and is not `required`."""
+    found = gathered(launched, lambda: _import_mpi4jax(launched, required) is not None)
+    return _import_mpi4jax(launched, required) if all(found) else None
 
-    Returns None where it does not load and is not `required`.
-    """
+
+def _import_mpi4jax(launched: int, required: bool) -> Any:
+    """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
     try:
         import mpi4jax
     except (ImportError, RuntimeError) as error:

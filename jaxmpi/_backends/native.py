@@ -28,7 +28,7 @@ from jax.interpreters import mlir
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective, word_of
 from jaxmpi._backends.carriers import from_carrier, to_carrier
-from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4jax
+from jaxmpi._backends.mpi import Mpi
 from jaxmpi._errors import MPIError
 
 __all__ = ["SHARED_MEMORY", "Native", "on_host"]
@@ -53,7 +53,7 @@ def on_host() -> bool:
 class Native(Mpi):
     """Ranks whose programs talk through `jaxmpi._native`."""
 
-    transport, divides, in_band = "native", True, True
+    transport, divides, in_band, needs_mpi4jax = "native", True, True, False
 
     def __init__(self, launched: int, device: str | None) -> None:
         """Join the other ranks, as `Mpi` does."""
@@ -68,11 +68,6 @@ class Native(Mpi):
         jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(handler), platform=platform)
         self._others: Any = None  # the communicator of the owners with this local rank
         self._open()
-
-    def _find_mpi4jax(self, launched: int) -> Any:
-        """mpi4jax, or None if one of the ranks has none that loads."""
-        found = import_mpi4jax(launched, required=False)
-        return found if all(gathered(launched, found is not None)) else None
 
     # in traced code
 

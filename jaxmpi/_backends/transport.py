@@ -29,20 +29,25 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
     mpi = import_mpi4py(launched)
     check_start(mpi, launched, Mpi.name)
     node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    device = _devices.choose(node.rank, node.size, devices)  # before anything below starts JAX's backend
+    here = node.rank, node.size
     node.Free()
-    answers = gathered(launched, (asked, "" if asked == "mpi4jax" else why_not_native()))
-    if len({asked for asked, _ in answers}) > 1:
+
+    def offer() -> tuple[str, str, str | None]:
+        device = _devices.choose(*here, devices)  # before anything else starts JAX's backend
+        return asked, "" if asked == "mpi4jax" else why_not_native(), device
+
+    offers = gathered(launched, offer)
+    if len({asked for asked, _, _ in offers}) > 1:
         raise RankMismatchError(
-            f"init: JAXMPI_TRANSPORT is {[asked for asked, _ in answers]} on the ranks. Set it on all of them."
+            f"init: JAXMPI_TRANSPORT is {[asked for asked, _, _ in offers]} on the ranks. Set it on all of them."
         )
     if asked not in TRANSPORTS:
         raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
-    obstacles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why]
+    obstacles = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(offers) if why]
     if asked == "native" and obstacles:
         raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
     kind = Mpi if asked == "mpi4jax" or obstacles else Native
-    return kind(launched, device)
+    return kind(launched, offers[mpi.COMM_WORLD.rank][2])
 
 
 def why_not_native() -> str:

@@ -18,7 +18,7 @@ from jaxmpi import _devices
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
 from jaxmpi._backends.job import Job, check_start
-from jaxmpi._backends.mpi import import_mpi4py
+from jaxmpi._backends.mpi import gathered, import_mpi4py
 
 __all__ = ["Xla"]
 
@@ -34,7 +34,8 @@ class Xla(Job):
         mpi = import_mpi4py(launched)
         check_start(mpi, launched, self.name)
         super().__init__(mpi)
-        self.device = _devices.choose(self.place.local_rank, self.place.local_size, devices)
+        chosen = gathered(launched, lambda: _devices.choose(self.place.local_rank, self.place.local_size, devices))
+        self.device = chosen[self.place.rank]
         if self.place.size > 1:
             self._bootstrap()
         self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
