@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxmpi import _agreement, _axis, _check, _jaxcompat, _world
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
 from jaxmpi._program.program import Program, build_program, check_arguments
+from jaxmpi._stages import Lowered, Traced
 
 __all__ = ["Step"]
 
@@ -63,17 +64,17 @@ class Step:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
-        return Lowered(self, self._build(args, kwargs), self._jitted.lower(*args, **kwargs))
+        return Lowered(self._jitted.lower(*args, **kwargs), partial(self._run_compiled, self._build(args, kwargs)))
 
-    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
-        return Traced(self, self._build(args, kwargs), self._jitted.trace(*args, **kwargs))
+        return Traced(self._jitted.trace(*args, **kwargs), partial(self._run_compiled, self._build(args, kwargs)))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -203,6 +204,16 @@ class Step:
             check_arguments(self._function, args, kwargs)
             raise
 
+    def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what was compiled ahead of time, of this program; the ranks compare it before."""
+        args, kwargs = self._wrapped(args, kwargs)
+        if self._in_band:
+            with self._explained(args, kwargs):  # without an output of our own to wait for
+                return jax.block_until_ready(compiled(*args, **kwargs))
+        if not self._alone and program.statement:
+            _agreement.meet(self._backend, program.statement, program.sides)
+        return self._settle(compiled(*args, **kwargs))
+
     def _settle(self, out: Any) -> Any:
         """Where only one thread may be inside MPI, wait until the program's own has left it."""
         return out if self._alone or self._backend.concurrent else jax.block_until_ready(out)
@@ -210,45 +221,6 @@ class Step:
     def _show(self, program: Program) -> None:
         if os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
-
-
-class _Stage:
-    """A stage of `jax.stages`, of a step's program."""
-
-    def __init__(self, step: Step, program: Program, stage: Any) -> None:
-        self._step, self._program, self._stage = step, program, stage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-
-class Traced(_Stage):
-    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`."""
-
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
-        """Lower it; nothing is sent."""
-        return Lowered(self._step, self._program, self._stage.lower(*args, **kwargs))
-
-
-class Lowered(_Stage):
-    """What `Step.lower` returns: a `jax.stages.Lowered` that leads to a `Compiled`."""
-
-    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
-        """Compile it; nothing is sent."""
-        return Compiled(self._step, self._program, self._stage.compile(*args, **kwargs))
-
-
-class Compiled(_Stage):
-    """What `Lowered.compile` returns: a `jax.stages.Compiled` that the ranks compare before each call."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._step._wrapped(args, kwargs)
-        if self._step._in_band:
-            with self._step._explained(args, kwargs):  # without an output of our own to wait for
-                return jax.block_until_ready(self._stage(*args, **kwargs))
-        if not self._step._alone and self._program.statement:
-            _agreement.meet(self._step._backend, self._program.statement, self._program.sides)
-        return self._step._settle(self._stage(*args, **kwargs))
 
 
 def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:

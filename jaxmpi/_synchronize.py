@@ -1,10 +1,6 @@
 """Make all ranks' pytrees equal to one rank's, after checking that they can be."""
 
 import hashlib
-import inspect
-import pickle
-import re
-from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +9,7 @@ import numpy as np
 from jaxmpi import _agreement, _world
 from jaxmpi._backends import Backend
 from jaxmpi._errors import RankMismatchError
+from jaxmpi._identity import identity, same, structure_of
 from jaxmpi._leaves import is_key, is_own, leaf_name
 from jaxmpi._objects import untraced
 
@@ -66,7 +63,7 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
-    _agree_on_structure(backend, spec, _structure(treedef), root)
+    _agree_on_structure(backend, spec, structure_of(treedef), root)
     sent = [i for i, (path, _) in enumerate(paths) if not is_own(path)]
     some, spec = [leaves[i] for i in sent], [spec[i] for i in sent]
     some = _send_numbers(backend, some, spec, root)
@@ -91,29 +88,6 @@ def _agree_on_structure(backend: Backend, spec: list[_Leaf], treedef: str, root:
         return
     root_spec, root_treedef = backend.broadcast_object((spec, treedef), root)
     _raise_first(backend, _first_difference(spec, treedef, root_spec, root_treedef, backend.place.rank, root))
-
-
-def _structure(treedef: Any) -> str:
-    """The same text in every process for the same structure, static fields included."""
-    node = treedef.node_data()
-    if node is None:
-        return "*"
-    kind, static = node
-    inner = ", ".join(map(_structure, treedef.children()))
-    return f"{kind.__qualname__}[{_plain(static)}]({inner})"
-
-
-def _plain(static: Any) -> str:
-    """`repr` without what differs between processes: addresses, and the order of a set."""
-    if isinstance(static, set | frozenset):
-        return "{" + ", ".join(sorted(map(_plain, static))) + "}"
-    if isinstance(static, tuple | list):
-        return f"({', '.join(map(_plain, static))})"
-    if isinstance(static, dict):
-        return "{" + ", ".join(f"{_plain(key)}: {_plain(value)}" for key, value in static.items()) + "}"
-    if isinstance(static, np.ndarray):
-        return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
-    return _without_addresses(repr(static))
 
 
 def _first_difference(
@@ -154,11 +128,11 @@ def _agree_on_others(backend: Backend, leaves: list[Any], spec: list[_Leaf], roo
     others = [i for i, leaf in enumerate(spec) if leaf.kind not in ("array", "number")]
     if not others:
         return
-    mine = [_identity(leaves[i]) for i in others]
+    mine = [identity(leaves[i]) for i in others]
     roots = backend.broadcast_object(mine, root)
     difference = None
     for i, here, there in zip(others, mine, roots, strict=True):
-        if not _same(here[0], there[0]):
+        if not same(here[0], there[0]):
             rank = backend.place.rank
             difference = (
                 f"leaf {spec[i].name}, a {spec[i].kind}, cannot be sent and is {here[1][:80]} on rank {rank} and "
@@ -166,37 +140,6 @@ def _agree_on_others(backend: Backend, leaves: list[Any], spec: list[_Leaf], roo
             )
             break
     _raise_first(backend, difference)
-
-
-def _identity(obj: Any) -> tuple[Any, str]:
-    """What can be compared in another process, and how to call it in an error."""
-    function = inspect.unwrap(obj) if callable(obj) else obj
-    if isinstance(code := getattr(function, "__code__", None), CodeType):
-        return _code(code), f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
-    try:
-        return pickle.dumps(obj), repr(obj)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return _without_addresses(repr(obj)), repr(obj)
-
-
-def _code(code: CodeType) -> tuple[Any, ...]:
-    """A function's code without the addresses that differ between processes."""
-    consts = [
-        _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
-        for c in code.co_consts
-    ]
-    return code.co_code, code.co_names, consts
-
-
-def _without_addresses(text: str) -> str:
-    return re.sub("0x[0-9a-f]+", "", text)
-
-
-def _same(here: Any, there: Any) -> bool:
-    """Equal as they were pickled, or, for sets and the like, as they are unpickled again."""
-    if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
-        return bool(here == there)
-    return bool(pickle.loads(here) == pickle.loads(there))
 
 
 def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:

@@ -215,7 +215,8 @@ OPTIM = (
 BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
 RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
-    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_data", "_data.sources", "_data.prefetch"},
+    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages"},
+    {"_data", "_data.sources", "_data.prefetch"},
     {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness"))},
     {
         "_backends",

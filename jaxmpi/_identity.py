@@ -1,0 +1,66 @@
+"""Whether what cannot be sent is the same in two processes: structures of trees, functions, any other objects."""
+
+import hashlib
+import inspect
+import pickle
+import re
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["identity", "same", "structure_of"]
+
+
+def structure_of(treedef: Any) -> str:
+    """The same text in every process for the same structure, static fields included."""
+    node = treedef.node_data()
+    if node is None:
+        return "*"
+    kind, static = node
+    inner = ", ".join(map(structure_of, treedef.children()))
+    return f"{kind.__qualname__}[{_plain(static)}]({inner})"
+
+
+def _plain(static: Any) -> str:
+    """`repr` without what differs between processes: addresses, and the order of a set."""
+    if isinstance(static, set | frozenset):
+        return "{" + ", ".join(sorted(map(_plain, static))) + "}"
+    if isinstance(static, tuple | list):
+        return f"({', '.join(map(_plain, static))})"
+    if isinstance(static, dict):
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(value)}" for key, value in static.items()) + "}"
+    if isinstance(static, np.ndarray):
+        return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
+    return _without_addresses(repr(static))
+
+
+def identity(obj: Any) -> tuple[Any, str]:
+    """What can be compared in another process, and how to call it in an error."""
+    function = inspect.unwrap(obj) if callable(obj) else obj
+    if isinstance(code := getattr(function, "__code__", None), CodeType):
+        return _code(code), f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    try:
+        return pickle.dumps(obj), repr(obj)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return _without_addresses(repr(obj)), repr(obj)
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """A function's code without the addresses that differ between processes."""
+    consts = [
+        _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+        for c in code.co_consts
+    ]
+    return code.co_code, code.co_names, consts
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub("0x[0-9a-f]+", "", text)
+
+
+def same(here: Any, there: Any) -> bool:
+    """Equal as they were pickled, or, for sets and the like, as they are unpickled again."""
+    if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
+        return bool(here == there)
+    return bool(pickle.loads(here) == pickle.loads(there))
