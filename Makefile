@@ -3,7 +3,7 @@
 # make test-mpi4jax   the same on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
-# make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: about an hour
+# make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
 # make soak    10 000 random trees, 200 random kills, 30 minutes of training: about an hour and a half
 # make bench   the benchmarks, beside the peers that are installed
 # make docs    the documentation as a site, in build/site
@@ -50,7 +50,7 @@ matrix: $(VENV)/.test-installed
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
 
 faults: $(VENV)/.test-installed
-	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: about an hour"
+	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: half an hour"
 	@rm -f build/faults.jsonl; mkdir -p build
 	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/test_faults.py; \
 	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
