@@ -1,6 +1,7 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
-# make test-mpi4jax   the same on the other transport
+# make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
+# make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
@@ -24,7 +25,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test test-mpi4jax test-loaders matrix faults soak bench package docs lint clean
+.PHONY: train test test-examples test-mpi4jax test-loaders matrix faults soak bench package docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -34,6 +35,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.test-installed
 	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
 	@$(BIN)/python -m pytest $(TESTS)
+
+test-examples: $(VENV)/.test-installed
+	@echo "== running the examples and benchmarks from beginning to end"
+	@$(BIN)/python -m pytest tests/end_to_end
 
 test-mpi4jax: $(VENV)/.test-installed
 	@echo "== running the tests on mpi4jax, the other transport"

@@ -16,7 +16,7 @@ from jax import lax
 import jaxmpi
 
 ROOT = Path(__file__).parent.parent
-ELSEWHERE = {"README.md": "test_examples.py", "docs/data.md": "test_loaders.py"}  # which run them on several ranks
+ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}  # which run them on several ranks
 
 
 def blocks(language):

@@ -1,35 +1,12 @@
-"""The examples and the notebook do what they say, on one rank and on more."""
+"""The examples that train do what they say, on one rank and on more, from beginning to end."""
 
-import difflib
-import json
-import os
 import re
-import sys
 
 import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
 from programs import ROOT, on_ranks, run, run_all
-
-from jaxmpi._run import mpiexec
-
-
-def test_quickstart_ends_with_the_same_loss_however_it_is_started():
-    launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
-    flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
-    commands = {
-        1: on_ranks(1, "examples/quickstart.py"),
-        2: on_ranks(2, "examples/quickstart.py"),
-        3: [launcher.path, *flags, "-n", "3", sys.executable, "examples/quickstart.py"],
-    }
-    losses = []
-    for ranks, output in zip(commands, run_all(commands.values()), strict=True):
-        found = re.search(r"loss after 100 epochs: (\S+) \(ranks: (\d)\)", output)
-        assert found and int(found[2]) == ranks
-        losses.append(float(found[1]))
-    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-
 
 ARGUMENTS = ["--epochs", "3", "--dtype", "float64"]
 IN_A_NOTEBOOK = f"""
@@ -117,54 +94,3 @@ def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
 def test_digits_reaches_98_percent():
     found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
     assert found and float(found[1]) >= 98.0
-
-
-NO_MPI = "raise ImportError('no MPI in this test')"
-
-
-def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
-    for package in ("mpi4py", "mpi4jax"):
-        (tmp_path / f"{package}.py").write_text(NO_MPI)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
-    check = "import sys; print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
-    notebook.cells.append(nbformat.v4.new_code_cell(check))
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    assert notebook.cells[-1].outputs[0].text.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", ["simulated_ranks", "several_ranks", "what_a_step_sends"])
-def test_notebooks_run(name, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    words = {"simulated_ranks": "on eight", "several_ranks": "ValueError: only here", "what_a_step_sends": "last to come"}
-    assert words[name] in shown
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_are_stored_without_outputs(path):
-    cells = json.loads(path.read_text())["cells"]
-    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
-
-
-def test_six_lines_make_a_script_for_one_device_one_for_many():
-    """Those that the quick start shows."""
-    one, many = ROOT / "examples" / "one_device.py", ROOT / "examples" / "many_devices.py"
-    names = [f"examples/{path.name}" for path in (one, many)]
-    lines = [path.read_text().splitlines(keepends=True) for path in (one, many)]
-    diff = [*difflib.unified_diff(*lines, *names, n=1)]
-    assert "```diff\n" + "".join(diff) + "```" in (ROOT / "README.md").read_text()
-    assert sum(line.startswith("+") and not line.startswith("+++") for line in diff) == 6
-    losses = lambda output: [float(x) for x in re.findall(r"epoch \d: loss (\S+)", output)]
-    device, alone, three = (losses(x) for x in run_all([on_ranks(1, one), on_ranks(1, many), on_ranks(3, many)]))
-    assert len(device) == 5
-    assert len(alone) == 5 and alone[-1] < 0.5 * alone[0]
-    np.testing.assert_allclose(three, alone, atol=2e-4)
-
-
-def test_readme_shows_the_quickstart():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks[0] == (ROOT / "examples" / "quickstart.py").read_text()
-    assert len(blocks[0].splitlines()) <= 40

@@ -16,8 +16,8 @@ import pytest
 import skimage.data
 import sklearn.datasets
 from PIL import Image
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 SMALL = "--model resnet18 --width 4 --pixels 32 --batch-size 16 --epochs 2 --warmup 1 --log-every 1 --dtype float64"
 STEPS = 12  # 96 images twice
 
