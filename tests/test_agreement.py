@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi import RankMismatchError
+from jaxmpi import RankMismatchError, _agreement, _world
+from jaxmpi._backends import word_of
+from jaxmpi._backends.job import EVENTS
 from jaxmpi.testing import run_ranks
 
 R = jaxmpi.AXIS
@@ -254,3 +256,15 @@ def test_a_full_check_finds_what_is_not_equal():
     finally:
         del os.environ["JAXMPI_CHECK"]
     jaxmpi.jit(one_step)({"w": jnp.asarray(X) * jaxmpi.rank()}, X)
+
+
+@run_ranks(2)
+def test_what_was_compared_is_forgotten_once_there_was_enough_after_it():
+    """There is another word for each step that is saved: the memory of a long run must not grow by them."""
+    backend = _world.current("test")
+    for step in range(EVENTS + 100):
+        _agreement.meet(backend, _agreement.Statement.of("save", f"step {step}"))
+        _agreement.meet(backend, _agreement.Statement.of("always"))
+    assert len(backend._titles) == EVENTS
+    words = [word_of(text) for text in ("step 0", f"step {EVENTS + 99}", "always")]
+    assert [backend.described(word)[1] for word in words] == ["", "save", "always"]

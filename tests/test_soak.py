@@ -177,8 +177,7 @@ def step(params, state, x):
 
 params = jnp.ones((64, 64))
 state = tx.init(params)
-numbers = []
-count = 0
+count, half = 0, None
 while jaxmpi.broadcast_object(time.time() < end):
     for _ in range(100):
         params, state, loss = step(params, state, np.random.default_rng(count).normal(size=(8, 64)).astype(np.float32))
@@ -186,9 +185,10 @@ while jaxmpi.broadcast_object(time.time() < end):
     jaxmpi.average_metrics(loss)
     jaxmpi.save(sys.argv[1], count, (params, state))
     rss = int(open("/proc/self/statm").read().split()[1]) * 4096
-    numbers.append((rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-half = numbers[len(numbers) // 2 :]
-print("grown", *(b - a for a, b in zip(half[0], half[-1])), "from", *half[0], "steps", count, flush=True)
+    now = rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    if half is None and time.time() > end - 30 * float(sys.argv[2]):
+        half = now
+print("grown", *(b - a for a, b in zip(half, now)), "from", *half, "steps", count, flush=True)
 """
 
 

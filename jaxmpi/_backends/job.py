@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +50,7 @@ class Job:
         self._inside = False
         self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
         self._compared = 0
-        self._titles: dict[int, str] = {}  # of what was compared
+        self._titles: OrderedDict[int, str] = OrderedDict()  # of what was compared last
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -109,7 +109,7 @@ class Job:
 
     def extremes(self, word: int, title: str = "") -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers: 16 bytes from each. `title` says what is compared."""
-        self._titles[word] = title
+        self._entitle(word, title)
         self._word[0], self._word[1] = -word, word
         event: list[int | None] = [self._compared, word, 0, time.monotonic_ns(), None, None]
         self._compared += 1
@@ -118,6 +118,13 @@ class Job:
             self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
         event[4] = event[5] = time.monotonic_ns()
         return -int(self._words[0]), int(self._words[1])
+
+    def _entitle(self, word: int, title: str) -> None:
+        """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
+        self._titles[word] = title
+        self._titles.move_to_end(word)
+        if len(self._titles) > EVENTS:
+            self._titles.popitem(last=False)
 
     # for those who watch, from any thread
 

@@ -118,7 +118,7 @@ class Native(Mpi):
 
     def extremes(self, word: int, title: str = "") -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
-        self._titles[word] = title
+        self._entitle(word, title)
         with self._enter():
             return self._native.meet(word)
 
