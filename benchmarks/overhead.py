@@ -30,7 +30,7 @@ def watch(seconds):
     """Have the guard's thread look so often; it learns of it at its next look, which is now."""
     if seconds != guard.POLL_SECONDS:
         guard.POLL_SECONDS = seconds
-        watching._wakeup.send(b"\0")
+        watching.signals.wake()
 
 
 def step_of(times):

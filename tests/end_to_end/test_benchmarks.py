@@ -69,3 +69,10 @@ def test_optimizers_compares_the_transforms():
     assert re.search(r"^MLP 10M +codec int8 / local +[\d.]+, rounds", output, re.MULTILINE)
     sizes = dict(re.findall(r"^(\S.*?) +state of a rank +([\d.]+) MB", output, re.MULTILINE))
     assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_overhead_adds_up_what_watching_and_agreeing_take(backend):
+    output = run(on_ranks(2, "benchmarks/overhead.py", "--quick"), JAXMPI_BACKEND=backend)
+    found = re.findall(r"^step of 10 ms +(\S+ / \S+|with both / without) +[\d.]+, rounds", output, re.MULTILINE)
+    assert found == ["watched / unwatched", "agreement / unwatched", "with both / without"]
