@@ -7,7 +7,7 @@
 # --cut: when FILE appears the cable is cut, for some seconds or `forever`.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-python=$(realpath -s "${PYTHON:-python3}")
+python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 folder=$(mktemp -d)
 a=jaxmpi-a-$$ b=jaxmpi-b-$$
 file='' seconds=0
