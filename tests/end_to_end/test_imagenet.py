@@ -70,8 +70,9 @@ def ended(process, code=0):
 
 
 def rows(path):
+    """The whole rows; NaN where a field is empty."""
     table = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
-    return [{name: float(x) for name, x in row.items()} for row in table if None not in row.values()]
+    return [{name: float(x or "nan") for name, x in row.items()} for row in table if None not in row.values()]
 
 
 def wait_for_step(process, out, step):
@@ -110,7 +111,11 @@ def test_two_ranks_have_the_curves_of_one(start, undisturbed, tmp_path):
         assert len(re.findall(f"WARNING .*{damaged} cannot be read", output)) == 1
     assert [row["images"] for row in rows(tmp_path / "eval.csv")] == [29, 29]
     train = rows(tmp_path / "train.csv")
-    assert all(0 < row["communication"] <= 1 and row["per_second"] == 2 * row["per_second_per_rank"] for row in train)
+    assert all(row["per_second"] == 2 * row["per_second_per_rank"] for row in train)
+    if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax":  # which does not record it
+        assert all(np.isnan(row["communication"]) for row in train)
+    else:
+        assert all(0 < row["communication"] <= 1 for row in train)
 
 
 def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_path):
