@@ -3,7 +3,7 @@
 # make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
 # make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
-# make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: about 15 minutes
+# make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: half an hour
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
 # make soak    10 000 random trees, 200 random kills, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
@@ -64,7 +64,7 @@ soak: $(VENV)/.test-installed
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 30 minutes of training: an hour"
 	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py
 
-# about 15 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
+# 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
 	@echo "== benchmarks: results and plots in $(BENCH)"
