@@ -26,6 +26,7 @@ __all__ = [
     "TESTED",
     "as_weak",
     "at_source",
+    "at_top_level",
     "bind",
     "caller_line",
     "can_hide_effects",
@@ -47,9 +48,12 @@ __all__ = [
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 
 
+at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller stands outside of traced functions
+
+
 def tracing() -> bool:
     """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
-    return not core.trace_state_clean()
+    return not at_top_level()
 
 
 # jaxprs

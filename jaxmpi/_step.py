@@ -1,10 +1,10 @@
 """What `jaxmpi.jit` returns: a function that finds, compares and runs the program for its arguments."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -19,6 +19,8 @@ from jaxmpi._stages import Lowered, Traced
 
 __all__ = ["Step"]
 
+EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)  # where JAX meets an error of ours first
+
 
 class Step:
     """A function that `jaxmpi.jit` has wrapped."""
@@ -26,40 +28,58 @@ class Step:
     def __init__(self, function: Function, options: dict[str, Any]) -> None:
         self._function, self._options = function, options
         self._backend: Any = None
+        self._traced = False  # since the last call
         self._programs: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []  # and what runs them; the last used first
         update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backend = self._on()
-        if _jaxcompat.tracing():
-            return self._inside(backend)(*args, **kwargs)
+        if _world.current("jaxmpi.jit") is not self._backend:
+            self._on()
+        if not _jaxcompat.at_top_level():
+            return self._inside()(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
-        return self._checked(args, kwargs) if self._checks else self._run(args, kwargs)
+        check = self._check(args, kwargs) if self._checks else None
+        if not self._in_band:
+            out = self._met(args, kwargs)
+        else:  # the program's own messages compare it; every call below is one that a step of 1 ms notices
+            try:
+                end, out = self._with_end(*args, **kwargs)
+                self._ends[get_ident()] = end
+                if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
+                    self._traced = False
+                    jax.block_until_ready(end)
+            except EXPECTED as error:
+                self._explain(error, args, kwargs)
+                raise
+        if not self._concurrent:
+            jax.block_until_ready(out)
+        return out if check is None else check(out)
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        """Run the program for these arguments, where there are several ranks."""
-        if self._in_band:
-            return self._compared(args, kwargs)
+    def _met(self, args: Any, kwargs: Any) -> Any:
+        """Run the program for these arguments, after the ranks have compared theirs."""
         program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
         _agreement.meet(self._backend, program.statement, program.sides)
         end, out = run(leaves)
         self._backend.started(end)
-        return self._settle(out)
+        return out
 
-    def _checked(self, args: Any, kwargs: Any) -> Any:
-        """The same, with all that is to be equal on the ranks compared before and after."""
+    def _check(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
+        """Compare what is to be equal on the ranks, before the program; return what does it after."""
         program, _, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
         if not program.statement:
-            return self._run(args, kwargs)
+            return None
         _agreement.meet(self._backend, program.statement, program.sides)
         title, (before, after) = self._function.title, program.equal
         _check.compare(self._backend, title, program.arguments, leaves, before)
-        out = self._run(args, kwargs)
-        _check.compare(self._backend, title, program.outputs, jax.tree.leaves(out), after)
-        return out
+
+        def check(out: Any) -> Any:
+            _check.compare(self._backend, title, program.outputs, jax.tree.leaves(out), after)
+            return out
+
+        return check
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
@@ -92,19 +112,19 @@ class Step:
 
     # for the backend in use
 
-    def _on(self) -> Any:
+    def _on(self) -> None:
         backend: Any = _world.current("jaxmpi.jit")
-        if backend is not self._backend:
-            self._backend, self._programs = backend, []
-            self._alone = backend.place.size == 1 or backend.name == "simulate"
-            self._in_band = not self._alone and backend.name == "mpi" and backend.in_band
+        if backend is self._backend:
+            return
+        self._backend, self._programs = backend, []
+        self._alone = backend.place.size == 1 or backend.name == "simulate"
+        if not self._alone:
+            _flat_options(self._options)  # raises for what several ranks cannot have
+            self._in_band, self._concurrent, self._ends = backend.in_band, backend.concurrent, backend.ends
             self._checks = _check.wanted()
-            if not self._alone:
-                _flat_options(self._options)  # raises for what several ranks cannot have
-            self._jitted = jax.jit(self._body(hide=True), **self._options)
-            self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
-            self._open = jax.jit(self._body(hide=False), **self._options)
-        return backend
+        self._jitted = jax.jit(self._body(hide=True), **self._options)
+        self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
+        self._open = jax.jit(self._body(hide=False), **self._options)
 
     def _body(self, *, hide: bool, end: bool = False) -> Callable[..., Any]:
         """What `jax.jit` traces, with the name and the signature of the user's function.
@@ -124,17 +144,17 @@ class Step:
 
         return update_wrapper(body, self._function.fun, updated=())
 
-    def _inside(self, backend: Any) -> Callable[..., Any]:
+    def _inside(self) -> Callable[..., Any]:
         """What runs where the caller is traced, too."""
         if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
             return jax.jit(self._function.fun, **self._options)
-        if backend.place.size == 1:
+        if self._backend.place.size == 1:
             return self._jitted
-        if backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
+        if self._backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
             return self._open
         raise RuntimeError(
             f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
-            f"the {backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
+            f"the {self._backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
         )
 
     def _build(self, args: Any, kwargs: Any, *, hide: bool = True) -> Program:
@@ -184,39 +204,24 @@ class Step:
     def _leaves(self, leaves: list[Any]) -> list[Any]:
         return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves
 
-    def _compared(self, args: Any, kwargs: Any) -> Any:
-        """Run the program for these arguments, in which the ranks compare theirs."""
-        self._traced = False
-        with self._explained(args, kwargs):
-            end, out = self._with_end(*args, **kwargs)
-            self._backend.started(end)
-            if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
-                jax.block_until_ready(end)
-        return self._settle(out)
-
-    @contextlib.contextmanager
-    def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Raise our own errors where JAX has met them first."""
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:  # the first may come as a ValueError
-            _agreement.raise_found(error)
-            check_arguments(self._function, args, kwargs)
-            raise
+    def _explain(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raise our own error where JAX has met it first."""
+        _agreement.raise_found(error)
+        check_arguments(self._function, args, kwargs)
 
     def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run what was compiled ahead of time, of this program; the ranks compare it before."""
         args, kwargs = self._wrapped(args, kwargs)
-        if self._in_band:
-            with self._explained(args, kwargs):  # without an output of our own to wait for
-                return jax.block_until_ready(compiled(*args, **kwargs))
-        if not self._alone and program.statement:
+        if self._alone:
+            return compiled(*args, **kwargs)
+        if program.statement and not self._in_band:
             _agreement.meet(self._backend, program.statement, program.sides)
-        return self._settle(compiled(*args, **kwargs))
-
-    def _settle(self, out: Any) -> Any:
-        """Where only one thread may be inside MPI, wait until the program's own has left it."""
-        return out if self._alone or self._backend.concurrent else jax.block_until_ready(out)
+        try:
+            out = compiled(*args, **kwargs)  # without an output of our own to wait for
+            return jax.block_until_ready(out) if self._in_band or not self._concurrent else out
+        except EXPECTED as error:
+            self._explain(error, args, kwargs)
+            raise
 
     def _show(self, program: Program) -> None:
         if os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:

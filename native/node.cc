@@ -77,11 +77,10 @@ int64_t now() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Cloc
 // What a rank says to the others: how many chunks it has laid out, reduced and taken since the beginning.
 struct Node::Post {
   alignas(kLine) std::atomic<uint64_t> laid_out;
+  int64_t word[2];  // of this message and the one before, which a slower rank may still be reading
   alignas(kLine) std::atomic<uint64_t> reduced;
   alignas(kLine) std::atomic<uint64_t> taken;
   std::atomic<uint64_t> broken;  // 1 once a message has failed on this rank: its counters mean nothing from then on
-  // Of this message and the one before, which a slower rank may still be reading.
-  alignas(kLine) int64_t word[2];
   // Of the node's first rank: what it has heard from the other nodes, and about how many messages.
   alignas(kLine) Extremes everywhere[2];
   std::atomic<uint64_t> heard;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <utility>
 
 namespace jaxmpi {
@@ -56,9 +55,12 @@ class Transport::Call {
     me_ = node_.layout().rank;
     local_ = node_.layout().size;
     sources_.resize(local_);
-    std::map<Type, std::vector<Array>> by_type;
-    for (const Array& array : arrays) by_type[array.type].push_back(array);
-    for (auto& [type, same] : by_type) streams_.emplace_back(type, std::move(same));
+    for (auto begin = arrays.begin(); begin != arrays.end();) {  // all of the first one's type, and then the others
+      const Type type = begin->type;
+      const auto end = std::stable_partition(begin, arrays.end(), [=](const Array& array) { return array.type == type; });
+      streams_.emplace_back(type, std::vector<Array>(begin, end));
+      begin = end;
+    }
     const int64_t rows = kind == Kind::ReduceScatter ? at_.size : kind == Kind::Allgather && several() ? at_.size + 1 : 1;
     for (const Stream& stream : streams_) {
       const int64_t room = node_.layout().slot_bytes / (rows * stream.item);

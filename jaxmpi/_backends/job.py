@@ -43,7 +43,7 @@ class Job:
         _unlink_shared_memory(node_comm)
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
-        self._ends: dict[int, Any] = {}  # an output of the last program that each thread has started
+        self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
         self.busy = ""  # with what takes long, for those who watch
         self._waiting = ""  # for what, if for no collective
         self._entered = 0  # collectives outside of programs, and programs
@@ -72,13 +72,13 @@ class Job:
     def finish(self) -> None:
         """Wait until the programs that were started have ended; who reads their outputs learns how."""
         _jaxcompat.wait_for_effects()
-        for end in list(self._ends.values()):
+        for end in list(self.ends.values()):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 end.block_until_ready()
 
     def started(self, end: Any) -> None:
         """Keep an output of a program that was started, which nobody donates: XLA keeps the order within a thread."""
-        self._ends[threading.get_ident()] = end
+        self.ends[threading.get_ident()] = end
         self._entered += not self.in_band
 
     def gather_sides(self, side: Any) -> list[Any]:
@@ -130,7 +130,7 @@ class Job:
 
     def progress(self) -> tuple[int, bool]:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
-        running = not self.in_band and any(not end.is_ready() for end in list(self._ends.values()))
+        running = not self.in_band and any(not end.is_ready() for end in list(self.ends.values()))
         return self._entered, self._inside or running
 
     @contextlib.contextmanager
