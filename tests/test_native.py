@@ -194,20 +194,33 @@ def test_after_a_difference_in_a_program_that_runs_by_itself_all_can_go_on():
         assert jaxmpi.allgather_object(3) == [3] * n
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("repeats", [1, 9])  # 9: 45 numbers, of which the first 32 are summed sixteen at a time
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @run_ranks(2, 3)
-def test_nan_and_infinity(dtype):
-    x = jnp.array([np.nan, np.inf, -np.inf, 1.0, -0.0], dtype)
-    y = jnp.array([1.0, 1.0, 1.0, np.nan, -0.0], dtype)
+def test_nan_and_infinity(dtype, repeats):
+    x = jnp.tile(jnp.array([np.nan, np.inf, -np.inf, 1.0, -0.0], dtype), repeats)
+    y = jnp.tile(jnp.array([1.0, 1.0, 1.0, np.nan, -0.0], dtype), repeats)
     mine = x if jaxmpi.rank() == 0 else y
-    for op in ("max", "min", "sum", "prod"):
+    for op in ("max", "min", "sum", "prod", "mean"):
         got = np.asarray(jaxmpi.tree_allreduce(mine, op), np.float32)
-        reduce = {"max": np.fmax, "min": np.fmin}.get(op, np.add if op == "sum" else np.multiply)
+        reduce = {"max": np.fmax, "min": np.fmin}.get(op, np.multiply if op == "prod" else np.add)
         others = np.asarray(y, np.float32)
         want = np.asarray(x, np.float32)
         for _ in range(jaxmpi.size() - 1):
             want = np.where(np.isnan(want) | np.isnan(others), np.nan, reduce(want, others))
-        np.testing.assert_array_equal(got, want)
+        want = jnp.asarray(want / jaxmpi.size() if op == "mean" else want, dtype)
+        np.testing.assert_array_equal(got, np.float32(want))
+
+
+@run_ranks(2, 3)
+def test_a_nan_stays_one_whatever_its_bits():
+    """Of bfloat16, 0x7f81 is a NaN whose upper bits alone are infinity's, and 0xffff would overflow when it is rounded."""
+    for bits in (0x7F81, 0xFF81, 0x7FFF, 0xFFFF):
+        mine = np.full(37, bits if jaxmpi.rank() == 0 else 0x3F80, np.uint16).view(jnp.bfloat16)
+        for op in ("mean", "sum"):
+            assert np.isnan(np.float32(jaxmpi.tree_allreduce(mine, op))).all()
+    largest = np.full(37, 0xFF7F, np.uint16).view(jnp.bfloat16)
+    np.testing.assert_array_equal(np.float32(jaxmpi.tree_allreduce(largest, "sum")), np.full(37, -np.inf))
 
 
 # nodes
