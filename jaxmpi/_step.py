@@ -116,10 +116,11 @@ class Step:
         backend: Any = _world.current("jaxmpi.jit")
         if backend is self._backend:
             return
-        self._backend, self._programs = backend, []
         self._alone = backend.place.size == 1 or backend.name == "simulate"
         if not self._alone:
-            _flat_options(self._options)  # raises for what several ranks cannot have
+            _flat_options(self._options)  # raises for what several ranks cannot have, at every call
+        self._backend, self._programs = backend, []
+        if not self._alone:
             self._in_band, self._concurrent, self._ends = backend.in_band, backend.concurrent, backend.ends
             self._checks = _check.wanted()
         self._jitted = jax.jit(self._body(hide=True), **self._options)

@@ -435,3 +435,11 @@ def test_simulated_ranks_share_what_is_equal():
 def test_simulation_needs_a_process_of_its_own():
     with pytest.raises(RuntimeError, match="one of 2 real ranks"), jaxmpi.simulate(2):
         pass
+
+
+@run_ranks(2)
+def test_shardings_are_refused_at_every_call():
+    step = jaxmpi.jit(lambda x: x, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"jaxmpi.jit: out_shardings is not supported on several ranks"):
+            step(1.0)

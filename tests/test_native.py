@@ -214,7 +214,7 @@ def test_nan_and_infinity(dtype, repeats):
 
 @run_ranks(2, 3)
 def test_a_nan_stays_one_whatever_its_bits():
-    """Of bfloat16, 0x7f81 is a NaN whose upper bits alone are infinity's, and 0xffff would overflow when it is rounded."""
+    """Of bfloat16, 0x7f81 is the NaN next to infinity, and 0xffff the last one; the largest number is next to infinity, too."""
     for bits in (0x7F81, 0xFF81, 0x7FFF, 0xFFFF):
         mine = np.full(37, bits if jaxmpi.rank() == 0 else 0x3F80, np.uint16).view(jnp.bfloat16)
         for op in ("mean", "sum"):

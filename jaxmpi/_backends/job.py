@@ -77,9 +77,9 @@ class Job:
                 end.block_until_ready()
 
     def started(self, end: Any) -> None:
-        """Keep an output of a program that was started, which nobody donates: XLA keeps the order within a thread."""
+        """Keep an output of a program that was started after a meeting, which nobody donates: XLA keeps a thread's order."""
         self.ends[threading.get_ident()] = end
-        self._entered += not self.in_band
+        self._entered += 1
 
     def gather_sides(self, side: Any) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running."""
