@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from threading import get_ident
 from types import MethodType
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi import _agreement, _axis, _check, _jaxcompat, _world
+from jaxmpi._program.cache import Programs
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
 from jaxmpi._program.program import Program, build_program, check_arguments
@@ -28,8 +29,8 @@ class Step:
     def __init__(self, function: Function, options: dict[str, Any]) -> None:
         self._function, self._options = function, options
         self._backend: Any = None
+        self._programs: Any = None
         self._traced = False  # since the last call
-        self._programs: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []  # and what runs them; the last used first
         update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +59,7 @@ class Step:
 
     def _met(self, args: Any, kwargs: Any) -> Any:
         """Run the program for these arguments, after the ranks have compared theirs."""
-        program, run, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
+        program, run, leaves = self._programs.find(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
         _agreement.meet(self._backend, program.statement, program.sides)
@@ -68,7 +69,7 @@ class Step:
 
     def _check(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
         """Compare what is to be equal on the ranks, before the program; return what does it after."""
-        program, _, leaves = self._last_program(args, kwargs) or self._program(args, kwargs)
+        program, _, leaves = self._programs.find(args, kwargs)
         if not program.statement:
             return None
         _agreement.meet(self._backend, program.statement, program.sides)
@@ -103,7 +104,7 @@ class Step:
 
     def clear_cache(self) -> None:
         """Forget what was compiled."""
-        self._backend, self._programs = None, []
+        self._backend = self._programs = None
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """What a call with these arguments would do; nothing is sent or compiled."""
@@ -116,13 +117,13 @@ class Step:
         backend: Any = _world.current("jaxmpi.jit")
         if backend is self._backend:
             return
+        self.clear_cache()  # where what follows raises, the next call raises, too
         self._alone = backend.place.size == 1 or backend.name == "simulate"
         if not self._alone:
-            _flat_options(self._options)  # raises for what several ranks cannot have, at every call
-        self._backend, self._programs = backend, []
-        if not self._alone:
+            self._programs = Programs(self._function, backend, _flat_options(self._options), self._announce)
             self._in_band, self._concurrent, self._ends = backend.in_band, backend.concurrent, backend.ends
             self._checks = _check.wanted()
+        self._backend = backend
         self._jitted = jax.jit(self._body(hide=True), **self._options)
         self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
         self._open = jax.jit(self._body(hide=False), **self._options)
@@ -135,10 +136,7 @@ class Step:
 
         def body(*args: Any, **kwargs: Any) -> Any:
             program = self._build(args, kwargs, hide=hide)
-            if self._alone or end:
-                self._show(program)
-            if program.statement:
-                _agreement.know(program.statement, program.sides())
+            self._announce(program, show=self._alone or end)
             self._traced = True
             outs = program(self._function.leaves(args, kwargs))
             return (jnp.zeros((), jnp.bool_), outs) if end else outs
@@ -171,40 +169,6 @@ class Step:
         wrapped = self._backend.wrap(leaves)
         return arg if wrapped is leaves else treedef.unflatten(wrapped)
 
-    # what the ranks agree on
-
-    def _last_program(self, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any], list[Any]] | None:
-        """The program of the last call, what runs it and the arrays for it, if it is that of these arguments, too."""
-        if not self._programs:
-            return None
-        program, run = self._programs[0]
-        try:  # quicker than to flatten anything
-            leaves = self._leaves(program.structure.flatten_up_to(self._function.dynamic(args, kwargs)))
-        except (ValueError, TypeError, AttributeError):
-            return None
-        return (program, run, leaves) if program.key == self._function.key(leaves, args, kwargs) else None
-
-    def _program(self, args: Any, kwargs: Any) -> tuple[Program, Callable[[Any], Any], list[Any]]:
-        """The same for any arguments; traced where there is no program yet. It is the last from now on."""
-        leaves, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
-        leaves = self._leaves(leaves)
-        key = self._function.key(leaves, args, kwargs)
-        for i, (program, run) in enumerate(self._programs):
-            if program.structure == structure and program.key == key:
-                self._programs.insert(0, self._programs.pop(i))
-                return program, run, leaves
-        program = self._build(args, kwargs)
-        program.structure, program.key = structure, key
-        run = program.compiled(_flat_options(self._options))
-        if program.statement:
-            _agreement.know(program.statement, program.sides())
-        self._show(program)
-        self._programs.insert(0, (program, run))
-        return program, run, leaves
-
-    def _leaves(self, leaves: list[Any]) -> list[Any]:
-        return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves
-
     def _explain(self, error: Exception, args: Any, kwargs: Any) -> None:
         """Raise our own error where JAX has met it first."""
         _agreement.raise_found(error)
@@ -224,8 +188,11 @@ class Step:
             self._explain(error, args, kwargs)
             raise
 
-    def _show(self, program: Program) -> None:
-        if os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
+    def _announce(self, program: Program, *, show: bool = True) -> None:
+        """Keep what a new program sends, for an error, and print it where that is asked for."""
+        if program.statement:
+            _agreement.know(program.statement, program.sides())
+        if show and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
 

@@ -207,6 +207,7 @@ PROGRAM = (
     "costs",
     "build",
     "program",
+    "cache",
 )
 OPTIM = (
     *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
