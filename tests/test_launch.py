@@ -208,14 +208,14 @@ def test_plan_shares_the_cores(ranks, cores, threads, open_mpi, mpich, told, roo
         (OPEN_MPI, 2, {"bind_to": "numa"}, "--bind-to numa", "bound to numa"),
         (OPEN_MPI, 8, {"bind_to": "core"}, "--map-by slot:OVERSUBSCRIBE --bind-to core:overload-allowed", "oversubscribed"),
         (OPEN_MPI, 2, {"mpi_options": ("--map-by", "node")}, "", "placed by MPI's options"),
-        (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4")}, "--bind-to none", "on the hosts of MPI's options, not bound"),
+        (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4")}, "--bind-to none", "on the hosts given, not bound"),
         (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4", "-N", "4")}, "", "placed by MPI's options"),
-        (OPEN_MPI, 2, {"mpi_options": ("--host", "a,b"), "bind_to": "core"}, "--bind-to core", "options, bound to core"),
+        (OPEN_MPI, 2, {"mpi_options": ("--host", "a,b"), "bind_to": "core"}, "--bind-to core", "given, bound to core"),
         (OPEN_MPI, 2, {"mpi_options": ("--mca", "x", "host")}, "--map-by slot:PE=2 --bind-to core", "bound to 2 cores each"),
         (MPICH, 2, {"bind_to": "none"}, "-bind-to none", "not bound"),
         (MPICH, 2, {"bind_to": "numa"}, "-bind-to numa", "bound to numa"),
         (MPICH, 2, {"mpi_options": ("-bind-to", "socket")}, "", "placed by MPI's options"),
-        (MPICH, 2, {"mpi_options": ("-f", "hosts")}, "-bind-to none", "on the hosts of MPI's options"),
+        (MPICH, 2, {"mpi_options": ("-f", "hosts")}, "-bind-to none", "on the hosts given"),
         (INTEL, 2, {}, "", "bound to 2 cores each"),
         (OPEN_MPI, 2, {"bindable": False}, "--bind-to none", "CPU affinity restricted, not bound"),
         (MPICH, 2, {"bindable": False}, "-bind-to none", "CPU affinity restricted, not bound"),
@@ -225,6 +225,42 @@ def test_plan_follows_the_user(launcher, ranks, request_, flags, told):
     plan = planned(launcher, ranks, 4, **request_)
     assert list(plan.flags) == flags.split()
     assert told in plan.summary
+
+
+NODES = [  # ranks, MPI's options, the batch system's variables; on 4 cores a node: threads of a rank, and whether it is bound
+    (8, "--host a:4,b:4", {}, "1", False),
+    (4, "--host a:2,b:2", {}, "2", False),
+    (4, "-hosts a,b", {}, "2", False),
+    (4, "--host a,a,b,b", {}, "2", False),
+    (6, "-H a:1,b:1", {}, "1", False),  # three on each
+    (2, "--host=a:2,b:2", {}, "2", False),  # both on the first
+    (8, "--hostfile {}/slots", {}, "2", False),
+    (8, "-f {}/colons", {}, "2", False),
+    (8, "--hostfile {}/names", {}, None, False),
+    (8, "--hostfile {}/missing", {}, None, False),
+    (8, "-N 2", {}, "2", None),
+    (8, "-ppn 2 -f {}/names", {}, "2", None),
+    (8, "", {"SLURM_TASKS_PER_NODE": "2(x4)"}, "2", False),
+    (8, "", {"SLURM_TASKS_PER_NODE": "4,2(x2)"}, "1", False),
+    (2, "", {"SLURM_TASKS_PER_NODE": "1"}, "2", True),
+    (4, "", {"PBS_NODEFILE": "{}/nodes"}, "2", False),
+    (2, "", {"PBS_NODEFILE": "{}/missing"}, "2", True),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options", "environ", "threads", "bound"), NODES)
+def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, threads, bound):
+    (tmp_path / "slots").write_text("# two nodes\na slots=2 max_slots=4\n\nb slots=2\nc max-slots=9 slots=2\nd slots=2")
+    (tmp_path / "colons").write_text("a:2\nb:2\nc:2\nd:2\n")
+    (tmp_path / "names").write_text("a\nb slots=4\n")
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    environ = {name: value.format(tmp_path) for name, value in environ.items()}
+    plan = planned(OPEN_MPI, ranks, 4, mpi_options=tuple(options.format(tmp_path).split()), environ=environ)
+    assert plan.environ.get("NPROC") == plan.environ.get("OMP_NUM_THREADS") == threads
+    assert [word for word in ("bound to 2 cores each", "not bound") if word in plan.summary] == (
+        [] if bound is None else ["bound to 2 cores each" if bound else "not bound"]
+    )
+    assert "oversubscribed" not in plan.summary and ("threads not set" in plan.summary) == (threads is None)
 
 
 def test_plan_keeps_variables_that_are_set():
@@ -246,6 +282,8 @@ def test_command_exports_variables_on_open_mpi_only():
     tail = ["-F", "-x", "V", "-x", "W", "--mca", "a", "b", sys.executable, "train.py", "3"]
     assert command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
     assert command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
+    request = Request(2, **{**PLAIN, "mpi_options": ("-x", "V=1")})
+    assert command(request, OPEN_MPI, [], ["V", "W"])[3:] == ["-x", "W", "-x", "V=1", sys.executable, "train.py"]
 
 
 @pytest.mark.parametrize(

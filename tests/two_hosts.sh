@@ -57,8 +57,6 @@ if [[ $file ]]; then
 fi
 
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} PATH=$(dirname "$python"):$PATH
-passed=()
-for name in $(compgen -e JAXMPI_); do passed+=(-x "$name"); done
 ip netns exec "$a" unshare -u bash -c "hostname jaxmpi-a; exec \"\$@\"" - \
   "$python" -m jaxmpi run -n 4 --prtemca plm_ssh_agent "$folder/ssh" --host 10.77.0.1:2,10.77.0.2:2 \
-  --map-by slot:OVERSUBSCRIBE --bind-to none -x PYTHONPATH -x PATH "${passed[@]}" "$@"
+  --map-by slot:OVERSUBSCRIBE --bind-to none -x PYTHONPATH -x PATH "$@"

@@ -16,6 +16,8 @@ __all__ = ["run"]
 # launcher's process id: one that a killed job has left makes the job fail that has the same id, days later.
 _SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
 
+_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")  # what the user sets here holds for ranks on other hosts, too
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
@@ -46,7 +48,8 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     environ = {**os.environ, **added}
     for name in _SESSIONS:
         environ.setdefault(name, run_dir)
-    return supervise(command(request, launcher, decided.flags, list(added)), environ, run_dir)
+    exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
+    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir)
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxmpi._run.mpiexec import Launcher
+from jaxmpi._run.nodes import on_other_nodes, ranks_of_a_node
 from jaxmpi._run.request import Request
 
 __all__ = ["Machine", "Plan", "command", "plan", "survey"]
 
-# MPI's options that place ranks: given one of them, ours stay away. Those that name hosts say nothing of cores, and how many
-# ranks a core of theirs gets is not known here: unbound they run in any number, where Open MPI would refuse more than cores.
+# MPI's options that place ranks: given one of them, ours stay away. Other nodes may have other cores: ranks there are not
+# bound, and run in any number, where Open MPI would refuse more than cores.
 _PLACING = (
     "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
     "|configfile)(=.*)?$"
 )
-_HOSTS = "--?(host|H|hosts|(default-)?hostfile|machinefile|f)(=.*)?$"
 
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
 # both MPIs split at a colon. So arguments that look like options travel as one that does not.
@@ -65,14 +65,16 @@ def survey() -> Machine:
 
 
 def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
-    """Place the ranks and share out the cores; pure.
+    """Place the ranks and share out the cores of a node, which other nodes have as many of as this one.
 
-    Each rank is bound to cores // ranks cores of its own. With more ranks than cores, or on hosts that are named, nothing is
-    bound. A variable that the user has set stays as it is.
+    Each rank is bound to as many cores of its own as there are for each rank of a node. With more ranks than cores, or on
+    several nodes, nothing is bound. A variable that the user has set stays as it is.
     """
-    ranks, cores, open_mpi = request.ranks, machine.cores, launcher.vendor == "Open MPI"
-    share, crowded = max(1, cores // ranks), ranks > cores
-    placed, hosts = (any(re.match(options, option) for option in request.mpi_options) for options in (_PLACING, _HOSTS))
+    cores, open_mpi = machine.cores, launcher.vendor == "Open MPI"
+    ranks = ranks_of_a_node(request.ranks, request.mpi_options, environ)
+    share, crowded = (max(1, cores // ranks), ranks > cores) if ranks else (0, False)  # cores of a rank; 0: unknown
+    hosts = on_other_nodes(request.mpi_options, environ)
+    placed = any(re.match(_PLACING, option) for option in request.mpi_options)
     default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
     bind = request.bind_to or default
     per_core = bind == "core" and not (crowded or placed or hosts)
@@ -88,7 +90,7 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
         flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
 
     threads = request.threads or share
-    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)}  # XLA's CPU client reads NPROC
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
     if huge := request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ:
         wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
     told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
@@ -101,14 +103,14 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
     said = [
         "oversubscribed" if crowded else "",
         "" if machine.bindable else "CPU affinity restricted",
-        "placed by MPI's options" if placed else "on the hosts of MPI's options" if hosts else "",
+        "placed by MPI's options" if placed else "on the hosts given" if hosts else "",
         bound if bind else "",
-        f"{_count(threads, 'thread')} each",
+        f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
         "huge pages" if huge else "",
         *told,
         "as root" if machine.root else "",
     ]
-    head = f"{_count(ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
+    head = f"{_count(request.ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
     return Plan(
         flags=tuple(flags),
         environ={name: value for name, value in wanted.items() if name not in environ},
@@ -118,7 +120,9 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
 
 def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
     """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
-    exports = [word for name in exported for word in ("-x", name) if launcher.vendor == "Open MPI"]  # the others export all
+    given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
+    exports = [word for name in exported if name not in given for word in ("-x", name)]
+    exports = exports if launcher.vendor == "Open MPI" else []  # the others export all
     mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
         return [*mpi, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]

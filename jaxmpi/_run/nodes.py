@@ -1,0 +1,68 @@
+"""How many ranks a node gets, as far as MPI's options and the batch system tell."""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["on_other_nodes", "ranks_of_a_node"]
+
+_EACH = "--?(N|npernode|ppn|perhost)(=.*)?$"
+_HOSTS = "--?(host|H|hosts)(=.*)?$"
+_FILES = "--?((default-)?hostfile|machinefile|f)(=.*)?$"
+
+
+def on_other_nodes(options: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether ranks may run elsewhere: MPI's options name hosts, or the batch system has given us several."""
+    return bool(_value(options, _HOSTS) or _value(options, _FILES)) or len(_allocated(environ)) > 1
+
+
+def ranks_of_a_node(ranks: int, options: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """How many of the ranks are on the node that has most; None where hosts are named and not how many each takes."""
+    if each := re.search(r"\d+", _value(options, _EACH)):
+        return min(ranks, int(each[0]))
+    if hosts := _value(options, _HOSTS):
+        places = _places(hosts.split(","))
+    elif path := _value(options, _FILES):
+        places = _from_file(path)
+        if not places:
+            return None
+    else:
+        places = _allocated(environ)
+    return min(ranks, max(places) * -(-ranks // sum(places))) if sum(places) else ranks
+
+
+def _value(options: Sequence[str], names: str) -> str:
+    """What follows the first of these options, or its equals sign."""
+    for option, following in zip(options, [*options[1:], ""], strict=False):
+        if re.match(names, option):
+            return option.partition("=")[2] or following
+    return ""
+
+
+def _allocated(environ: Mapping[str, str]) -> list[int]:
+    """Places on each of the batch system's nodes; empty without one."""
+    with contextlib.suppress(KeyError, OSError):
+        return _places(Path(environ["PBS_NODEFILE"]).read_text().split())
+    nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # such as "4(x2),3"
+    return [int(ranks) for ranks, times in nodes for _ in range(int(times or 1))]
+
+
+def _from_file(path: str) -> list[int]:
+    """Places on each node of a file of hosts, such as "node1 slots=4" or "node1:4"; empty where one says nothing of them."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return []
+    hosts = [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line) for line in lines if line]
+    return _places([host.split()[0] for host in hosts]) if all(":" in host for host in hosts) else []
+
+
+def _places(hosts: Sequence[str]) -> list[int]:
+    """Places of hosts such as "node1:4"; one for each time that a host is named without."""
+    counts: Counter[str] = Counter()
+    for host in hosts:
+        name, _, number = host.partition(":")
+        counts[name] += int(number) if number.isdigit() else 1
+    return list(counts.values())
