@@ -2,37 +2,60 @@
 
 import os
 import re
+import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 
-__all__ = ["choose", "enough", "pick", "visible"]
+from jaxmpi._jaxcompat import started_without
 
-LOCAL_SIZES = (  # what each launcher tells its ranks about their number on the node
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-    "SLURM_TASKS_PER_NODE",
-)
+__all__ = ["choose", "enough", "pick", "unique", "visible"]
 
 
 def choose(local_rank: int, local_size: int, devices: Sequence[int] | None) -> str | None:
-    """Take this rank's GPU and hide the others from JAX; returns its name on this node, None where there is none to choose."""
+    """Take this rank's GPU and hide the others from JAX; returns its name on this node, None where there is none to choose.
+
+    Raises:
+      RuntimeError: there are several, and JAX has started with all of them.
+      ValueError: as `visible`.
+    """
     names = visible(devices)
     if not names or (local_size == 1 and devices is None):
         return None
-    index = pick(local_rank, len(names)) if devices is None else devices[pick(local_rank, len(names))]
+    mine = pick(local_rank, len(names))
+    index = mine if devices is None else devices[mine]
+    if len(visible()) > 1 and started_without(str(index)):
+        raise RuntimeError(
+            f"init: JAX has started already, with all GPUs of this node, and this rank is to have GPU {names[mine]} "
+            "alone. Call jaxmpi.init() before anything that starts JAX's backend, such as jnp.zeros or jax.devices."
+        )
     jax.config.update("jax_cuda_visible_devices", str(index))
-    return names[pick(local_rank, len(names))]
+    return names[mine]
 
 
-def enough(devices: Sequence[int] | None) -> bool:
-    """Whether the ranks of this node have a GPU each, as far as the launcher's environment tells how many they are."""
-    told = [re.match(r"\d+", os.environ.get(name, "")) for name in LOCAL_SIZES]  # Slurm's is such as "4(x2)"
-    return any(told) and len(visible(devices)) >= max(int(number[0]) for number in told if number)
+def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
+    """Whether each rank has a GPU of its own; `shown` are each rank's host, and the GPUs that it may use there."""
+    taken = []
+    for rank, (host, names) in enumerate(shown):
+        here = [other for other, _ in shown[:rank]].count(host)
+        taken += [(host, names[pick(here, len(names))])] if names else []
+    return len(set(taken)) == len(shown)
+
+
+def unique(name: str) -> str:
+    """The UUID of a GPU with a number, where this process is shown no GPU that CUDA_VISIBLE_DEVICES does not list.
+
+    Slurm counts each rank's GPUs from 0 where it hides the others: then their numbers don't tell them apart.
+    """
+    listed = visible()
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return name
+    return found[listed.index(name)] if name.isdigit() and name in listed and len(found) == len(listed) else name
 
 
 def pick(local_rank: int, count: int) -> int:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, source_info_util
+from jax._src import core, dispatch, source_info_util, xla_bridge
 from jax._src.lax.lax import _convert_element_type
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.ffi import ffi_lowering
@@ -38,6 +38,7 @@ __all__ = [
     "parts",
     "scan_counts",
     "source_line",
+    "started_without",
     "tracing",
     "wait_for_effects",
     "watch_communication",
@@ -54,6 +55,11 @@ at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller 
 def tracing() -> bool:
     """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
     return not at_top_level()
+
+
+def started_without(index: str) -> bool:
+    """Whether JAX has started, and looks no more at what GPU it is to take, with another one or all."""
+    return xla_bridge.backends_are_initialized() and xla_bridge.CUDA_VISIBLE_DEVICES.value != index
 
 
 # jaxprs

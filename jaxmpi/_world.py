@@ -1,6 +1,7 @@
 """The one World: which ranks there are, which one this is, and how they talk."""
 
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -134,7 +135,10 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
         return "single"
     from jaxmpi._backends.mpi import gathered
 
-    return "xla" if all(gathered(launched, lambda: _devices.enough(devices))) else "mpi"
+    shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
+    if any(names for _, names in shown) and not _devices.enough(shown):
+        shown = gathered(launched, lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]))
+    return "xla" if _devices.enough(shown) else "mpi"
 
 
 def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Any, str | None]:
@@ -218,6 +222,9 @@ def launched_ranks() -> int:
 
 def _warn_if_shared(backend: Backend, device: str | None) -> None:
     everyone = backend.allgather_object((backend.place.node, device))
+    if len(set(everyone)) < len(everyone) and any(name for _, name in everyone):
+        device = device and _devices.unique(device)
+        everyone = backend.allgather_object((backend.place.node, device))
     mine = [rank for rank, other in enumerate(everyone) if other == (backend.place.node, device)]
     if device is not None and len(mine) > 1 and mine[0] == backend.place.rank:
         warnings.warn(
