@@ -10,7 +10,7 @@ from jaxmpi import _jaxcompat, _world
 from jaxmpi._program.function import Function, choose_arguments
 from jaxmpi._step import Step
 
-__all__ = ["anywhere", "eager", "jit", "local"]
+__all__ = ["anywhere", "describe", "eager", "jit", "local"]
 
 
 def jit(
@@ -55,11 +55,15 @@ def jit(
     """
     if fun is None:
         return partial(jit, replicated_argnums=replicated_argnums, replicated_outnums=replicated_outnums, **jit_kwargs)
+    return Step(describe(fun, replicated_argnums, replicated_outnums, jit_kwargs), jit_kwargs)
+
+
+def describe(fun: Callable[..., Any], argnums: int | Sequence[int], outnums: int | Sequence[int], jit_kwargs: Any) -> Function:
+    """A function, its arguments and outputs that are equal on all ranks, and what the options of `jax.jit` say of them."""
     static = choose_arguments(fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames"))
     donated = choose_arguments(fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames"))
-    replicated = choose_arguments(fun, replicated_argnums, ())
-    outputs = (replicated_outnums,) if isinstance(replicated_outnums, int) else tuple(replicated_outnums)
-    return Step(Function(fun, static, donated, replicated, outputs), jit_kwargs)
+    outputs = (outnums,) if isinstance(outnums, int) else tuple(outnums)
+    return Function(fun, static, donated, choose_arguments(fun, argnums, ()), outputs)
 
 
 def local(tree: Any) -> Any:

@@ -1,13 +1,56 @@
 """What models need of the other ranks."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmpi._collectives import tree_allreduce
+from jaxmpi._jit import describe
+from jaxmpi._nnx import InPlace
 
-__all__ = ["average_batch_stats"]
+__all__ = ["average_batch_stats", "jit"]
+
+
+def jit(fun: Callable[..., Any] | None = None, *, replicated_argnums: int | Sequence[int] = (), **jit_kwargs: Any) -> Any:
+    """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
+
+    What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold after the call. Their
+    arrays go in and come out; which variables there are must not change.
+
+    **Collective:** as `jaxmpi.jit`.
+    **Communication:** as `jaxmpi.jit`.
+
+    Args:
+      fun: the function; a decorator is returned without it.
+      replicated_argnums: positions of arguments that are equal on all ranks, such as the model and the optimizer, and must be
+        after the call.
+      **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an optimizer.
+
+    Returns:
+      The jitted function, with `lower`, `trace` and `eval_shape` as that of `jax.jit`.
+
+    Raises:
+      ValueError: when traced, if the function adds variables or removes some; and as `jaxmpi.jit`.
+      RankMismatchError: as `jaxmpi.jit`.
+
+    >>> import jaxmpi, optax
+    >>> from flax import nnx
+    >>> @jaxmpi.nn.jit
+    ... def step(model, optimizer, x):
+    ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, jaxmpi.distributed(optax.sgd(0.1)), wrt=nnx.Param)
+    >>> bool(step(model, optimizer, jnp.ones((4, 2))) > step(model, optimizer, jnp.ones((4, 2))))
+    True
+    """
+    if fun is None:
+        return partial(jit, replicated_argnums=replicated_argnums, **jit_kwargs)
+    return InPlace(describe(fun, replicated_argnums, replicated_argnums, jit_kwargs), jit_kwargs)
 
 
 def average_batch_stats(stats: Any) -> Any:

@@ -165,6 +165,7 @@ def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, lo
     updates = {}
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
     monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(_devices, "started_without", lambda index: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     index, name = chosen
@@ -206,6 +207,7 @@ PROGRAM = (
     "listing",
     "costs",
     "build",
+    "objects",
     "program",
     "cache",
 )
@@ -214,7 +216,7 @@ OPTIM = (
     *("control", "noise", "replicas"),
 )
 BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
-RUN = ("mpiexec", "blame", "supervise", "request", "plan", "launch", "task", "pool", "worker", "notebook")
+RUN = ("mpiexec", "blame", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages"},
     {"_data", "_data.sources", "_data.prefetch"},
@@ -227,7 +229,7 @@ LAYERS = [
     {"_primitive", "_arrays", "_world", "_simulate"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
     {"_check", "_step", "_jit"},
-    {"_collectives", "_objects", "_preempt", "_synchronize"},
+    {"_collectives", "_objects", "_nnx", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
     {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
     {"_run", *(f"_run.{name}" for name in RUN)},
@@ -268,25 +270,74 @@ def test_public_names_are_documented():
         assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
 
 
+def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object())
+    monkeypatch.setattr(_devices.jax.config, "update", lambda name, value: pytest.fail("too late"))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(
+        RuntimeError, match=r"init: JAX has started already, .* is to have GPU 5 alone\. Call jaxmpi\.init\(\) before"
+    ):
+        _devices.choose(1, 2, None)
+
+
 @pytest.mark.parametrize(
-    ("environ", "gpus", "enough"),
+    ("shown", "enough"),
     [
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "0,1,2,3", True),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "0,1,2", False),
-        ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "0,1", True),
-        ({"MPI_LOCALNRANKS": "2"}, "", False),
-        ({}, "0,1", False),
+        ([("a", "0123")] * 4, True),
+        ([("a", "012")] * 4, False),
+        ([("a", "01"), ("b", "01"), ("a", "01"), ("b", "01")], True),
+        ([("a", "01"), ("b", "01"), ("a", "01"), ("a", "01")], False),
+        ([("a", "")] * 2, False),
+        ([("a", "0"), ("b", "")], False),
+        ([("a", "0"), ("a", "1")], True),  # bound by the launcher
+        ([("a", "0"), ("a", "0")], False),
+        ([("a", "01"), ("a", "23")], True),
+        ([("a", "01"), ("a", "12")], True),  # the first takes 0, the second 2
+        ([("a", "0"), ("a", "01")], True),
     ],
 )
-def test_xla_is_the_default_with_a_gpu_for_every_rank(monkeypatch, environ, gpus, enough):
+def test_xla_is_the_default_with_a_gpu_for_every_rank(shown, enough):
+    assert _devices.enough([(host, list(names)) for host, names in shown]) is enough
+
+
+@pytest.mark.parametrize(
+    ("listed", "exists", "uuid"),
+    [
+        ("0", "GPU-a", "GPU-a"),
+        ("0,1", "GPU-a GPU-b", "GPU-b"),
+        ("0", "GPU-a GPU-b", "0"),
+        ("0", None, "0"),
+        ("GPU-c", "GPU-c", "GPU-c"),
+    ],
+)
+def test_gpus_that_slurm_has_numbered_anew_are_told_apart(monkeypatch, tmp_path, listed, exists, uuid):
+    if exists is not None:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '%s\\n' " + exists)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if exists else "")
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    for name in _devices.LOCAL_SIZES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert _devices.enough(None) is enough
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert _devices.unique(listed.split(",")[-1]) == uuid
+
+
+@pytest.mark.parametrize(("uuids", "backend"), [("GPU-a GPU-b", "xla"), ("GPU-a GPU-a", "mpi")])
+def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
+    """Two ranks that are both shown GPU 0; `gathered` is theirs."""
+    ranks = iter([0, 1] * 2)
+
+    def gathered(launched, answer):
+        def of(rank):
+            monkeypatch.setattr(_devices, "unique", lambda name: uuids.split()[rank])
+            return answer()
+
+        return [of(next(ranks)) for _ in range(launched)]
+
+    monkeypatch.setattr("jaxmpi._backends.mpi.gathered", gathered)
+    monkeypatch.setattr(_devices, "visible", lambda devices: ["0"])
+    assert _world._choose(2, None) == backend
 
 
 def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
@@ -312,7 +363,7 @@ BREAKS = {  # on rank 1 alone, and what both ranks say
     ),
     "a node with fewer GPUs": (
         "def broken(*_): raise ValueError('init: devices=[3], and this node shows')\n"
-        "    from jaxmpi import _devices; _devices.choose = _devices.enough = broken",
+        "    from jaxmpi import _devices; _devices.choose = _devices.visible = broken",
         ("ValueError: init: devices=[3]", "init: rank 1 cannot join the others. ValueError: init: devices=[3]"),
     ),
     "something unforeseen": (

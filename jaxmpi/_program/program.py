@@ -16,6 +16,7 @@ from jaxmpi._program import build
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, listing, signature
+from jaxmpi._program.objects import watch_changes
 from jaxmpi._program.reading import communicates, held
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
@@ -87,7 +88,9 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         static = function.static
         some_args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(args, some_args, strict=True))]
         some_kwargs = {name: kwargs[name] if name in static.names else new for name, new in some_kwargs.items()}
+        check = watch_changes(function.title, (some_args, some_kwargs))
         outs, tree = jax.tree.flatten(function.fun(*some_args, **some_kwargs))
+        check(outs)
         return outs
 
     _positions(
