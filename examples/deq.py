@@ -34,6 +34,8 @@ digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
 images, labels = (digits.data[order] / 16).astype(np.float32), digits.target[order]
 train, test = (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
+if not jaxmpi.size() <= args.batch_size <= 1440:
+    parser.error(f"--batch-size is {args.batch_size}, for {jaxmpi.size()} ranks and 1440 training images")
 
 solver = optx.FixedPointIteration(rtol=1e-4, atol=1e-4)
 

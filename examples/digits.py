@@ -25,7 +25,9 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_
 parser.add_argument("--epochs", type=int, default=30, help="passes over the 1437 training images")
 parser.add_argument("--batch-size", type=int, default=48, help="images per step, over all ranks together, at most 1437")
 parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-parser.add_argument("--warmup", type=float, default=0.1, help="share of all steps in which the learning rate rises, 0 to 1")
+parser.add_argument(
+    "--warmup", type=float, default=0.1, help="share of all steps in which the learning rate rises, less than 1"
+)
 parser.add_argument("--seed", type=int, default=0, help="of parameters, order and augmentation; the test images stay the same")
 parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="shift images by up to 1 pixel")
 parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of images and parameters")
@@ -41,6 +43,12 @@ parser.add_argument(
 )
 parser.add_argument("--explain", action="store_true", help="print what a step sends, first")
 args = parser.parse_args()
+if not 0 <= args.warmup < 1 or args.epochs < 1 or args.accumulate < 1:
+    parser.error("--warmup is from 0 to less than 1, and --epochs and --accumulate are 1 or more")
+if args.local_every is not None and (args.local_every < 1 or args.sharded):
+    parser.error("--local-every is 1 or more, and each rank then has a state of its own: not with --sharded")
+if (args.diloco and args.local_every is None) or (args.codec and args.sharded):
+    parser.error("--diloco goes with --local-every, and --codec without --sharded")
 jax.config.update("jax_enable_x64", args.dtype == "float64")
 
 jaxmpi.init(verbose=True)
@@ -71,7 +79,10 @@ class CNN(nnx.Module):
 
 
 steps = len(jaxmpi.batches(train, args.batch_size))
-schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps)
+if not steps:
+    parser.error(f"--batch-size is {args.batch_size}, and there are {len(train['label'])} training images")
+updates = max(1, args.epochs * steps // args.accumulate)  # steps of the optimizer
+schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * updates), updates)
 codecs = {"topk": lambda: jaxmpi.codecs.topk(0.05), "powersgd": lambda: jaxmpi.codecs.powersgd(16)}
 codec = codecs.get(args.codec, getattr(jaxmpi.codecs, args.codec))() if args.codec else None
 if args.local_every:
@@ -139,8 +150,9 @@ for epoch in range(args.epochs):
     rates.append(steps * args.batch_size / (time.perf_counter() - start))
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(jaxmpi.tree_allreduce(params) if args.local_every else params)
+    rate = schedule((epoch + 1) * steps // args.accumulate - 1)
     log.info(
-        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.{digits}e}  "
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {rate:.2e}  train loss {loss:.{digits}e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
     )
 

@@ -40,6 +40,10 @@ parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that s
 parser.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
+if args.local_every is not None and (args.local_every < 1 or args.sharded):
+    parser.error("--local-every is 1 or more, and each rank then has a state of its own: not with --sharded")
+if args.diloco and args.local_every is None:
+    parser.error("--diloco goes with --local-every")
 
 jaxmpi.init(verbose=True)
 log = jaxmpi.get_logger("gpt")
@@ -92,6 +96,8 @@ class GPT(nn.Module):
 
 
 train, test = windows()
+if len(train) < args.batch_size:
+    parser.error(f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on")
 model = GPT()
 params = jaxmpi.synchronize(model.init(jax.random.key(args.seed), train[:1, :-1]))  # rank 0's, on every rank
 
@@ -159,9 +165,8 @@ for number, text in zip(range(1, args.steps + 1), endless(), strict=False):
 
 params = jaxmpi.local(whole(params))
 if jaxmpi.rank() == 0 and args.sample:  # not a collective: the other ranks are done
-    text, key = np.full((1, args.length), ord("\n"), np.uint8), jax.random.key(args.seed)
-    text[0, -20:] = np.frombuffer(b"\ndef main(arguments):", np.uint8)[-20:]
-    out = bytearray(b"def main(arguments):")
+    out, key = bytearray(b"def main(arguments):"), jax.random.key(args.seed)
+    text = np.frombuffer(bytes(out).rjust(args.length, b"\n")[-args.length :], np.uint8)[None]
     predict = jax.jit(model.apply)
     for i in range(args.sample):
         logits = predict(params, text)[0, -1] / 0.7

@@ -1,4 +1,4 @@
-"""Train a ResNet or a ViT on a folder of images: DIR/train/<class>/<image> and DIR/val/<class>/<image>, as ILSVRC has them.
+"""Train a ResNet or a ViT on a folder of images: DIR/train/<class>/<image> and DIR/val/<class>/<image>, one folder a class.
 
     python examples/imagenet.py DIR
     jaxmpi run -n 4 examples/imagenet.py DIR --model resnet50 --dtype bfloat16
@@ -8,10 +8,11 @@
 The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz` with the weights of the best
 epoch, and checkpoints. Started again with the same --out it goes on where the last checkpoint was made, in mid-epoch, too, and
 on another number of ranks. SIGTERM makes one and ends the job. An image that cannot be read is named, and counts neither in the
-loss nor in the accuracy.
+loss nor in the accuracy. (The val/ of ILSVRC is one folder of all images: move them into one for each class first.)
 """
 
 import argparse
+import json
 import os
 import sys
 from functools import partial
@@ -188,6 +189,22 @@ def report_unreadable(folders):
         folder.reported |= rows
 
 
+def compare_settings(args, resumed):
+    """Name the settings that differ from those that the training was begun with; they are in --out."""
+    free = ("data", "out", "workers", "pretrained", "evaluate", "log_every", "save_every")
+    now = {name: str(value) for name, value in vars(args).items() if name not in free}
+    path = args.out / "settings.json"
+    if jaxmpi.rank() == 0:
+        begun = now | (json.loads(path.read_text()) if resumed and path.exists() else {})
+        changed = [f"--{name.replace('_', '-')} {value} in the place of {begun[name]}" for name, value in now.items()]
+        changed = [text for name, text in zip(now, changed, strict=True) if now[name] != begun[name]]
+        if changed:
+            log.warning(f"going on with {', '.join(changed)}. Another --out begins anew")
+        path.write_text(json.dumps(begun, indent=1))
+    if resumed and args.pretrained:
+        log.warning(f"{args.pretrained} is not read: the training goes on from {args.out}")
+
+
 def train(args, folders, load, model, begin):
     """Train to the end, from the last checkpoint of --out if there is one."""
     steps = len(folders["train"]) // args.batch_size
@@ -204,6 +221,7 @@ def train(args, folders, load, model, begin):
         like = {"params": params, "state": state, "stats": stats, "at": at}
         params, state, stats, at = (jaxmpi.restore(directory, like)[name] for name in like)
         log.info(f"going on after {at['step']} steps, in epoch {at['epoch'] + 1}")
+    compare_settings(args, resumed)
     train_rows = Table(args.out / "train.csv", TRAIN_COLUMNS, "step", at["step"])
     eval_rows = Table(args.out / "eval.csv", EVAL_COLUMNS, "epoch", at["epoch"])
     counts, meter = [], jaxmpi.Throughput()
@@ -263,7 +281,7 @@ def train(args, folders, load, model, begin):
         meter = jaxmpi.Throughput()  # of training alone
     save()
     if jaxmpi.rank() == 0:
-        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}" if at["best"] >= 0 else "no epoch had a finite loss")
+        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}" if at["best"] >= 0 else "no epoch with a finite loss")
 
 
 def main():
