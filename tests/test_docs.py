@@ -52,7 +52,16 @@ def names(tmp_path):
     }
     training = {"params": params, "tx": tx, "state": tx.init(params), "grads": params, "loss_of": loss_of, "batch": batch}
     squares = lambda params, batch: jnp.square(batch @ params["w"]).mean(axis=1)
-    others = {"squares": squares, "mask": mask, "loss": 1.0, "local_loss": 1.0, "load": float, "directory": tmp_path, "step": 3}
+    others = {
+        "key": jax.random.key(0),
+        "squares": squares,
+        "mask": mask,
+        "loss": 1.0,
+        "local_loss": 1.0,
+        "load": float,
+        "directory": tmp_path,
+        "step": 3,
+    }
     return modules | training | others | {"run": {"params": params}}
 
 

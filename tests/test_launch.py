@@ -236,6 +236,8 @@ NODES = [  # ranks, MPI's options, the batch system's variables; on 4 cores a no
     (2, "--host=a:2,b:2", {}, "2", False),  # both on the first
     (8, "--hostfile {}/slots", {}, "2", False),
     (8, "-f {}/colons", {}, "2", False),
+    (4, "--hostfile {}/nodes", {}, "2", False),
+    (4, "--hostfile {}/once", {"PBS_NODEFILE": "{}/once"}, "2", False),
     (8, "--hostfile {}/names", {}, None, False),
     (8, "--hostfile {}/missing", {}, None, False),
     (8, "-N 2", {}, "2", None),
@@ -254,6 +256,7 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
     (tmp_path / "colons").write_text("a:2\nb:2\nc:2\nd:2\n")
     (tmp_path / "names").write_text("a\nb slots=4\n")
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    (tmp_path / "once").write_text("a\nb\n")
     environ = {name: value.format(tmp_path) for name, value in environ.items()}
     plan = planned(OPEN_MPI, ranks, 4, mpi_options=tuple(options.format(tmp_path).split()), environ=environ)
     assert plan.environ.get("NPROC") == plan.environ.get("OMP_NUM_THREADS") == threads

@@ -24,7 +24,7 @@ def ranks_of_a_node(ranks: int, options: Sequence[str], environ: Mapping[str, st
         return min(ranks, int(each[0]))
     if hosts := _value(options, _HOSTS):
         places = _places(hosts.split(","))
-    elif path := _value(options, _FILES):
+    elif (path := _value(options, _FILES)) and path != environ.get("PBS_NODEFILE"):
         places = _from_file(path)
         if not places:
             return None
@@ -50,13 +50,13 @@ def _allocated(environ: Mapping[str, str]) -> list[int]:
 
 
 def _from_file(path: str) -> list[int]:
-    """Places on each node of a file of hosts, such as "node1 slots=4" or "node1:4"; empty where one says nothing of them."""
+    """Places on each node of a file of hosts: "node1 slots=4", "node1:4" or several times "node1"; empty where one is open."""
     try:
         lines = [line.partition("#")[0].strip() for line in Path(path).read_text().splitlines()]
     except OSError:
         return []
-    hosts = [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line) for line in lines if line]
-    return _places([host.split()[0] for host in hosts]) if all(":" in host for host in hosts) else []
+    hosts = [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line).split()[0] for line in lines if line]
+    return _places(hosts) if all(":" in host or hosts.count(host) > 1 for host in hosts) else []
 
 
 def _places(hosts: Sequence[str]) -> list[int]:
