@@ -130,9 +130,15 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
     told.send_signal(signal.SIGTERM)
     assert re.search(r"going on after \d+ steps, in epoch [12]\n", ended(told))
     step = rows(tmp_path / "train.csv")[-1]["step"]
-    assert f"going on after {step:.0f} steps, in epoch 2" in ended(start(1, tmp_path, "--workers", "0"))
+    output = ended(start(1, tmp_path, "--workers", "0"))
+    assert f"going on after {step:.0f} steps, in epoch 2" in output and "WARNING imagenet: going on with" not in output
     assert_equal_curves(tmp_path, undisturbed)
-    assert "best top-1" in ended(start(1, tmp_path, "--workers", "0"))  # there is nothing left to do
+    others = ("--lr", "7", "--pretrained", str(undisturbed / "best.npz"))
+    output = ended(start(1, tmp_path, *others, "--workers", "0"))  # there is nothing left to do
+    assert "best top-1" in output and re.search(
+        r"WARNING imagenet: going on with --lr 7.0 in the place of \S+\. Another", output
+    )
+    assert f"{undisturbed / 'best.npz'} is not read" in output
     assert_equal_curves(tmp_path, undisturbed)
 
 
