@@ -12,13 +12,14 @@ import pytest
 
 TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
 TRAINS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import numpy as np
 import jaxmpi
 
 if __name__ == "__main__":
     world = jaxmpi.init()
+    assert os.environ["JAX_OF_THE_USER"] == "here"  # on the other host, too
     step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x, "sum"))
     x, seconds = np.ones(300_000, np.float32) * (world.rank + 1), []
     for i in range(int(sys.argv[2])):
@@ -55,7 +56,7 @@ def run(tmp_path, cut, steps, **environ):
     script.write_text(TRAINS)
     start = time.monotonic()
     command = [str(TWO_HOSTS), "--cut", str(go), str(cut), str(script), str(go), str(steps)]
-    environ = {**os.environ, "PYTHON": sys.executable, **environ}
+    environ = {**os.environ, "PYTHON": sys.executable, "JAX_OF_THE_USER": "here", **environ}
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as job:
         try:
             output, _ = job.communicate(timeout=110)

@@ -150,6 +150,19 @@ def test_changes_that_would_be_lost_are_refused():
     assert jaxmpi.jit(lambda model, x: model(x))(model, jnp.ones(2)).shape == (3,)  # reading is no change
 
 
+def test_objects_that_are_replicated_must_stay_so():
+    """The optimizer is plain: each rank would take a step of its own."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
+
+    x = jaxmpi.PerRank(jnp.ones((2, 4, 2)))
+    with jaxmpi.simulate(2), pytest.raises(ValueError, match=r"output \[0\]\['bias'\].* of step is to be equal on all ranks"):
+        jaxmpi.nn.jit(step, replicated_argnums=(0, 1))(model, optimizer, x)
+
+
 def test_a_step_that_adds_variables_is_refused():
     jaxmpi.init()
 

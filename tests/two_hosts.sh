@@ -34,13 +34,13 @@ ip -n "$b" addr add 10.77.0.2/24 dev cable-b
 ip -n "$a" link set cable-a up
 ip -n "$b" link set cable-b up
 
-# What the launcher takes for ssh: it enters the namespace of the host, under a host name of its own.
+# What the launcher takes for ssh: it enters the namespace of the host, under a host name of its own. No variable goes along.
 cat > "$folder/ssh" <<SSH
 #!/usr/bin/env bash
 while [[ \$1 == -* ]]; do shift; done
 [ "\$1" = 10.77.0.1 ] && host=jaxmpi-a space=$a || host=jaxmpi-b space=$b
 shift
-exec ip netns exec \$space unshare -u bash -c "hostname \$host; \$*"
+exec env -i HOME="$HOME" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin ip netns exec \$space unshare -u bash -c "hostname \$host; \$*"
 SSH
 chmod +x "$folder/ssh"
 

@@ -188,8 +188,8 @@ def _varies(
     for position, (path, differs) in zip(positions, paths, strict=True):
         if differs and position in outputs and not is_own(path):
             raise ValueError(
-                f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is in replicated_outnums, and it may differ "
-                "between the ranks. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
+                f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is to be equal on all ranks, and it may differ "
+                "between them. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
                 "replicated_argnums the arguments that are equal on all ranks."
             )
     return varies
