@@ -150,6 +150,26 @@ def test_changes_that_would_be_lost_are_refused():
     assert jaxmpi.jit(lambda model, x: model(x))(model, jnp.ones(2)).shape == (3,)  # reading is no change
 
 
+def test_what_a_model_leaves_behind_may_be_left_alone():
+    class Keeping(nnx.Linear):
+        def __call__(self, x):
+            self.before = nnx.Intermediate(x)  # sorted before the kernel
+            return super().__call__(x)
+
+    jaxmpi.init()
+    x, model = jnp.ones(2), Keeping(2, 3, rngs=nnx.Rngs(0))
+    want = nnx.Linear(2, 3, rngs=nnx.Rngs(0))(x)
+    np.testing.assert_allclose(jaxmpi.jit(lambda model, x: model(x))(model, x), want)
+
+    @jaxmpi.nn.jit
+    def forward(model, x):
+        return model(x), nnx.pop(model, nnx.Intermediate)
+
+    out, kept = forward(model, x)
+    np.testing.assert_allclose(out, want)
+    np.testing.assert_array_equal(jax.tree.leaves(kept)[0], x)
+
+
 def test_objects_that_are_replicated_must_stay_so():
     """The optimizer is plain: each rank would take a step of its own."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

@@ -20,19 +20,24 @@ def watch_changes(title: str, arguments: Any) -> Callable[[Sequence[Any]], None]
     if "flax.nnx" not in sys.modules:
         return lambda outs: None
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_object)
-    found = [(path, x, jax.tree_util.tree_flatten_with_path(x)[0]) for path, x in paths if is_object(x)]
+    found = [(path, x, _arrays(x)) for path, x in paths if is_object(x)]
 
     def check(outs: Sequence[Any]) -> None:
         returned = set(map(id, outs))
-        for path, x, before in found:
-            for (inner, old), new in zip(before, jax.tree.leaves(x), strict=False):
-                if new is not old and id(new) not in returned:
-                    (_, first, *rest) = path
-                    name = f"argument {first.idx if hasattr(first, 'idx') else first.key}"
-                    raise ValueError(
-                        f"jaxmpi.jit: {title} changes {name}{jax.tree_util.keystr((*rest, *inner))} in place, in a "
-                        f"{type(x).__name__} that it does not return: the change would be lost. Use jaxmpi.nn.jit, "
-                        "which keeps it, or return the object."
-                    )
+        for (_, first, *rest), x, before in found:
+            after = _arrays(x)  # new variables, such as intermediates, are not missed
+            changed = [
+                name for name, old in before.items() if after.get(name, old) is not old and id(after[name]) not in returned
+            ]
+            if changed:
+                argument = f"argument {first.idx if hasattr(first, 'idx') else first.key}{jax.tree_util.keystr(tuple(rest))}"
+                raise ValueError(
+                    f"jaxmpi.jit: {title} changes {argument}{changed[0]} in place, in a {type(x).__name__} that it does not "
+                    "return: the change would be lost. Use jaxmpi.nn.jit, which keeps it, or return the object."
+                )
 
     return check
+
+
+def _arrays(x: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]}
