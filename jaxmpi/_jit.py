@@ -45,7 +45,8 @@ def jit(
     Raises:
       RankMismatchError: when called, on every rank, if the ranks would not send the same.
       ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks, with its path; if a branch
-        or loop with a collective depends on what may differ, with its source line.
+        or loop with a collective depends on what may differ, with its source line; if the function changes an nnx object in
+        place and does not return it: `jaxmpi.nn.jit` is for that.
       NotImplementedError: when traced, a collective in a place that is not supported, with its source line.
 
     >>> import jax, jaxmpi
