@@ -105,7 +105,7 @@ $(VENV)/.python:
 	  { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv. Or: make PYTHON=... with another Python." >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml Makefile | $(VENV)/.python
+$(VENV)/.installed: pyproject.toml Makefile $(wildcard native/*) | $(VENV)/.python
 	@echo "== installing JAX, and what it takes to build for it (1 of 3)"
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["optional-dependencies"]["build"], *p["dependencies"], sep="\n")' > $(VENV)/build.txt

@@ -10,6 +10,8 @@ struct Loops {
   decltype(&::jaxmpi::combine_wide) combine_wide;
   decltype(&::jaxmpi::finish) finish;
   decltype(&::jaxmpi::reduce) reduce;
+  decltype(&::jaxmpi::copy_bytes) copy_bytes;
+  decltype(&::jaxmpi::stream_bytes) stream_bytes;
 };
 
 #if defined(__x86_64__)

@@ -56,4 +56,8 @@ void reduce(Type type, Op op, const void* const* sources, int count, int divisor
   best().reduce(type, op, sources, count, divisor, out, second, n);
 }
 
+void copy_bytes(void* to, const void* from, int64_t bytes) { best().copy_bytes(to, from, bytes); }
+
+void stream_bytes(void* to, const void* from, int64_t bytes) { best().stream_bytes(to, from, bytes); }
+
 }  // namespace jaxmpi

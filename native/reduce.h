@@ -1,4 +1,4 @@
-// Sums, products and extremes of arrays, element by element.
+// Sums, products and extremes of arrays, element by element; and copies.
 #pragma once
 
 #include <cstddef>
@@ -29,5 +29,16 @@ void finish(Type type, const void* total, int divisor, void* out, int64_t n);
 
 // Both at once, block by block; each out may be a source, and the second may be null.
 void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n);
+
+void copy_bytes(void* to, const void* from, int64_t bytes);
+
+// The same past the caches, where the processor can (x86). What others are to see comes after a `fence`.
+void stream_bytes(void* to, const void* from, int64_t bytes);
+
+inline void fence() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
 
 }  // namespace jaxmpi

@@ -1,7 +1,6 @@
 #include "transport.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace jaxmpi {
@@ -9,6 +8,8 @@ namespace {
 
 constexpr int64_t kLine = 64;            // bytes: shares of a chunk begin on cache lines
 constexpr int64_t kDirectBytes = 32768;  // up to here it is quicker if every rank reduces everything itself
+constexpr int64_t kLargeBytes = 65536;   // from here on, a chunk may be written past the caches
+constexpr int64_t kHotBytes = 8192;      // what has just been reduced is still in the L1 cache
 
 struct Range {
   int64_t begin, end;
@@ -71,22 +72,25 @@ class Transport::Call {
       }
     }
     direct_ = kind == Kind::Allreduce && !several() && chunks_.size() == 1 && bytes(chunks_[0]) * local_ <= kDirectBytes;
+    large_ = !chunks_.empty() && bytes(chunks_[0]) >= kLargeBytes;
   }
 
   Node::Message message(int64_t word) {
     Node::Message message = {static_cast<int64_t>(chunks_.size()), word, {}, {}, {}};
-    message.lay_out = [this](int64_t k) { lay_out(k); };
+    message.lay_out = timed(&Call::lay_out);
     if (kind_ == Kind::Allgather && !several()) {
-      message.reduce = [this](int64_t k) { gather(k); };
+      message.reduce = timed(&Call::gather);
     } else if (direct_) {
-      message.reduce = [this](int64_t k) { reduce_all(k); };
+      message.reduce = timed(&Call::reduce_all);
     } else {
-      message.reduce = [this](int64_t k) {
-        if (me_ < at_.owners) reduce_share(k);
-      };
-      message.take = [this](int64_t k) { take(k); };
+      message.reduce = timed(&Call::reduce_share);
+      message.take = timed(&Call::take);
     }
     return message;
+  }
+
+  void end() {
+    if (large_) transport_.stores_.end(chunks_.size());
   }
 
  private:
@@ -106,6 +110,14 @@ class Transport::Call {
     return {std::min(n, owner * each), std::min(n, (owner + 1) * each)};
   }
 
+  // A step of the message, by the number of the chunk.
+  std::function<void(int64_t)> timed(void (Call::*step)(int64_t)) {
+    if (!large_) return [this, step](int64_t k) { (this->*step)(k); };
+    return [this, step](int64_t k) { transport_.stores_.time(k, bytes(chunks_[k]), [=] { (this->*step)(k); }); };
+  }
+
+  bool streams(int64_t k) const { return large_ && transport_.stores_.streams(k); }
+
   // f(array, its first column, n, the column of the chunk) for the arrays of some columns of a chunk
   template <class F>
   void each(const Chunk& chunk, Range part, F f) const {
@@ -122,17 +134,18 @@ class Transport::Call {
   void lay_out(int64_t k) {
     const Chunk& chunk = chunks_[k];
     const int64_t item = chunk.stream->item, rows = kind_ == Kind::ReduceScatter ? at_.size : 1;
-    auto copy = [&](Range part) {
+    const auto write = streams(k) ? stream_bytes : copy_bytes;
+    auto lay = [&](Range part) {
       for (int64_t row = 0; row < rows; ++row) {
         each(chunk, part, [&](const Array& a, int64_t column, int64_t n, int64_t to) {
-          std::memcpy(at(k, me_, row, to), a.in + (row * a.columns + column) * item, n * item);
+          write(at(k, me_, row, to), a.in + (row * a.columns + column) * item, n * item);
         });
       }
     };
-    if (direct_ || kind_ == Kind::Allgather || me_ >= at_.owners) return copy({0, count(chunk)});
+    if (direct_ || kind_ == Kind::Allgather || me_ >= at_.owners) return lay({0, count(chunk)});
     const Range mine = share(chunk, me_);
-    copy({0, mine.begin});
-    copy({mine.end, count(chunk)});
+    lay({0, mine.begin});
+    lay({mine.end, count(chunk)});
   }
 
   // Where each rank of the node has a row of the chunk; this one has its own array.
@@ -154,7 +167,7 @@ class Transport::Call {
     const int64_t item = chunk.stream->item;
     each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
       for (int rank = 0; rank < local_; ++rank) {
-        std::memcpy(a.out + (at_.order[rank] * a.columns + column) * item, at(k, rank, 0, from), n * item);
+        copy_bytes(a.out + (at_.order[rank] * a.columns + column) * item, at(k, rank, 0, from), n * item);
       }
     });
   }
@@ -162,7 +175,7 @@ class Transport::Call {
   void reduce_share(int64_t k) {
     const Chunk& chunk = chunks_[k];
     const Range mine = share(chunk, me_);
-    if (mine.begin == mine.end) return;
+    if (me_ >= at_.owners || mine.begin == mine.end) return;
     if (kind_ == Kind::Allgather) return gather_between(k, mine);
     const int64_t rows = kind_ == Kind::ReduceScatter ? at_.size : 1;
     if (several()) return reduce_between(k, mine, rows);
@@ -170,13 +183,27 @@ class Transport::Call {
       const int64_t row = rows == 1 ? 0 : at_.order[i];
       each(chunk, mine, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
         const int64_t item = chunk.stream->item;
-        const void* const* all = sources(k, row, from, a.in + (row * a.columns + column) * item);
+        const char* own = a.in + (row * a.columns + column) * item;
         char *out = a.out + column * item, *slot = at(k, me_, i, from);
-        if (rows == 1)
-          reduce(a.type, op_, all, local_, divisor_, out, slot, n);
-        else
-          reduce(a.type, op_, all, local_, divisor_, i == me_ ? out : slot, nullptr, n);
+        const bool own_result = rows == 1 || i == me_, others_result = rows == 1 || i != me_;
+        reduce_piece(k, row, from, own, own_result ? out : nullptr, others_result ? slot : nullptr, n);
       });
+    }
+  }
+
+  // To one of `out` and `slot`, or to both.
+  void reduce_piece(int64_t k, int64_t row, int64_t from, const char* own, char* out, char* slot, int64_t n) {
+    const Type type = chunks_[k].stream->type;
+    const int64_t item = size_of(type), hot = kHotBytes / item;
+    if (!slot || !streams(k)) {
+      return reduce(type, op_, sources(k, row, from, own), local_, divisor_, out ? out : slot, out ? slot : nullptr, n);
+    }
+    char block[kHotBytes];
+    for (int64_t i = 0; i < n; i += hot) {
+      const int64_t m = std::min(hot, n - i);
+      char* reduced = out ? out + i * item : block;
+      reduce(type, op_, sources(k, row, from + i, own + i * item), local_, divisor_, reduced, nullptr, m);
+      stream_bytes(slot + i * item, reduced, m * item);
     }
   }
 
@@ -208,9 +235,9 @@ class Transport::Call {
     const int64_t n = (mine.end - mine.begin) * chunks_[k].stream->item;
     char* partial = room(transport_.partial_, local_ * n);
     char* total = room(transport_.total_, at_.size * n);
-    for (int rank = 0; rank < local_; ++rank) std::memcpy(partial + rank * n, at(k, rank, 0, mine.begin), n);
+    for (int rank = 0; rank < local_; ++rank) copy_bytes(partial + rank * n, at(k, rank, 0, mine.begin), n);
     transport_.nodes_->allgather(partial, total, n);
-    for (int i = 0; i < at_.size; ++i) std::memcpy(at(k, me_, 1 + at_.order[i], mine.begin), total + i * n, n);
+    for (int i = 0; i < at_.size; ++i) copy_bytes(at(k, me_, 1 + at_.order[i], mine.begin), total + i * n, n);
     take_from(k, me_);
   }
 
@@ -227,10 +254,10 @@ class Transport::Call {
     each(chunk, share(chunk, owner), [&](const Array& a, int64_t column, int64_t n, int64_t from) {
       if (kind_ == Kind::Allgather) {
         for (int64_t row = 0; row < at_.size; ++row) {
-          std::memcpy(a.out + (row * a.columns + column) * item, at(k, owner, 1 + row, from), n * item);
+          copy_bytes(a.out + (row * a.columns + column) * item, at(k, owner, 1 + row, from), n * item);
         }
       } else {
-        std::memcpy(a.out + column * item, at(k, owner, kind_ == Kind::ReduceScatter ? me_ : 0, from), n * item);
+        copy_bytes(a.out + column * item, at(k, owner, kind_ == Kind::ReduceScatter ? me_ : 0, from), n * item);
       }
     });
   }
@@ -247,7 +274,7 @@ class Transport::Call {
   const Op op_;
   const int divisor_;
   int me_, local_;  // of the node's ranks
-  bool direct_;
+  bool direct_, large_;
   std::vector<Stream> streams_;
   std::vector<Chunk> chunks_;
   std::vector<const void*> sources_;
@@ -267,6 +294,7 @@ void Transport::run(Kind kind, Op op, int divisor, int64_t word, std::vector<Arr
   Call call(*this, kind, op, divisor, std::move(arrays));
   const Extremes words = exchange(call.message(word));
   if (words.smallest != words.largest) throw Disagreement("the ranks do not do the same");
+  call.end();
 }
 
 }  // namespace jaxmpi

@@ -9,6 +9,7 @@
 #include "node.h"
 #include "nodes.h"
 #include "reduce.h"
+#include "stores.h"
 
 namespace jaxmpi {
 
@@ -61,6 +62,7 @@ class Transport {
   Place place_;
   std::unique_ptr<Node> node_;
   std::unique_ptr<Nodes> nodes_;
+  Stores stores_;
   bool several_;                       // nodes
   std::vector<char> partial_, total_;  // of one chunk, between nodes
 };

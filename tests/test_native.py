@@ -90,6 +90,31 @@ def test_reduce_scatter_and_allgather_across_chunks(dtype):
     same_everywhere(whole)
 
 
+LONG = [3, 1_500_001, 64, 1_200_000]  # more than 16 chunks in each dtype here
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter", "allgather"])
+@run_ranks(2, 3, 4)
+def test_both_ways_to_write_to_shared_memory(kind, dtype):
+    """The first 32 chunks of a job are written by ordinary stores and past the caches in turn. Small integers: exact sums."""
+    jaxmpi.finalize()
+    jaxmpi.init()  # the first chunks come again
+    n, me = jaxmpi.size(), jaxmpi.rank()
+    with jax.enable_x64(True):
+        mine = [np.asarray(jnp.asarray(np.arange(c) % 19 + me, dtype)) for c in LONG]
+        exact = [np.asarray(x, np.float64) for x in mine]
+        for _ in range(2):
+            if kind == "allgather":
+                got, want = jaxmpi.tree_allgather(mine), [np.stack([x + r - me for r in range(n)]) for x in exact]
+            else:
+                want = [x * n + n * (n - 1) / 2 - n * me for x in exact]
+                rows = [np.stack([x] * n) for x in mine]
+                got = jaxmpi.tree_allreduce(mine, "sum") if kind == "allreduce" else jaxmpi.tree_reduce_scatter(rows, "sum")
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(np.asarray(x, np.float64), y)
+
+
 @run_ranks(2, 3)
 def test_mixed_trees():
     """Arrays of several dtypes, transposed and sliced, in one message, beside ones that are needed afterwards."""

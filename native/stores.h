@@ -1,0 +1,50 @@
+// How a rank writes to shared memory what others will read.
+//
+// Ordinary stores leave it in the caches of this core, where a rank that shares a cache finds it soonest. A core that shares
+// none fetches each line from this core's cache, which takes longer than from memory: there, streaming stores, which go past
+// the caches, are up to twice as fast. Nothing says which it is, and in a virtual machine it changes while the job runs. So it
+// is tried: of every kPeriod chunks, the first kTrial are written the one way and the other in turn, and timed.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "node.h"
+#include "reduce.h"
+
+namespace jaxmpi {
+
+class Stores {
+ public:
+  // Chunks are counted from the beginning of the message. All ranks of the node ask about the same ones: they try together.
+  bool streams(int64_t chunk) const {
+    const int64_t at = (chunks_ + chunk) % kPeriod;
+    return at < kTrial ? at % 2 : streaming_;
+  }
+
+  // f(), a part of what this rank does with a chunk of so many bytes: what it does, not how long it waits for others.
+  template <class F>
+  void time(int64_t chunk, int64_t bytes, F f) {
+    const int64_t at = (chunks_ + chunk) % kPeriod;
+    if (at == kDecided) decide();
+    const int64_t start = at < kTrial ? now() : 0;
+    f();
+    if (streams(chunk)) fence();
+    if (at < kTrial) spent_[at] += static_cast<double>(now() - start) / bytes;
+  }
+
+  // A message of so many chunks is over, on all ranks.
+  void end(int64_t chunks) { chunks_ += chunks; }
+
+ private:
+  static constexpr int64_t kTrial = 32, kPeriod = 2048;
+  static constexpr int64_t kWarm = 8;              // the first of a trial, until each slot was written in its way
+  static constexpr int64_t kDecided = kTrial + 3;  // before it is laid out, all of the trial are taken
+  void decide();
+
+  bool streaming_ = false;
+  int64_t chunks_ = 0;                     // of all messages before this one
+  std::array<double, kTrial> spent_ = {};  // ns for each byte
+};
+
+}  // namespace jaxmpi
