@@ -32,7 +32,12 @@ void reduce(Type type, Op op, const void* const* sources, int count, int divisor
 
 void copy_bytes(void* to, const void* from, int64_t bytes);
 
-// The same past the caches, where the processor can (x86). What others are to see comes after a `fence`.
+// The same past the caches, where the processor can. What others are to see comes after a `fence`.
+#if defined(__x86_64__)
+constexpr bool kCanStream = true;
+#else
+constexpr bool kCanStream = false;
+#endif
 void stream_bytes(void* to, const void* from, int64_t bytes);
 
 inline void fence() {

@@ -3,7 +3,8 @@
 // Ordinary stores leave it in the caches of this core, where a rank that shares a cache finds it soonest. A core that shares
 // none fetches each line from this core's cache, which takes longer than from memory: there, streaming stores, which go past
 // the caches, are up to twice as fast. Nothing says which it is, and in a virtual machine it changes while the job runs. So it
-// is tried: of every kPeriod chunks, the first kTrial are written the one way and the other in turn, and timed.
+// is tried: of every kPeriod large chunks, all ranks write the first kTrial the one way and the other in turn, and time what
+// they do with them. Each decides for itself: where some of three ranks share a cache, what they decide may differ.
 #pragma once
 
 #include <array>
@@ -16,10 +17,10 @@ namespace jaxmpi {
 
 class Stores {
  public:
-  // Chunks are counted from the beginning of the message. All ranks of the node ask about the same ones: they try together.
+  // Large chunks are counted from the beginning of the message, by all ranks of the node alike.
   bool streams(int64_t chunk) const {
     const int64_t at = (chunks_ + chunk) % kPeriod;
-    return at < kTrial ? at % 2 : streaming_;
+    return at < kTrial ? tried(at) : streaming_;
   }
 
   // f(), a part of what this rank does with a chunk of so many bytes: what it does, not how long it waits for others.
@@ -33,13 +34,15 @@ class Stores {
     if (at < kTrial) spent_[at] += static_cast<double>(now() - start) / bytes;
   }
 
-  // A message of so many chunks is over, on all ranks.
+  // A message of so many large chunks is over.
   void end(int64_t chunks) { chunks_ += chunks; }
 
  private:
   static constexpr int64_t kTrial = 32, kPeriod = 2048;
-  static constexpr int64_t kWarm = 8;              // the first of a trial, until each slot was written in its way
+  static constexpr int64_t kHalf = kTrial / 2;     // in the second, the ways change places: messages may have two chunks each
+  static constexpr int64_t kWarm = 4;              // the first of a half, until each slot was written in its way
   static constexpr int64_t kDecided = kTrial + 3;  // before it is laid out, all of the trial are taken
+  static bool tried(int64_t at) { return (at ^ at / kHalf) & 1; }
   void decide();
 
   bool streaming_ = false;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kLine = 64;            // bytes: shares of a chunk begin on cache lines
 constexpr int64_t kDirectBytes = 32768;  // up to here it is quicker if every rank reduces everything itself
-constexpr int64_t kLargeBytes = 65536;   // from here on, a chunk may be written past the caches
+constexpr int64_t kLargeBytes = 65536;   // from here on, what is laid out of a chunk may be written past the caches
 constexpr int64_t kHotBytes = 8192;      // what has just been reduced is still in the L1 cache
 
 struct Range {
@@ -68,11 +68,13 @@ class Transport::Call {
       if (room < 1) throw std::runtime_error("too many ranks for the slots of the shared memory");
       const int64_t columns = room < kLine ? room : room / kLine * kLine;
       for (int64_t begin = 0; begin < stream.columns; begin += columns) {
-        chunks_.push_back({&stream, {begin, std::min(begin + columns, stream.columns)}});
+        chunks_.push_back({&stream, {begin, std::min(begin + columns, stream.columns)}, -1});
+        const int64_t laid_out = bytes(chunks_.back()) * (kind == Kind::ReduceScatter ? at_.size : 1);
+        // between nodes the network decides how long it takes
+        if (kCanStream && !several() && laid_out >= kLargeBytes) chunks_.back().large = large_++;
       }
     }
     direct_ = kind == Kind::Allreduce && !several() && chunks_.size() == 1 && bytes(chunks_[0]) * local_ <= kDirectBytes;
-    large_ = !chunks_.empty() && bytes(chunks_[0]) >= kLargeBytes;
   }
 
   Node::Message message(int64_t word) {
@@ -89,14 +91,13 @@ class Transport::Call {
     return message;
   }
 
-  void end() {
-    if (large_) transport_.stores_.end(chunks_.size());
-  }
+  void end() { transport_.stores_.end(large_); }
 
  private:
   struct Chunk {
     const Stream* stream;
     Range columns;
+    int64_t large;  // its number among the large ones of the message, or -1
   };
 
   bool several() const { return transport_.several_; }
@@ -112,11 +113,14 @@ class Transport::Call {
 
   // A step of the message, by the number of the chunk.
   std::function<void(int64_t)> timed(void (Call::*step)(int64_t)) {
-    if (!large_) return [this, step](int64_t k) { (this->*step)(k); };
-    return [this, step](int64_t k) { transport_.stores_.time(k, bytes(chunks_[k]), [=] { (this->*step)(k); }); };
+    return [this, step](int64_t k) {
+      const int64_t large = chunks_[k].large;
+      if (large < 0) return (this->*step)(k);
+      transport_.stores_.time(large, bytes(chunks_[k]), [=] { (this->*step)(k); });
+    };
   }
 
-  bool streams(int64_t k) const { return large_ && transport_.stores_.streams(k); }
+  bool streams(int64_t k) const { return chunks_[k].large >= 0 && transport_.stores_.streams(chunks_[k].large); }
 
   // f(array, its first column, n, the column of the chunk) for the arrays of some columns of a chunk
   template <class F>
@@ -167,7 +171,8 @@ class Transport::Call {
     const int64_t item = chunk.stream->item;
     each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
       for (int rank = 0; rank < local_; ++rank) {
-        copy_bytes(a.out + (at_.order[rank] * a.columns + column) * item, at(k, rank, 0, from), n * item);
+        const char* row = rank == me_ ? a.in + column * item : at(k, rank, 0, from);
+        copy_bytes(a.out + (at_.order[rank] * a.columns + column) * item, row, n * item);
       }
     });
   }
@@ -198,7 +203,7 @@ class Transport::Call {
     if (!slot || !streams(k)) {
       return reduce(type, op_, sources(k, row, from, own), local_, divisor_, out ? out : slot, out ? slot : nullptr, n);
     }
-    char block[kHotBytes];
+    alignas(kLine) char block[kHotBytes];
     for (int64_t i = 0; i < n; i += hot) {
       const int64_t m = std::min(hot, n - i);
       char* reduced = out ? out + i * item : block;
@@ -274,7 +279,8 @@ class Transport::Call {
   const Op op_;
   const int divisor_;
   int me_, local_;  // of the node's ranks
-  bool direct_, large_;
+  bool direct_;
+  int64_t large_ = 0;  // chunks
   std::vector<Stream> streams_;
   std::vector<Chunk> chunks_;
   std::vector<const void*> sources_;
