@@ -264,36 +264,35 @@ int64_t reduce_first(const void* const*, int, int, T*, T*, int64_t) {
 }
 
 #if defined(__AVX2__)
-inline __m256 load8(const float* in) { return _mm256_loadu_ps(in); }
+// 16 numbers of a type, as floats: in whatever order, the same for each source and for the result.
+struct Floats {
+  __m256 x, y;
+};
 
-inline __m256 load8(const BF16* in) {
-  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+inline Floats load16(const float* in) { return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)}; }
+
+inline void store16(float* out, Floats floats) {
+  _mm256_storeu_ps(out, floats.x);
+  _mm256_storeu_ps(out + 8, floats.y);
 }
 
-// As to_bf16, in 32 bits each.
-inline __m256i narrow8(__m256 x) {
+// Of each pair, the first number is in x and the second in y.
+inline Floats load16(const BF16* in) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
+  const __m256i second = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(second)};
+}
+
+// As to_bf16, in the upper halves.
+inline __m256i rounded8(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-  return _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
 }
 
-// To both places, if there is a second.
-inline void store16(float* out, float* second, __m256 x, __m256 y) {
-  for (float* to : {out, second}) {
-    if (!to) continue;
-    _mm256_storeu_ps(to, x);
-    _mm256_storeu_ps(to + 8, y);
-  }
-}
-
-inline void store16(BF16* out, BF16* second, __m256 x, __m256 y) {
-  const __m256i packed = _mm256_packus_epi32(narrow8(x), narrow8(y));
-  const __m256i bits = _mm256_permute4x64_epi64(packed, 0xd8);  // packus takes turns between its operands
-  for (BF16* to : {out, second}) {
-    if (to) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
-  }
+inline void store16(BF16* out, Floats floats) {
+  const __m256i pairs = _mm256_blend_epi16(_mm256_srli_epi32(rounded8(floats.x), 16), rounded8(floats.y), 0xaa);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), pairs);
 }
 
 // A sum stays in the registers from the ranks' arrays to the rounded mean.
@@ -305,14 +304,15 @@ int64_t sum_first(const void* const* sources, int count, int divisor, T* out, T*
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
     auto source = [&](int k) { return static_cast<const T*>(sources[k]) + i; };
-    __m256 x = load8(source(0)), y = load8(source(0) + 8);
+    Floats sum = load16(source(0));
     for (int k = 1; k < count; ++k) {
-      x = _mm256_add_ps(x, load8(source(k)));
-      y = _mm256_add_ps(y, load8(source(k) + 8));
+      const Floats more = load16(source(k));
+      sum = {_mm256_add_ps(sum.x, more.x), _mm256_add_ps(sum.y, more.y)};
     }
-    x = exact ? _mm256_mul_ps(x, factor) : _mm256_div_ps(x, factor);
-    y = exact ? _mm256_mul_ps(y, factor) : _mm256_div_ps(y, factor);
-    store16(out + i, second ? second + i : nullptr, x, y);
+    sum = exact ? Floats{_mm256_mul_ps(sum.x, factor), _mm256_mul_ps(sum.y, factor)}
+                : Floats{_mm256_div_ps(sum.x, factor), _mm256_div_ps(sum.y, factor)};
+    store16(out + i, sum);
+    if (second) store16(second + i, sum);
   }
   return i;
 }
