@@ -37,10 +37,10 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module", autouse=True)
 def _hosts_can_be_made():
-    """Root, ip netns and unshare, and Open MPI's launcher."""
+    """Root, ip netns and unshare, and an MPI's launcher."""
     space = f"jaxmpi-try-{os.getpid()}"
     if os.geteuid() or not shutil.which("ip") or not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("needs root, ip and Open MPI, to make hosts")
+        pytest.skip("needs root, ip and an mpirun, to make hosts")
     works = [
         subprocess.run(command, capture_output=True).returncode == 0
         for command in (["ip", "netns", "add", space], ["ip", "netns", "exec", space, "unshare", "-u", "true"])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two hosts on this machine, network namespaces with a virtual cable between them, and a job of 2 ranks on each, over TCP.
-# Needs root, ip and Open MPI:
+# Needs root, ip and the Open MPI or MPICH of PYTHON's environment:
 #
 #     PYTHON=.venv/bin/python tests/two_hosts.sh [--cut FILE SECONDS] script.py [its arguments]
 #
@@ -28,11 +28,11 @@ for name in "$a" "$b"; do
   ip netns add "$name"
   ip -n "$name" link set lo up
 done
-ip link add cable-a netns "$a" type veth peer name cable-b netns "$b"
-ip -n "$a" addr add 10.77.0.1/24 dev cable-a
-ip -n "$b" addr add 10.77.0.2/24 dev cable-b
-ip -n "$a" link set cable-a up
-ip -n "$b" link set cable-b up
+ip link add cable netns "$a" type veth peer name cable netns "$b"
+ip -n "$a" addr add 10.77.0.1/24 dev cable
+ip -n "$b" addr add 10.77.0.2/24 dev cable
+ip -n "$a" link set cable up
+ip -n "$b" link set cable up
 
 # What the launcher takes for ssh: it enters the namespace of the host, under a host name of its own. No variable goes along.
 cat > "$folder/ssh" <<SSH
@@ -47,16 +47,23 @@ chmod +x "$folder/ssh"
 if [[ $file ]]; then
   (
     until [[ -e $file ]]; do sleep 0.1; done
-    ip -n "$b" link set cable-b down
+    ip -n "$b" link set cable down
     if [[ $seconds != forever ]]; then
       sleep "$seconds"
-      ip -n "$b" link set cable-b up
+      ip -n "$b" link set cable up
     fi
   ) &
   cutter=$!
 fi
 
+hosts=10.77.0.1:2,10.77.0.2:2
+if "$(dirname "$python")/mpirun" --version | grep -q "Open MPI"; then
+  options=(--prtemca plm_ssh_agent "$folder/ssh" --host "$hosts" --map-by slot:OVERSUBSCRIBE --bind-to none -x PYTHONPATH -x PATH)
+else
+  # It would tell the other host its name, which nobody there knows; and UCX sees one machine, whatever the hosts are called.
+  export UCX_TLS=tcp,self
+  options=(-launcher ssh -launcher-exec "$folder/ssh" -hosts "$hosts" -iface cable)
+fi
+
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} PATH=$(dirname "$python"):$PATH
-ip netns exec "$a" unshare -u bash -c "hostname jaxmpi-a; exec \"\$@\"" - \
-  "$python" -m jaxmpi run -n 4 --prtemca plm_ssh_agent "$folder/ssh" --host 10.77.0.1:2,10.77.0.2:2 \
-  --map-by slot:OVERSUBSCRIBE --bind-to none -x PYTHONPATH -x PATH "$@"
+ip netns exec "$a" unshare -u bash -c "hostname jaxmpi-a; exec \"\$@\"" - "$python" -m jaxmpi run -n 4 "${options[@]}" "$@"

@@ -23,10 +23,18 @@ def joining(launched: int) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
         if launched > 1:
+            _add_rank(error)
             sys.excepthook = _ends(sys.excepthook)
         raise
+
+
+def _add_rank(error: Exception) -> None:
+    """Say on which rank it was, as far as MPI is up: not every launcher says who has ended the job."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        error.add_note(f"This is rank {mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size}.")
 
 
 def _ends(show: Hook) -> Hook:
