@@ -13,7 +13,7 @@ import pytest
 from jaxmpi._run import mpiexec
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 import jax, jax.numpy as jnp
 import jaxmpi
 rank = jaxmpi.init().rank
@@ -27,7 +27,11 @@ for i in range(10_000):
             raise ValueError("boom on one")
         if what.startswith("exit"):
             sys.exit(int(what[4:]))
-        if what == "kill":
+        if what == "kill, and the launcher is slow":
+            launcher = os.getppid()
+            os.kill(launcher, signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 0.8; kill -CONT {launcher}"], start_new_session=True)
+        if what.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
     x = {"eager": jaxmpi.tree_allreduce, "program": program}.get(where, step)(x)
     if where == "objects":
@@ -127,6 +131,15 @@ def test_a_killed_rank_0_is_named_too(tmp_path):
     code, output, _, processes = end(mpirun(3, str(script), "kill", "jit"), str(tmp_path))
     assert code != 0 and processes == [], output
     assert re.search(r"(?i)rank 0\b.*signal 9", output.replace("\n", " ")), output
+
+
+def test_a_killed_rank_is_named_where_the_launcher_is_slow(tmp_path):
+    """The others find out first, and end: they are not the cause."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    code, output, _, processes = end(jaxmpi_run(3, str(script), "kill, and the launcher is slow", "program"), str(tmp_path))
+    assert code != 0 and processes == [], output
+    assert re.search("the job failed: rank 1 .*signal 9", output), output
 
 
 FINE = """

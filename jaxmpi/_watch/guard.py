@@ -32,6 +32,7 @@ __all__ = ["Guard", "active", "install", "last_words", "remove"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
+KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 _guard: "Guard | None" = None
@@ -189,9 +190,16 @@ class Guard:
         for call in self.at_end:
             self._call(call, why)
         self.say(f"{why} The job ends.")
-        self._dismiss_witness()
         time.sleep(0.1)  # let the launcher pass the lines on
+        if self._left is None and self._has_lost_one():
+            time.sleep(KILLED_SECONDS)  # who aborts before the launcher knows would be named instead
+        self._dismiss_witness()
         self.backend.abort(code)
+
+    def _has_lost_one(self) -> bool:
+        """Whether a rank of this host has ended."""
+        _, here = self.members[self.backend.place.rank]
+        return any(registry.state(pid) == "ended" for pid, host in self.members if host == here)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)

@@ -13,7 +13,7 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments"]
+__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments", "state"]
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
 _SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-]\S+")
@@ -66,6 +66,15 @@ def segments(pid: int | str = "self") -> tuple[str, ...]:
         return ()
     paths = {match.group() for line in lines if (match := _SEGMENT.search(line)) and not line.endswith(" (deleted)")}
     return tuple(sorted(paths))
+
+
+def state(pid: int) -> str:
+    """What a process of this host does: "runs", is "stopped", or has "ended", and be it that nobody has asked how."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "ended"
+    return "stopped" if letter in "Tt" else "ended" if letter in "ZX" else "runs"
 
 
 def processes(directory: str) -> dict[int, bytes]:

@@ -5,7 +5,6 @@ they are: these are threads, and answer whatever their main thread does. The low
 JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends. A wait of many times the usual is announced sooner.
 """
 
-import contextlib
 import itertools
 import math
 import os
@@ -16,11 +15,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._agreement import in_words
+from jaxmpi._watch import registry
 from jaxmpi._watch.recorder import Recorder, where
 
 __all__ = ["StallWatch"]
@@ -180,12 +179,9 @@ def _stack(thread: int) -> list[str]:
 
 def _why_silent(pid: int, host: str) -> str:
     if host == os.uname().nodename:
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state in "Tt":
-                return "it is stopped (SIGSTOP, or a debugger)"
-            if state in "ZX":
-                return "it has ended"
-            return "it runs, but its Python does not: some code holds the GIL"
-        return "it has ended"
+        return {
+            "ended": "it has ended",
+            "stopped": "it is stopped (SIGSTOP, or a debugger)",
+            "runs": "it runs, but its Python does not: some code holds the GIL",
+        }[registry.state(pid)]
     return "it is stopped, its host is down, or the network is"
