@@ -71,7 +71,7 @@ def test_a_cable_that_is_cut_for_five_seconds(tmp_path):
     code, output, _ = run(tmp_path, 5, 100, JAXMPI_STALL_SECONDS="2", JAXMPI_STALL_END_SECONDS="60")
     longest = re.search(r"done, the longest step took ([\d.]+) s", output)
     assert code == 0 and longest and float(longest[1]) > 4, output
-    assert re.search(r"stalled: has waited \d+ s in allreduce", output), output
+    assert re.search(r"stalled: has waited \d+ s in (<lambda> \()?allreduce", output), output
 
 
 def test_a_cable_that_is_cut_for_ever(tmp_path):

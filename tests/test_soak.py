@@ -188,7 +188,8 @@ while jaxmpi.broadcast_object(time.time() < end):
     now = rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     if half is None and time.time() > end - 30 * float(sys.argv[2]):
         half = now
-print("grown", *(b - a for a, b in zip(half, now)), "from", *half, "steps", count, flush=True)
+grown = " ".join(str(b - a) for a, b in zip(half, now))
+print(f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n", end="", flush=True)  # at once: ranks share it
 """
 
 
