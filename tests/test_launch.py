@@ -60,6 +60,7 @@ if what == "sleep":
         open(f"{__file__}.{comm.rank}", "w").write(str(number))
         os._exit(4)
     signal.signal(signal.SIGTERM, note)
+    open(f"{__file__}.{comm.rank}.ready", "w")
     time.sleep(60)
 if what != "slip":
     registry.leave(run_dir, comm.rank)
@@ -624,7 +625,8 @@ def test_run_stops_on_a_signal(script, number, code):
 def test_run_passes_a_signal_on(script):
     job = start("-n", 2, script, "sleep", ROOT / "jaxmpi")
     said = job.stdout.readline() + job.stdout.readline()
-    time.sleep(0.8)
+    while not all(Path(f"{script}.{rank}.ready").exists() for rank in (0, 1)):
+        time.sleep(0.05)
     job.terminate()
     code, output, _ = end(job)
     assert code == 143
