@@ -30,6 +30,7 @@ __all__ = [
     "bind",
     "caller_line",
     "can_hide_effects",
+    "compiling",
     "ffi_call_in_order",
     "in_library",
     "is_axis_effect",
@@ -200,6 +201,14 @@ def watch_communication() -> Callable[[], bool]:
         return any(not token._buf.is_ready() for token in list(token_set.get("current_tokens", {}).values()))
 
     return waits
+
+
+def compiling(thread: int | None) -> bool:
+    """Whether a thread stands inside of XLA's compiler."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame and frame.f_code.co_name not in ("backend_compile_and_load", "backend_compile"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def wait_for_effects() -> None:

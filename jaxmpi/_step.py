@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from threading import get_ident
 from types import MethodType
@@ -63,8 +64,9 @@ class Step:
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
         _agreement.meet(self._backend, program.statement, program.sides)
-        end, out = run(leaves)
-        self._backend.started(end)
+        with self._backend.starting() as keep:
+            end, out = run(leaves)
+            keep(end)
         return out
 
     def _check(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
@@ -179,10 +181,11 @@ class Step:
         args, kwargs = self._wrapped(args, kwargs)
         if self._alone:
             return compiled(*args, **kwargs)
-        if program.statement and not self._in_band:
-            _agreement.meet(self._backend, program.statement, program.sides)
+        if statement := None if self._in_band else program.statement:
+            _agreement.meet(self._backend, statement, program.sides)
         try:
-            out = compiled(*args, **kwargs)  # without an output of our own to wait for
+            with self._backend.starting() if statement else nullcontext():
+                out = compiled(*args, **kwargs)  # without an output of our own to wait for
             return jax.block_until_ready(out) if self._in_band or not self._concurrent else out
         except EXPECTED as error:
             self._explain(error, args, kwargs)

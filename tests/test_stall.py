@@ -23,18 +23,25 @@ from jaxmpi._watch.stop import Stop
 from jaxmpi.testing import faults, run_ranks
 
 STALLS = """
-import os, signal, sys, time
+import itertools, os, signal, sys, time
 import jax, jax.numpy as jnp
 import jaxmpi
 rank = jaxmpi.init().rank
-what = sys.argv[1]
+what, calls = sys.argv[1], itertools.count()
 
 @jaxmpi.jit
 def train_step(x):
+    if what == "inside":
+        x = jax.pure_callback(hold, x, x)
     return jaxmpi.tree_allreduce({"w": x})["w"]  # the collective
 
 def load_batch():
     time.sleep(float(sys.argv[2]))  # the slow line
+
+def hold(x):
+    if rank == 1 and next(calls) == 25:
+        load_batch()
+    return x
 
 x = jnp.ones(100)
 for i in range(30):
@@ -84,6 +91,15 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
     assert re.search(r"stalled: has waited [12] s", output) and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend):
+    """JAX runs a short program whose arguments are ready before the call of it returns."""
+    code, output, _, left = stalled(tmp_path, monkeypatch, "inside", 3, backend=backend)
+    assert not code and not left and output.count("is through") == 2, output
+    assert re.search(r"rank 0/2 on \S+\] stalled: has waited [12] s in .*train_step", output), output
+    assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,10 +77,14 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 end.block_until_ready()
 
-    def started(self, end: Any) -> None:
-        """Keep an output of a program that was started after a meeting, which nobody donates: XLA keeps a thread's order."""
-        self.ends[threading.get_ident()] = end
-        self._entered += 1
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Callable[[Any], None]]:
+        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
+
+        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
+        """
+        with _Entered(self):
+            yield partial(self.ends.__setitem__, threading.get_ident())
 
     def gather_sides(self, side: Any) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running."""
@@ -131,7 +136,7 @@ class Job:
     def progress(self) -> tuple[int, bool]:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
         running = not self.in_band and any(not end.is_ready() for end in list(self.ends.values()))
-        return self._entered, self._inside or running
+        return self._entered, running or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
 
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:

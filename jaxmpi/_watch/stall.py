@@ -171,10 +171,9 @@ def _stack(thread: int) -> list[str]:
     frame = sys._current_frames().get(thread)
     calls = list(reversed(traceback.extract_stack(frame))) if frame else []
     of_user = [call for call in calls if not _jaxcompat.in_library(call.filename)]
-    compiling = any(call.name == "backend_compile_and_load" or call.name == "backend_compile" for call in calls)
     shown = [*(calls[:1] if calls[:1] != of_user[:1] else []), *of_user[:FRAMES]]
     lines = [f"{os.path.basename(c.filename)}:{c.lineno} in {c.name}" + (f": {c.line}" if c.line else "") for c in shown]
-    return (["(compiling)"] if compiling else []) + lines
+    return (["(compiling)"] if _jaxcompat.compiling(thread) else []) + lines
 
 
 def _why_silent(pid: int, host: str) -> str:
