@@ -28,11 +28,8 @@ def stack(dtype, shape, size):
     numbers = (np.arange(size)[:, None] * 2 + np.arange(count)[None] * 3) % 5 + 1
     if dtype in COMPLEX:
         numbers = numbers + 1j * np.flip(numbers)
-    return (
-        np.asarray(jnp.asarray(numbers.reshape(size, *shape)).astype(dtype))
-        if dtype != "bool"
-        else numbers.reshape(size, *shape) % 2 == 0
-    )
+    numbers = numbers.reshape(size, *shape)
+    return numbers.astype(jnp.dtype(dtype)) if dtype != "bool" else numbers % 2 == 0
 
 
 def expected(inputs, op):
