@@ -54,6 +54,16 @@ def test_where_all_is_well():
     assert re.search(r"[\d.]+ times a memcpy", said["bandwidth"][1])
 
 
+def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
+    """What is installed is asked, and not the sources that someone stands in."""
+    for name in ("jaxmpi", "mpi4jax"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the sources')")
+    command = [os.path.join(os.path.dirname(sys.executable), "jaxmpi"), "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0 and "jaxmpi works here." in done.stdout and "the sources" not in done.stdout, done.stdout
+
+
 def test_without_mpi4py(tmp_path):
     code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")"))
     assert code == 1 and "Something is broken" in output

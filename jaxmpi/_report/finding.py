@@ -1,12 +1,14 @@
 """What `jaxmpi doctor` says about one thing, and how it asks without coming to harm."""
 
+import os
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["START_SECONDS", "Finding", "ask", "two"]
+__all__ = ["START_SECONDS", "Finding", "ask", "environment", "two"]
 
 START_SECONDS = 120.0
 
@@ -28,11 +30,17 @@ def _wrapped(mark: str, text: str) -> str:
     return textwrap.fill(text, 118, initial_indent=mark, subsequent_indent=" " * 10)
 
 
+def environment() -> dict[str, str]:
+    """Of a Python that finds the jaxmpi of this process, and not another that the working directory holds, as sources do."""
+    home = Path(__file__).parents[2]
+    return {**os.environ} if home == Path.cwd() else {**os.environ, "PYTHONSAFEPATH": "1"}
+
+
 def ask(code: str) -> tuple[bool, str]:
     """Run Python code; returns whether it worked, and what it printed, or its error."""
     try:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment())
     except subprocess.TimeoutExpired:
         return False, f"no answer within {START_SECONDS:.0f} s"
     if not done.returncode:

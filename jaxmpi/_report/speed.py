@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._report.finding import START_SECONDS, Finding
+from jaxmpi._report.finding import START_SECONDS, Finding, environment
 from jaxmpi._run.plan import Machine
 
 __all__ = ["speed"]
@@ -28,7 +28,7 @@ def speed(ranks: int, machine: Machine) -> Iterator[Finding]:
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), "-m", "jaxmpi._report.speed"]
     start = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment())
     except subprocess.TimeoutExpired:
         yield Finding("broken", "a job", f"{ranks} ranks did not end within {START_SECONDS:.0f} s", "Try: " + " ".join(command))
         return
