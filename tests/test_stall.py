@@ -31,7 +31,7 @@ what, calls = sys.argv[1], itertools.count()
 
 @jaxmpi.jit
 def train_step(x):
-    if what == "inside":
+    if what in ("inside", "ahead of time"):
         x = jax.pure_callback(hold, x, x)
     return jaxmpi.tree_allreduce({"w": x})["w"]  # the collective
 
@@ -44,6 +44,8 @@ def hold(x):
     return x
 
 x = jnp.ones(100)
+if what == "ahead of time":
+    train_step = train_step.lower(x).compile()
 for i in range(30):
     if rank == 1 and i == 25:
         if what == "sleep":
@@ -93,10 +95,11 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     assert re.search(r"stalled: has waited [12] s", output) and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
 
 
+@pytest.mark.parametrize("what", ["inside", "ahead of time"])
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
-def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend):
+def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what):
     """JAX runs a short program whose arguments are ready before the call of it returns."""
-    code, output, _, left = stalled(tmp_path, monkeypatch, "inside", 3, backend=backend)
+    code, output, _, left = stalled(tmp_path, monkeypatch, what, 3, backend=backend)
     assert not code and not left and output.count("is through") == 2, output
     assert re.search(r"rank 0/2 on \S+\] stalled: has waited [12] s in .*train_step", output), output
     assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
