@@ -265,56 +265,70 @@ int64_t reduce_first(const void* const*, int, int, T*, T*, int64_t) {
   return 0;
 }
 
-#if defined(__AVX2__)
-// 16 numbers of a type, as floats: in whatever order, the same for each source and for the result.
-struct Floats {
-  __m256 x, y;
+// Vectors of the processor's own width, by the compiler's vector extension.
+#if defined(__AVX512BW__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+using Floats = float __attribute__((vector_size(kVectorBytes)));
+using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
+
+// Two vectors of numbers of a type, as floats: in whatever order, the same for each source and for the result.
+struct Pair {
+  static constexpr int64_t kNumbers = 2 * kVectorBytes / sizeof(float);
+  Floats x, y;
 };
 
-inline Floats load16(const float* in) { return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)}; }
-
-inline void store16(float* out, Floats floats) {
-  _mm256_storeu_ps(out, floats.x);
-  _mm256_storeu_ps(out + 8, floats.y);
+template <class Vector>
+Vector load(const void* in) {
+  Vector vector;
+  std::memcpy(&vector, in, sizeof vector);
+  return vector;
 }
 
-// Of each pair, the first number is in x and the second in y.
-inline Floats load16(const BF16* in) {
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
-  const __m256i second = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(second)};
+inline Pair load_pair(const float* in) { return {load<Floats>(in), load<Floats>(in + Pair::kNumbers / 2)}; }
+
+inline void store_pair(float* out, const Pair& pair) {
+  std::memcpy(out, &pair.x, sizeof pair.x);
+  std::memcpy(out + Pair::kNumbers / 2, &pair.y, sizeof pair.y);
+}
+
+// Of each two neighbours, the one in the lower half of a word is in x and the other in y.
+inline Pair load_pair(const BF16* in) {
+  const Words words = load<Words>(in);
+  return {bit_cast<Floats>(words << 16), bit_cast<Floats>(words & 0xffff0000)};
 }
 
 // As to_bf16, in the upper halves.
-inline __m256i rounded8(__m256 x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+inline Words rounded(const Floats& x) {
+  const Words bits = bit_cast<Words>(x);
+  return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-inline void store16(BF16* out, Floats floats) {
-  const __m256i pairs = _mm256_blend_epi16(_mm256_srli_epi32(rounded8(floats.x), 16), rounded8(floats.y), 0xaa);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), pairs);
+inline void store_pair(BF16* out, const Pair& pair) {
+  const Words words = (rounded(pair.x) >> 16) | (rounded(pair.y) & 0xffff0000);
+  std::memcpy(out, &words, sizeof words);
 }
 
 // A sum stays in the registers from the ranks' arrays to the rounded mean.
 template <class T>
 int64_t sum_first(const void* const* sources, int count, int divisor, T* out, T* second, int64_t n) {
   const bool exact = (divisor & (divisor - 1)) == 0;
-  const float by = static_cast<float>(divisor);
-  const __m256 factor = _mm256_set1_ps(exact ? 1 / by : by);
+  const float by = static_cast<float>(divisor), inverse = 1 / by;
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    auto source = [&](int k) { return static_cast<const T*>(sources[k]) + i; };
-    Floats sum = load16(source(0));
+  for (; i + Pair::kNumbers <= n; i += Pair::kNumbers) {
+    auto source = [&](int k) { return load_pair(static_cast<const T*>(sources[k]) + i); };
+    Pair sum = source(0);
     for (int k = 1; k < count; ++k) {
-      const Floats more = load16(source(k));
-      sum = {_mm256_add_ps(sum.x, more.x), _mm256_add_ps(sum.y, more.y)};
+      const Pair more = source(k);
+      sum = {sum.x + more.x, sum.y + more.y};
     }
-    sum = exact ? Floats{_mm256_mul_ps(sum.x, factor), _mm256_mul_ps(sum.y, factor)}
-                : Floats{_mm256_div_ps(sum.x, factor), _mm256_div_ps(sum.y, factor)};
-    store16(out + i, sum);
-    if (second) store16(second + i, sum);
+    sum = exact ? Pair{sum.x * inverse, sum.y * inverse} : Pair{sum.x / by, sum.y / by};
+    store_pair(out + i, sum);
+    if (second) store_pair(second + i, sum);
   }
   return i;
 }
@@ -328,7 +342,6 @@ template <>
 int64_t reduce_first<Op::Sum>(const void* const* sources, int count, int divisor, BF16* out, BF16* second, int64_t n) {
   return sum_first(sources, count, divisor, out, second, n);
 }
-#endif
 
 void combine(Type type, Op op, const void* const* sources, int count, void* total, int64_t n) {
   with_type(type, [&](auto t) {
