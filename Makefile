@@ -24,6 +24,8 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# two at a time: a test of several ranks waits for most of its time
+SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: train test test-examples test-mpi4jax test-loaders matrix faults soak bench package docs lint clean
 .SUFFIXES:
@@ -34,7 +36,7 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.test-installed
 	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(SUITE) $(TESTS)
 
 test-examples: $(VENV)/.test-installed
 	@echo "== running the examples and benchmarks from beginning to end"
@@ -42,7 +44,7 @@ test-examples: $(VENV)/.test-installed
 
 test-mpi4jax: $(VENV)/.test-installed
 	@echo "== running the tests on mpi4jax, the other transport"
-	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest $(TESTS)
+	@JAXMPI_TRANSPORT=mpi4jax $(SUITE) $(TESTS)
 
 test-loaders: $(VENV)/.test-installed
 	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"
