@@ -22,7 +22,8 @@ OPTIONS = (
 )  # fmt: skip
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-parser.add_argument("--options", nargs="+", default=OPTIONS, help="those to compare, the first of which is the plain one")
+note = "those to compare, the first of which is the plain one; a single word alone is written --options=--sharded"
+parser.add_argument("--options", nargs="+", default=OPTIONS, help=note)
 parser.add_argument("--seeds", type=int, default=5, help="of each, from 0")
 parser.add_argument("--ranks", type=int, default=2)
 args = parser.parse_args()
