@@ -28,6 +28,7 @@ struct F16 {
 
 template <class To, class From>
 To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;
@@ -265,7 +266,7 @@ int64_t reduce_first(const void* const*, int, int, T*, T*, int64_t) {
   return 0;
 }
 
-// Vectors of the processor's own width, by the compiler's vector extension.
+// The compiler's own vectors, as wide as those that this file is compiled for: 16 bytes is what every processor has.
 #if defined(__AVX512BW__)
 constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -275,10 +276,11 @@ constexpr int64_t kVectorBytes = 16;
 #endif
 using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
+constexpr int64_t kLanes = kVectorBytes / sizeof(float);
 
 // Two vectors of numbers of a type, as floats: in whatever order, the same for each source and for the result.
 struct Pair {
-  static constexpr int64_t kNumbers = 2 * kVectorBytes / sizeof(float);
+  static constexpr int64_t kNumbers = 2 * kLanes;
   Floats x, y;
 };
 
@@ -289,11 +291,11 @@ Vector load(const void* in) {
   return vector;
 }
 
-inline Pair load_pair(const float* in) { return {load<Floats>(in), load<Floats>(in + Pair::kNumbers / 2)}; }
+inline Pair load_pair(const float* in) { return {load<Floats>(in), load<Floats>(in + kLanes)}; }
 
 inline void store_pair(float* out, const Pair& pair) {
   std::memcpy(out, &pair.x, sizeof pair.x);
-  std::memcpy(out + Pair::kNumbers / 2, &pair.y, sizeof pair.y);
+  std::memcpy(out + kLanes, &pair.y, sizeof pair.y);
 }
 
 // Of each two neighbours, the one in the lower half of a word is in x and the other in y.
@@ -303,7 +305,7 @@ inline Pair load_pair(const BF16* in) {
 }
 
 // As to_bf16, in the upper halves.
-inline Words rounded(const Floats& x) {
+inline Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
