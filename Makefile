@@ -70,7 +70,7 @@ soak: $(VENV)/.test-installed
 bench: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
 	@echo "== benchmarks: results and plots in $(BENCH)"
-	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py" \
+	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/train_step.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/optimizers.py --out $(BENCH)" \

@@ -47,6 +47,37 @@ def machine(world):
     )
 
 
+def bars(axes, rows):
+    """A group of bars for each case, with one for each contender."""
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    names = list(dict.fromkeys(r["contender"] for r in rows))
+    for i, name in enumerate(names):
+        mine = {r["case"]: r for r in rows if r["contender"] == name}
+        places = [k + (i - len(names) / 2) * 0.8 / len(names) for k, case in enumerate(cases) if case in mine]
+        axes.bar(places, [mine[case]["median_us"] / 1e3 for case in cases if case in mine], 0.8 / len(names), label=name)
+    axes.set(yscale="log", ylabel="ms", xticks=range(len(cases)), xticklabels=cases)
+
+
+def save(folder, name, found, title, draw):
+    """Write NAME.json, and NAME.png with what `draw(axes)` draws."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install '.[bench]')", flush=True)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    draw(axes)
+    axes.set_title(f"{title}, {time.strftime('%Y-%m-%d')}", fontsize=10)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / f"{name}.png", dpi=120)
+
+
 class Report:
     """Times and ratios, as they are found; printed by rank 0."""
 
@@ -64,22 +95,26 @@ class Report:
     def progress(self, cases):
         return tqdm(cases, desc=self.name, disable=self.world.rank != 0 or not sys.stderr.isatty())
 
-    def measure(self, case, contenders, seconds=1.0):
+    def measure(self, case, contenders, seconds=1.0, turn=contextlib.nullcontext):
         """Have the contenders take turns, each for about so many seconds in all; returns {name: µs [rounds, ranks · calls]}.
 
-        All ranks start each turn together, and the times of all ranks count.
+        All ranks start each turn together, inside of `turn(contender)`, and the times of all ranks count.
         """
         rounds = 2 if self.args.quick else self.args.rounds
-        calls = {name: self._calls(call, seconds / rounds) for name, call in contenders.items()}
+        calls = {}
+        for name, call in contenders.items():
+            with turn(call):
+                calls[name] = self._calls(call, seconds / rounds)
         times = {name: np.empty((rounds, calls[name])) for name in contenders}
-        for turn in range(rounds):
-            for name in list(contenders)[:: -1 if turn % 2 else 1]:
-                jaxmpi.barrier()
-                for i in range(-UNTIMED if calls[name] > 1 else 0, calls[name]):
-                    start = time.perf_counter()
-                    jax.block_until_ready(contenders[name]())
-                    if i >= 0:
-                        times[name][turn, i] = 1e6 * (time.perf_counter() - start)
+        for k in range(rounds):
+            for name in list(contenders)[:: -1 if k % 2 else 1]:
+                with turn(contenders[name]):
+                    jaxmpi.barrier()
+                    for i in range(-UNTIMED if calls[name] > 1 else 0, calls[name]):
+                        start = time.perf_counter()
+                        jax.block_until_ready(contenders[name]())
+                        if i >= 0:
+                            times[name][k, i] = 1e6 * (time.perf_counter() - start)
         everyone = jaxmpi.allgather_object(times)
         times = {name: np.concatenate([one[name] for one in everyone], axis=1) for name in contenders}
         for name, values in times.items():
@@ -112,30 +147,13 @@ class Report:
         spread = f"rounds {by_round.min():.2f} to {by_round.max():.2f}"
         self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
 
-    def finish(self, plot=None):
-        """Write what was found, and end with 1 where a bound was missed."""
+    def finish(self, plot=bars):
+        """Write what was found, with `plot(axes, rows)`, and end with 1 where a bound was missed."""
         missed = [r for r in self.ratios if not r["holds"]]
         if self.args.out and self.world.rank == 0:
-            self.args.out.mkdir(parents=True, exist_ok=True)
             found = {"machine": self.machine, "date": time.strftime("%Y-%m-%d"), "rows": self.rows, "ratios": self.ratios}
-            (self.args.out / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-            if plot:
-                self._plot(plot)
+            title = f"{self.name}, {self.world.size} ranks"
+            save(self.args.out, self.name, found, title, lambda axes: plot(axes, self.rows))
         self.show(f"\n{self.name}: {len(self.ratios)} ratios, {len(missed)} missed their bound")
         jaxmpi.barrier()
         sys.exit(int(bool(missed) and not self.args.quick))
-
-    def _plot(self, plot):
-        try:
-            import matplotlib
-        except ImportError:
-            return self.show("no plot: matplotlib is not installed (pip install '.[bench]')")
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-        plot(axes, self.rows)
-        axes.set_title(f"{self.name}, {self.world.size} ranks, {time.strftime('%Y-%m-%d')}", fontsize=10)
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
-        figure.savefig(self.args.out / f"{self.name}.png", dpi=120)

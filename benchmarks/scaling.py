@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import Report, parser
+from common import Report, parser, save
 
 SIZES = {"1 KB": 256, "1 MB": 2**18, "16 MB": 2**22, "100 MB": 25 * 2**20}
 LIMIT = 3.0
@@ -71,9 +71,21 @@ def main():
                 )
             rows.append(line)
     print("\n".join(rows))
+
+    def draw(axes):
+        for case in SIZES:
+            (line,) = axes.plot(args.ranks, [median_us[n][case] for n in args.ranks], marker="o", label=case)
+            many = [n for n in args.ranks if n > 1]
+            axes.plot(many, [expected(median_us, case, n, cores) for n in many], "--", color=line.get_color())
+        axes.set(
+            xticks=args.ranks,
+            yscale="log",
+            xlabel=f"ranks on {cores} cores",
+            ylabel="µs for the mean; dashed: what its bytes should take",
+        )
+
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "scaling.json").write_text(json.dumps({str(n): each for n, each in found.items()}, indent=1) + "\n")
+        save(args.out, "scaling", {str(n): each for n, each in found.items()}, "the mean of one array", draw)
     sys.exit(int(missed > 0 and not args.quick))
 
 

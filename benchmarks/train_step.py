@@ -123,15 +123,4 @@ for case in report.progress(args.models):
         calls |= torch_contenders(*torch_models(torch)[case])
     show_added(case, report.measure(case, calls, seconds=8.0))
 
-
-def plot(axes, rows):
-    cases = list(dict.fromkeys(r["case"] for r in rows))
-    names = list(dict.fromkeys(r["contender"] for r in rows))
-    for i, name in enumerate(names):
-        mine = {r["case"]: r for r in rows if r["contender"] == name}
-        places = [k + (i - len(names) / 2) * 0.8 / len(names) for k, case in enumerate(cases) if case in mine]
-        axes.bar(places, [mine[case]["median_us"] / 1e3 for case in cases if case in mine], 0.8 / len(names), label=name)
-    axes.set(yscale="log", ylabel="ms a step", xticks=range(len(cases)), xticklabels=cases)
-
-
-report.finish(plot)
+report.finish()

@@ -19,8 +19,8 @@ def test_gpu_compares_single_and_xla_on_the_cpu():
 
 
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
-def test_dispatch_prints_every_row(backend):
-    output = run(on_ranks(2, "benchmarks/dispatch.py", "--quick"), JAXMPI_BACKEND=backend)
+def test_dispatch_prints_every_row(backend, tmp_path):
+    output = run(on_ranks(2, "benchmarks/dispatch.py", "--quick", "--out", str(tmp_path)), JAXMPI_BACKEND=backend)
     theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
     rows = {
         f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", "no communication, one wait", *theirs] for k in (10, 300, 1500)
@@ -33,8 +33,20 @@ def test_dispatch_prints_every_row(backend):
     ratios = [(name, k) for name in (*compared, "jaxmpi.jit / no communication, one wait") for k in (10, 300, 1500)]
     ratios += [("jaxmpi.jit / (mpi4py Allreduce + jit(x + 1))", 0)]
     ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
-    printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds .* bound", output, re.MULTILINE)
-    assert sorted(printed) == sorted((f"k = {k}" if k else "1 KB", name) for name, k in ratios)
+    printed = re.findall(
+        r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds [\d.]+ to [\d.]+, (at most|at least|no bound)", output, re.MULTILINE
+    )
+    assert sorted((case, name) for case, name, _ in printed) == sorted(
+        (f"k = {k}" if k else "1 KB", name) for name, k in ratios
+    )
+    assert sum(bound != "no bound" for _, _, bound in printed) == (6 if theirs else 0)
+
+    found = json.loads((tmp_path / "dispatch.json").read_text())
+    assert [(row["case"], row["contender"]) for row in found["rows"]] == [
+        (case, name) for case, names in rows.items() for name in names
+    ]
+    assert len(found["ratios"]) == len(ratios)
+    assert (tmp_path / "dispatch.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_allreduce_compares_the_peers(tmp_path):
@@ -48,6 +60,7 @@ def test_allreduce_compares_the_peers(tmp_path):
         "JAX gloo / jaxmpi",
     }
     assert found["machine"] in output and "2 ranks" in output
+    assert (tmp_path / "allreduce.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_step_compares_the_peers():
@@ -61,6 +74,7 @@ def test_scaling_runs_on_every_number_of_ranks(tmp_path):
     assert len(re.findall(r"^1 ranks .* median", output, re.MULTILINE)) == 4
     assert len(re.findall(r"^3 ranks .* times that of its bytes", output, re.MULTILINE)) == 4
     assert json.loads((tmp_path / "scaling.json").read_text()).keys() == {"1", "2", "3"}
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_optimizers_compares_the_transforms():
