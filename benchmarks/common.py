@@ -125,7 +125,8 @@ class Report:
 
     def _calls(self, call, seconds):
         """How many calls of the slowest rank take so long: at least 3, but of long ones 1."""
-        jax.block_until_ready(call())  # compiles
+        for _ in range(UNTIMED):  # compiles for the state as it begins, and for what a call makes of it
+            jax.block_until_ready(call())
         start = time.perf_counter()
         jax.block_until_ready(call())
         took = max(jaxmpi.allgather_object(time.perf_counter() - start))
