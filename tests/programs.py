@@ -1,13 +1,17 @@
-"""Programs that are started as a user would, and what they print."""
+"""Programs that are started as a user would, what they print, and what they leave."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from jaxmpi._watch import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,3 +39,20 @@ def run_all(commands):
     """The outputs of commands, of which two run at a time: much of each is imports, on one core."""
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(run, commands)]
+
+
+def segments_left(before):
+    """What MPI and jaxmpi left in /dev/shm since it held the names `before`: nobody maps it, and it stays.
+
+    Jobs of a test beside this one come and go meanwhile, and so does their shared memory.
+    """
+
+    def unmapped():
+        names = {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
+        return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in registry.segments(entry.name)}
+
+    left, deadline = unmapped().difference(before), time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= unmapped()
+    return left

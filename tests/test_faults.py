@@ -12,9 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from programs import segments_left
 from test_guard import end, jaxmpi_run
-
-from jaxmpi._watch import registry
 
 MODES = ("eager", "jit", "scan", "evaluation", "save")
 RANKS = (2, 3, 4)
@@ -51,12 +50,12 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
         monkeypatch.setenv("JAXMPI_TRANSPORT", way)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "2")
     monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")
-    before = segments_left()
+    before = set(os.listdir("/dev/shm"))
     script = Path(__file__).with_name("fault_script.py")
     code, output, _, left = end(jaxmpi_run(ranks, script, mode, kind, tmp_path / "saved"), str(tmp_path), timeout=120)
     seconds = time.time() - max(map(float, re.findall(r"now (\d+\.\d+)", output)))
     assert not left, f"still running: {left}\n{output}"
-    assert segments_left() <= before, output
+    assert not segments_left(before), output
     goes_on = not ENDS[kind] or (mode == "save" and kind == "nan")
     if goes_on:
         assert code == 0 and output.count("the same on all ranks: True") == ranks, output
@@ -70,12 +69,6 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
     if table := os.environ.get("JAXMPI_FAULTS_TABLE"):
         with open(table, "a") as file:
             file.write(json.dumps([kind, mode, ranks, way, round(seconds, 1), "goes on" if goes_on else "ends"]) + "\n")
-
-
-def segments_left():
-    """The shared memory that no process has: another job may be running."""
-    names = {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
-    return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in registry.segments(entry.name)}
 
 
 def write_table(results, page):

@@ -505,12 +505,13 @@ def test_registry_join_without_the_directory(tmp_path):
 
 
 @pytest.fixture
-def segment():
-    """Make shared-memory files that carry one of MPI's names."""
-    made = []
+def segment(monkeypatch):
+    """Make shared-memory files that carry one of MPI's names, to this process: a job that ends beside it would remove them."""
+    made, folder = [], f"/dev/shm/test-{os.getpid()}-"
+    monkeypatch.setattr(registry, "_SEGMENT", re.compile(registry._SEGMENT.pattern.replace("/dev/shm/", folder)))
 
     def make(name):
-        path = Path(f"/dev/shm/sm_segment.jaxmpi-test-{os.getpid()}.{name}")
+        path = Path(f"{folder}sm_segment.of.{name}")
         path.write_bytes(bytes(4096))
         made.append(path)
         return path
