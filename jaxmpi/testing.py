@@ -6,7 +6,7 @@
         assert out == sum(range(1, jaxmpi.size() + 1))
 
 Under pytest this is four tests. The ranks are started once for each number and then wait, without using a core, for the next
-test; a test that hangs or kills a rank ends them, and the next test starts new ones.
+test; a test that hangs or kills a rank ends them, as a minute without a test does, and the next test starts new ones.
 """
 
 import inspect
@@ -27,6 +27,8 @@ from jaxmpi._simulate import simulate
 from jaxmpi._step import Step
 
 __all__ = ["RankFailure", "assert_equivalent", "faults", "run_ranks"]
+
+IDLE_SECONDS = 60.0  # a suite that kept the ranks of every number and backend would fill the memory
 
 
 def run_ranks(
@@ -56,7 +58,8 @@ def run_ranks(
 
         @wraps(function)
         def test(ranks: int, **kwargs: Any) -> None:
-            pool(ranks, backend).run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
+            job = pool(ranks, backend, IDLE_SECONDS)
+            job.run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
 
         own = list(inspect.signature(function).parameters.values())
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 import jaxmpi
+from jaxmpi._run.pool import pool
 from jaxmpi.testing import RankFailure, assert_equivalent, run_ranks
 
 
 @run_ranks(2)
 def fine(word):
     assert jaxmpi.allgather_object((jaxmpi.rank(), word)) == [(0, word), (1, word)]
+
+
+@run_ranks(1)
+def alone():
+    assert jaxmpi.size() == 1
 
 
 @run_ranks(2)
@@ -51,6 +57,19 @@ def test_a_failure_is_told_and_the_next_test_runs(function, words):
     assert time.monotonic() - start < 30
     for word in words:
         assert word in str(failure.value), str(failure.value)
+    fine(ranks=2, word="again")
+
+
+def test_ranks_without_a_test_end(monkeypatch):
+    fine(ranks=2, word="first")
+    job = pool(2)
+    alone(ranks=1)
+    assert job.alive()
+    monkeypatch.setattr(jaxmpi.testing, "IDLE_SECONDS", 0.0)
+    fine(ranks=2, word="not its own")
+    assert job.alive()
+    alone(ranks=1)
+    assert not job.alive()
     fine(ranks=2, word="again")
 
 

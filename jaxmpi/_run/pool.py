@@ -28,9 +28,12 @@ class RankFailure(AssertionError):
 _pools: dict[tuple[int, str], "Pool"] = {}
 
 
-def pool(ranks: int, backend: str = "auto") -> "Pool":
-    """The job of so many ranks on a backend, started now if there is none alive."""
+def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf) -> "Pool":
+    """The job of so many ranks on a backend, started now if there is none alive; others end that were idle for so long."""
     key = ranks, backend
+    for other, idle in list(_pools.items()):
+        if other != key and idle.alive() and time.monotonic() - idle.used > idle_seconds:
+            _pools.pop(other).end()
     if key not in _pools or not _pools[key].alive():
         _pools[key] = Pool(ranks, backend)
     return _pools[key]
@@ -41,6 +44,7 @@ class Pool:
 
     def __init__(self, ranks: int, backend: str = "auto") -> None:
         self.ranks: dict[int, Connection] = {}
+        self.used = time.monotonic()
         self._printed = ""
         self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-")
         self._log = open(Path(self._directory.name, "log"), "a+b")
@@ -94,6 +98,7 @@ class Pool:
                 if result.error:
                     failed.append(result)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        self.used = time.monotonic()
         if waiting or any(result.error == GONE for result in failed):
             self.end()
         if waiting or failed:

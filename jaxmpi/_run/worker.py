@@ -22,7 +22,7 @@ from jaxmpi._run.task import ADDRESS, Call, Result, Task
 
 __all__ = ["work"]
 
-MEMORY_BYTES = 1 << 30  # of a rank
+MEMORY_BYTES = 640 << 20  # of a rank
 
 
 def work() -> None:
