@@ -17,6 +17,7 @@ from ._collectives import (
 from ._data.prefetch import prefetch
 from ._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from ._jit import jit, local
+from ._leaves import PerRankState
 from ._meter import Rate, Throughput
 from ._objects import allgather_object, barrier, broadcast_object
 from ._optim.accumulate import accumulate
@@ -46,6 +47,7 @@ __all__ = [
     "MPIError",
     "NotInitializedError",
     "PerRank",
+    "PerRankState",
     "RankMismatchError",
     "Rate",
     "Throughput",

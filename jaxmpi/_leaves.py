@@ -1,44 +1,68 @@
 """What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["OWN", "Own", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+__all__ = ["PerRankKey", "PerRankState", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
 
-OWN = "own_of_rank"
+
+@dataclass(frozen=True)
+class PerRankKey:
+    """The key of `PerRankState.per_rank` in a path: a type of its own, as any class may have a field of this name."""
+
+    name: str = "per_rank"
+
+    def __str__(self) -> str:
+        return f".{self.name}"
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Own:
-    """A part of a tree that each rank has its own of, within what is otherwise equal on all ranks.
+class PerRankState:
+    """Mark a part of a pytree as each rank's own: per-rank keys, environments, BatchNorm statistics of local batches.
+
+    All other leaves of a train state are equal on all ranks. In a `PerRankState`,
+
+    - `save` writes every rank's values, and `restore` gives each rank its own back. On another number of ranks it raises
+      unless all ranks had the same; `PerRankState(None)` in `like` leaves the part out;
+    - `synchronize` keeps each rank's values; `watch_replicas` and JAXMPI_CHECK do not compare them;
+    - `jaxmpi.jit` lets them differ in the arguments and outputs that are named as replicated.
+
+    It is a pytree node with one child, and goes through `jax.jit`, `jax.grad` and optimizers as a tuple would. Structure,
+    shapes and dtypes are the same on all ranks. (`PerRank` is something else: the stacked arrays of simulated ranks.)
 
     Attributes:
-      own_of_rank: any pytree.
+      per_rank: any pytree.
+
+    >>> import jax, jaxmpi
+    >>> run = {"step": 0, "key": PerRankState(jaxmpi.rank_key(jax.random.key(0)))}
+    >>> key, noise_key = jax.random.split(run["key"].per_rank)
+    >>> run["key"] = PerRankState(key)
     """
 
-    def __init__(self, own_of_rank: Any) -> None:
-        self.own_of_rank = own_of_rank
+    def __init__(self, per_rank: Any) -> None:
+        self.per_rank = per_rank
 
     def __repr__(self) -> str:
-        return f"Own({self.own_of_rank!r})"
+        return f"PerRankState({self.per_rank!r})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        return ((jax.tree_util.GetAttrKey(OWN), self.own_of_rank),), None
+        return ((PerRankKey(), self.per_rank),), None
 
     def tree_flatten(self) -> tuple[tuple[Any], None]:
-        return (self.own_of_rank,), None
+        return (self.per_rank,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "Own":
+    def tree_unflatten(cls, _: None, children: Any) -> "PerRankState":
         return cls(*children)
 
 
 def is_own(path: Any) -> bool:
-    """Whether the leaf at this path of `jax.tree_util` is in an `Own`."""
-    return any(getattr(key, "name", None) == OWN for key in path)
+    """Whether the leaf at this path of `jax.tree_util` is in a `PerRankState`."""
+    return any(isinstance(key, PerRankKey) for key in path)
 
 
 def leaf_name(path: Any) -> str:

@@ -173,7 +173,7 @@ def save_own(directory):
     _, state = jaxmpi.jit(tx.update)(params * (jaxmpi.rank() + 1), tx.init(params), params)
     jaxmpi.save(directory, 0, state)
     got = jaxmpi.restore(directory, tx.init(params))
-    np.testing.assert_array_equal(got.sums.own_of_rank[0], np.full(3, jaxmpi.rank() + 1.0))
+    np.testing.assert_array_equal(got.sums.per_rank[0], np.full(3, jaxmpi.rank() + 1.0))
 
 
 def restore_own(directory):

@@ -153,7 +153,7 @@ def test_a_codec_in_twenty_lines():
     grads = {"w": jnp.array([1.0, -3.0, 2.0]) * (1 + jaxmpi.rank())}
     updates, state = jaxmpi.jit(lambda g, s: tx.update(g, s))(grads, tx.init(grads))
     np.testing.assert_allclose(updates["w"], [-3.0, 3.0, -3.0])
-    np.testing.assert_allclose(state.codec.own_of_rank["w"], np.array([-1.0, -1.0, 0.0]) * (1 + jaxmpi.rank()))
+    np.testing.assert_allclose(state.codec.per_rank["w"], np.array([-1.0, -1.0, 0.0]) * (1 + jaxmpi.rank()))
 
 
 @run_ranks(2)

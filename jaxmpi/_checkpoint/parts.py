@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._errors import CheckpointError
-from jaxmpi._leaves import OWN, is_key, is_own, leaf_name
+from jaxmpi._leaves import PerRankKey, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded import ShardedState, shard_shape
 
 __all__ = ["Leaf", "Reader", "difference", "leaves_of", "like", "part_of", "put_back", "to_host"]
@@ -157,7 +157,7 @@ def to_host(x: Any) -> np.ndarray:
 
 def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:
     """A leaf, which may be a shard `of` an array."""
-    name = leaf_name([key for key in path if getattr(key, "name", None) != OWN])
+    name = leaf_name([key for key in path if not isinstance(key, PerRankKey)])
     if type(x) in PLAIN and part == "all":
         return Leaf(name, "all", type(x).__name__, (), x), x
     array = x.stack if isinstance(x, PerRank) else x

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._leaves import Own
+from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.average import checked_weight, scaled
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
 
@@ -19,12 +19,13 @@ class AccumulateState(NamedTuple):
 
     Attributes:
       calls: of `update` since the last communication, an int32 that is equal on all ranks.
-      sums: an `Own` of the sum of this rank's gradients times their weights, in 32 bits at least, and that of their weights.
+      sums: a `PerRankState` of the sum of this rank's gradients times their weights, in 32 bits at least, and that of their
+        weights.
       inner: the state of the inner transform.
     """
 
     calls: jax.Array
-    sums: Own
+    sums: PerRankState
     inner: Any
 
 
@@ -60,13 +61,13 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     def init(params: Any) -> AccumulateState:
         total = jnp.result_type(jnp.float32, *(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
-        return AccumulateState(jnp.zeros((), jnp.int32), Own((zeros, jnp.zeros((), total))), inner.init(params))
+        return AccumulateState(jnp.zeros((), jnp.int32), PerRankState((zeros, jnp.zeros((), total))), inner.init(params))
 
     def update(
         updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, AccumulateState]:
         w = checked_weight("accumulate", 1 if weight is None else weight)
-        gradients, weights = state.sums.own_of_rank
+        gradients, weights = state.sums.per_rank
         new = scaled("accumulate", updates, w)
         sums = map_floats("accumulate", _add, gradients, new)
         total = weights + w.astype(weights.dtype)
@@ -87,7 +88,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         full = calls == every
         out, after = jax.lax.cond(full, go, wait)
         calls, sums, total = jax.tree.map(lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total))
-        return out, AccumulateState(calls, Own((sums, total)), after)
+        return out, AccumulateState(calls, PerRankState((sums, total)), after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -12,7 +12,7 @@ import optax
 
 from jaxmpi import _world
 from jaxmpi._collectives import OPS, tree_allreduce
-from jaxmpi._leaves import Own
+from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.invariant import canonical_mean
 from jaxmpi._optim.trees import check_transform, map_floats, wide
@@ -26,11 +26,11 @@ class DistributedState(NamedTuple):
 
     Attributes:
       inner: the state of the inner transform, equal on all ranks.
-      codec: that of the codec, an `Own`.
+      codec: that of the codec, a `PerRankState`.
     """
 
     inner: Any
-    codec: Own
+    codec: PerRankState
 
 
 def average_gradients() -> optax.GradientTransformationExtraArgs:
@@ -105,16 +105,16 @@ def distributed(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
-        return DistributedState(inner.init(params), Own(codec.init(params))) if codec else inner.init(params)
+        return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if weight is not None and (op != "mean" or micro_batches):
             what = "micro_batches" if micro_batches else f"op {op!r}"
             raise ValueError(f"distributed: weight does not go together with {what}. Leave one of them out.")
         if codec:
-            mean, sent = _coded(codec, updates, state.codec.own_of_rank, weight)
+            mean, sent = _coded(codec, updates, state.codec.per_rank, weight)
             out, own = inner.update(mean, state.inner, params, **extra_args)
-            return out, DistributedState(own, Own(sent))
+            return out, DistributedState(own, PerRankState(sent))
         if micro_batches:
             mean = canonical_mean(updates, micro_batches)
         elif op == "adasum":

@@ -9,7 +9,7 @@ import optax
 from jaxmpi import _world
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives import tree_allreduce
-from jaxmpi._leaves import Own
+from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats
 from jaxmpi.codecs import Codec, check_codec
 
@@ -21,17 +21,17 @@ class LocalSGDState(NamedTuple):
 
     Attributes:
       calls: of `update` since the ranks last met, an int32 that is equal on all ranks.
-      inner: the state of the inner transform, an `Own`.
+      inner: the state of the inner transform, a `PerRankState`.
       anchor: the parameters where they last met; () without an outer transform and a codec.
       outer: the state of the outer transform; () without one.
-      codec: that of the codec, an `Own`.
+      codec: that of the codec, a `PerRankState`.
     """
 
     calls: jax.Array
-    inner: Own
+    inner: PerRankState
     anchor: Any
     outer: Any
-    codec: Own
+    codec: PerRankState
 
 
 def local_sgd(
@@ -77,7 +77,11 @@ def local_sgd(
         anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
         coded = codec.init(params) if codec else ()
         return LocalSGDState(
-            jnp.zeros((), jnp.int32), Own(inner.init(params)), anchor, outer.init(params) if outer else (), Own(coded)
+            jnp.zeros((), jnp.int32),
+            PerRankState(inner.init(params)),
+            anchor,
+            outer.init(params) if outer else (),
+            PerRankState(coded),
         )
 
     def meet(here: Any, state: LocalSGDState) -> tuple[Any, Any, Any]:
@@ -86,8 +90,8 @@ def local_sgd(
             return tree_allreduce(here, op="mean"), (), state.codec
         way = jax.tree.map(lambda x, y: x - y, state.anchor, here)
         if codec and _world.size() > 1:
-            way, coded = codec.mean(way, state.codec.own_of_rank)
-            coded = Own(coded)
+            way, coded = codec.mean(way, state.codec.per_rank)
+            coded = PerRankState(coded)
         else:
             way, coded = tree_allreduce(way, op="mean"), state.codec
         if not outer:
@@ -98,7 +102,7 @@ def local_sgd(
     def update(updates: Any, state: LocalSGDState, params: Any = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
         if params is None:
             raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
-        own_updates, own = inner.update(updates, state.inner.own_of_rank, params, **extra_args)
+        own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)
         calls = equal_on_all_ranks(state.calls) + 1
 
         def together() -> Any:
@@ -110,7 +114,7 @@ def local_sgd(
             return equal_types(own_updates, params), tuple(state[2:])
 
         out, after = jax.lax.cond(calls == every, together, alone)
-        return out, LocalSGDState(jnp.where(calls == every, 0, calls), Own(own), *after)
+        return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxmpi import _world
 from jaxmpi._collectives import tree_allgather, tree_reduce_scatter
 from jaxmpi._jit import anywhere
-from jaxmpi._leaves import Own
+from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.average import checked_weight, scaled
 from jaxmpi._optim.clip import on_shards
 from jaxmpi._optim.elementwise import check_elementwise, like_parameters
@@ -34,7 +34,7 @@ class ShardedState:
     """The state of `sharded`.
 
     Attributes:
-      own: `inner` and `master`: an `Own`, unless it is the state of one rank.
+      own: `inner` and `master`: a `PerRankState`, unless it is the state of one rank.
       layout: for how many ranks, and what the shards are parts of.
     """
 
@@ -43,11 +43,11 @@ class ShardedState:
 
     @classmethod
     def of(cls, parts: tuple[Any, Any], layout: Layout) -> "ShardedState":
-        return cls(parts if layout.ranks == 1 else Own(parts), layout)
+        return cls(parts if layout.ranks == 1 else PerRankState(parts), layout)
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        return self.own.own_of_rank if isinstance(self.own, Own) else self.own
+        return self.own.per_rank if isinstance(self.own, PerRankState) else self.own
 
     @property
     def inner(self) -> Any:
