@@ -2,6 +2,8 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -151,3 +153,38 @@ def test_launch_raises_what_a_rank_raises():
         jaxmpi.launch(lambda: time.sleep(100 * jaxmpi.rank()), 2, timeout_seconds=3.0)
     with pytest.raises(ValueError, match="ranks is 0"):
         jaxmpi.launch(print, 0)
+
+
+def children():
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+@pytest.mark.parametrize("where", ["wait", "Listener"])
+def test_a_launch_after_an_interrupt_returns_its_own_results(monkeypatch, where):
+    """The answers to the interrupted call must not be taken for those to the next; nor may ranks that start be left behind."""
+    double = lambda x: (2 * x, jaxmpi.rank())
+    pool(2).end()
+    others = children()
+    if where == "wait":
+        assert jaxmpi.launch(double, 2, 1) == [(2, 0), (2, 1)]
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        target = "jaxmpi._run.pool.wait" if where == "wait" else "multiprocessing.connection.Listener.accept"
+        patch.setattr(target, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            jaxmpi.launch(double, 2, 2)
+    assert children() <= others
+    assert jaxmpi.launch(double, 2, 3) == [(6, 0), (6, 1)]
+    assert jaxmpi.launch(double, 2, 4) == [(8, 0), (8, 1)]
+
+
+def test_launches_of_several_threads_return_their_own_results():
+    def work(x):
+        time.sleep(0.02)
+        return x, jaxmpi.size()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(lambda x: jaxmpi.launch(work, 1, x), range(12))] == [[(x, 1)] for x in range(12)]

@@ -1,6 +1,7 @@
 """Jobs of several ranks that wait for functions to run, seen from the process that starts them."""
 
 import atexit
+import contextlib
 import math
 import os
 import pickle
@@ -8,7 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
@@ -26,17 +29,19 @@ class RankFailure(AssertionError):
 
 
 _pools: dict[tuple[int, str], "Pool"] = {}
+_choosing = threading.Lock()
 
 
 def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf) -> "Pool":
     """The job of so many ranks on a backend, started now if there is none alive; others end that were idle for so long."""
     key = ranks, backend
-    for other, idle in list(_pools.items()):
-        if other != key and idle.alive() and time.monotonic() - idle.used > idle_seconds:
-            _pools.pop(other).end()
-    if key not in _pools or not _pools[key].alive():
-        _pools[key] = Pool(ranks, backend)
-    return _pools[key]
+    with _choosing:
+        for other, idle in list(_pools.items()):
+            if other != key and idle.alive() and time.monotonic() - idle.used > idle_seconds:
+                _pools.pop(other).end()
+        if key not in _pools or not _pools[key].alive():
+            _pools[key] = Pool(ranks, backend)
+        return _pools[key]
 
 
 class Pool:
@@ -45,25 +50,38 @@ class Pool:
     def __init__(self, ranks: int, backend: str = "auto") -> None:
         self.ranks: dict[int, Connection] = {}
         self.used = time.monotonic()
+        self._ended = False
+        self._turn = threading.Lock()  # of the threads that call `run`
         self._printed = ""
         self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-")
         self._log = open(Path(self._directory.name, "log"), "a+b")
         address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
-        with Listener(address, "AF_UNIX") as listener:
-            self._process = subprocess.Popen(
-                [sys.executable, *launch, "-m", "jaxmpi._run.worker"],
-                env={**os.environ, ADDRESS: address} | ({"JAXMPI_BACKEND": backend} if backend != "auto" else {}),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            atexit.register(self.end)
-            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-            for _ in range(ranks):
-                rank, connection = self._accept(listener)
-                self.ranks[rank] = connection
+        connections = Listener(address, "AF_UNIX")
+        self._start([sys.executable, *launch, "-m", "jaxmpi._run.worker"], address, backend)
+        try:
+            with connections as listener:
+                listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+                for _ in range(ranks):
+                    rank, connection = self._accept(listener)
+                    self.ranks[rank] = connection
+        except (EOFError, OSError):
+            self.end(0.0)
+            raise RankFailure(f"the ranks did not start:\n{self._printed}") from None
+        except BaseException:  # an interrupt
+            self.end(0.0)
+            raise
+
+    def _start(self, command: Sequence[str], address: str, backend: str) -> None:
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, ADDRESS: address} | ({"JAXMPI_BACKEND": backend} if backend != "auto" else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        atexit.register(self.end)
 
     def _accept(self, listener: Listener) -> tuple[int, Connection]:
         deadline = time.monotonic() + START_SECONDS
@@ -73,21 +91,39 @@ class Pool:
             except TimeoutError:
                 continue
             return connection.recv(), connection
-        self.end()
-        raise RankFailure(f"the ranks did not start:\n{self._printed}")
+        raise TimeoutError
 
     def alive(self) -> bool:
         """Whether it can take a task."""
-        return self._process.poll() is None
+        return not self._ended and self._process.poll() is None
 
     def run(self, task: Task | Call) -> list[Result]:
-        """Run one task on every rank; raise a RankFailure with every failing rank's words."""
-        self._log.truncate(0)
+        """Run one task on every rank; raise a RankFailure with every failing rank's words.
+
+        Whoever interrupts it ends the ranks: their answers are still to come, and would be taken for those to the next task.
+        """
         if isinstance(task, Task):
             task = task._replace(kwargs=pickle.dumps(task.kwargs))  # to be read once the test's module is there
+        with self._turn:
+            try:
+                results, failed, waiting = self._answers(task)
+            except BaseException:
+                self.end(0.0)
+                raise
+        self.used = time.monotonic()
+        if waiting or any(result.error == GONE for result in failed):
+            self.end()
+        if waiting or failed:
+            raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
+        return sorted(results)
+
+    def _answers(self, task: Task | Call) -> tuple[list[Result], list[Result], dict[int, Connection]]:
+        """All results, those that failed, and the ranks that have not answered in time."""
+        self._log.truncate(0)
         for connection in self.ranks.values():
-            connection.send(task)
-        waiting, failed, results = dict(self.ranks), [], []
+            with contextlib.suppress(OSError):  # the rank is gone, and its connection says so below
+                connection.send(task)
+        waiting, failed, results = dict(self.ranks), list[Result](), list[Result]()
         deadline = time.monotonic() + task.timeout_seconds
         while waiting and time.monotonic() < deadline:
             left = deadline - time.monotonic()
@@ -98,12 +134,7 @@ class Pool:
                 if result.error:
                     failed.append(result)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        self.used = time.monotonic()
-        if waiting or any(result.error == GONE for result in failed):
-            self.end()
-        if waiting or failed:
-            raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
-        return sorted(results)
+        return results, failed, waiting
 
     def _report(self, failed: list[Result], waiting: list[int], timeout_seconds: float) -> str:
         lines = [f"failed on {len(failed)} of {len(self.ranks)} ranks"]
@@ -116,12 +147,13 @@ class Pool:
             ]
         return "\n".join(lines)
 
-    def end(self) -> None:
+    def end(self, patience_seconds: float = GRACE_SECONDS) -> None:
         """End all ranks, and keep what they printed."""
+        self._ended = True
         for connection in self.ranks.values():
             connection.close()  # ranks that wait for a task end by themselves
         try:
-            self._process.wait(3.0)
+            self._process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -129,9 +161,10 @@ class Pool:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self._log.seek(0)
-        self._printed = self._log.read().decode(errors="replace")
-        self._log.close()
+        if not self._log.closed:
+            self._log.seek(0)
+            self._printed = self._log.read().decode(errors="replace")
+            self._log.close()
         self._directory.cleanup()
         atexit.unregister(self.end)
 
