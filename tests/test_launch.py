@@ -17,7 +17,7 @@ from jaxmpi.__main__ import main
 from jaxmpi._run import mpiexec
 from jaxmpi._run.blame import End, blame
 from jaxmpi._run.mpiexec import Launcher, LaunchError
-from jaxmpi._run.plan import Machine, command, plan, survey
+from jaxmpi._run.plan import Machine, check_counts, command, plan, survey
 from jaxmpi._run.request import Request, parse
 from jaxmpi._watch import registry
 from jaxmpi._watch.registry import Member
@@ -349,6 +349,31 @@ def test_run_refuses(here, capfd, line, text):
     assert capfd.readouterr().err == f"jaxmpi run: {text.format(here=here)}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "limit", "text"),
+    [
+        ("-n 401 train.py", 400, "-n is 401, and this machine can run at most 400. Give a smaller number."),
+        ("-n 99999999999999 -H a,b train.py", 400, "-n is 99999999999999, and MPI can number at most 2147483647. Give a"),
+        ("-n 99999999999999 train.py", 1 << 40, "-n is 99999999999999, and MPI can number at most 2147483647. Give a"),
+        ("-n 2 --threads 401 train.py", 400, "--threads is 401, and this machine can run at most 400. Give a smaller"),
+        ("-n 400 --threads 400 train.py", 400, None),
+        ("-n 401 -H a,b train.py", 400, None),
+    ],
+)
+def test_numbers_that_no_machine_can_run_are_refused(here, monkeypatch, line, limit, text):
+    monkeypatch.setattr("jaxmpi._run.plan._number", lambda name: limit + (name == "pid_max"))
+    if text is None:
+        check_counts(parse(line.split()), {})
+    else:
+        with pytest.raises(LaunchError, match=re.escape(text)):
+            check_counts(parse(line.split()), {})
+
+
+def test_numbers_are_compared_before_anything_starts(here, capfd):
+    assert main(["run", "-n", "99999999999999", "train.py"]) == 2
+    assert capfd.readouterr().err.startswith("jaxmpi run: -n is 99999999999999, and ")
+
+
 def fake(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -538,6 +563,11 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
     assert exist == {"old", "busy", "foreign"}
 
 
+def test_remove_segments_without_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "FOLDER", str(tmp_path / "nowhere"))
+    registry.remove_segments({"/dev/shm/sm_segment.nowhere"}, 0.0)
+
+
 def test_run_two_ranks(script):
     code, output, line = end(start("-n", 2, script, "work", ROOT / "jaxmpi"))
     assert code == 0
@@ -644,3 +674,78 @@ def test_run_ends_ranks_that_outlive_the_launcher(script):
     code, output, _ = end(job)
     assert code == 137
     assert_nothing_left(said + output, 2)
+
+
+# streams and signals as other programs leave them
+
+PRINTS = ["-c", "import sys; print('printed'); sys.stdout.flush(); sys.exit({})"]
+
+
+def run_with(prepare, *words, code=0):
+    """Exit code and both streams of a job that prints and exits with `code`; `prepare` is called before it starts."""
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", *words, "--", *PRINTS]
+    command[-1] = command[-1].format(code)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, preexec_fn=prepare)
+    return done.returncode, done.stdout, done.stderr
+
+
+def full(*streams):
+    return lambda: [os.dup2(os.open("/dev/full", os.O_WRONLY), stream) for stream in streams]
+
+
+def test_output_that_cannot_be_written_fails_the_run():
+    code, _, errors = run_with(full(1), "--restarts", "1")
+    assert code == 1 and "jaxmpi run: stdout cannot be written (No space left on device). What does not fit" in errors, errors
+    last = errors.strip().splitlines()[-1]
+    assert last == "jaxmpi run: the last 16 bytes of stdout could not be written (No space left on device)"
+    assert "restart" not in errors  # the ranks have done their work
+    assert run_with(full(1, 2))[0] == 1
+    assert run_with(full(1, 2), code=3)[0] == 3
+
+
+def test_output_that_nobody_reads_any_more_changes_nothing():
+    def prepare():
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+
+    code, _, errors = run_with(prepare)
+    assert code == 0 and "written" not in errors
+
+
+RESUMES = """
+import os, resource, sys, time
+from jaxmpi._run.relay import Relay
+read, write = os.pipe()
+relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+steps = [(6, b"first ", 6, 0), (8, b"second ", 8, 5), (8, b"third ", 8, 11), (hard, b"fourth", 0, 0), (hard, b" fifth", 0, 0)]
+for limit, text, size, lost in steps:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    os.write(write, text)
+    while relay.lost != lost or not (file := open(sys.argv[1], "rb").read()).endswith(text) and len(file) != size:
+        time.sleep(0.01)
+os.close(write)
+relay.join(10)
+assert not relay.missing()
+"""
+
+
+def test_output_goes_on_once_there_is_space(tmp_path):
+    done = subprocess.run([sys.executable, "-c", RESUMES, tmp_path / "out"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out").read_text() == "first se\njaxmpi run: 11 bytes are missing here (File too large)\nfourth fifth"
+    assert done.stderr.count("cannot be written (File too large). What does not fit is left out.") == 1
+
+
+@pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])
+def test_run_with_closed_streams(closed, code):
+    got, output, errors = run_with(lambda: [os.close(number) for number in closed], code=code)
+    assert got == code
+    assert output == ("" if 1 in closed else "printed\n" * 2) or code  # a rank that fails ends the other before it prints
+    assert ("2 ranks" in errors) == (2 not in closed)
+
+
+def test_run_passes_the_code_on_where_the_parent_ignores_the_ends_of_children():
+    assert run_with(lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN), code=3)[0] == 3

@@ -2,11 +2,13 @@
 wait in vain. What every transport does, the other tests say."""
 
 import hashlib
+import mmap
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax import lax
 from programs import segments_left
 
 import jaxmpi
-from jaxmpi._backends import transport
+from jaxmpi._backends import native, transport
 from jaxmpi.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
@@ -447,6 +449,37 @@ def test_a_rank_that_is_gone_is_noticed_without_a_launcher():
     done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
     assert done.stdout.count("(5, 6)") == 2, done.stdout + done.stderr
     assert "local rank 1 of this node has ended True" in done.stdout, done.stdout + done.stderr
+
+
+# shared memory that cannot be had
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [("too large", "File too large|No space left"), ("no folder", "No such file"), ("one cannot map it", "not on rank 1")],
+)
+@run_ranks(2, 3)
+def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
+    """Whichever of them finds out; and no file stays."""
+
+    def mmap_of(file, size):
+        if jaxmpi.rank() == 1:
+            raise ValueError("not on rank 1")
+        return mmap.mmap(file, size)
+
+    backend = jaxmpi._world.current("test")
+    world, node = backend._mpi.COMM_WORLD, backend._node_communicator()
+    folder = "/proc/nowhere" if why == "no folder" else "/dev/shm"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(jaxmpi.MPIError, match=said) as caught:
+        patch.setattr(native, "SHARED_MEMORY", folder)
+        patch.setattr(native, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"test-of-{world.size}")))
+        if why == "one cannot map it":
+            patch.setattr(native, "mmap", SimpleNamespace(mmap=mmap_of))
+        native._shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
+    node.Free()
+    assert f"Make room in {folder}, or set JAXMPI_TRANSPORT=mpi4jax." in str(caught.value)
+    assert len(set(jaxmpi.allgather_object(str(caught.value)))) == 1
+    assert not Path(f"/dev/shm/jaxmpi-test-of-{world.size}").exists()
 
 
 # the choice

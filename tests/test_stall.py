@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,9 +243,13 @@ for step in range(10_000):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("whom", ["rank", "launcher"])
-def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, ranks, whom):
+@pytest.mark.parametrize(
+    ("ranks", "whom"),
+    [*((ranks, whom) for ranks in (1, 2, 3) for whom in ("rank", "launcher")), (2, "launcher of a job without its folder")],
+)
+def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks, whom):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     script = tmp_path / "script.py"
     script.write_text(STOPS)
     command = (
@@ -253,13 +258,16 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, ranks, whom):
         else [sys.executable, script, "rank", tmp_path / "saved"]
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        if whom == "launcher" and ranks > 1:
+        if whom.startswith("launcher") and ranks > 1:
             assert "here" in job.stdout.readline()
+            if whom != "launcher":
+                for folder in (tmp_path / "temporary").glob("jaxmpi-*"):
+                    shutil.rmtree(folder)
             job.send_signal(signal.SIGTERM)
         out, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert out.count("has saved") == ranks and "told to end (SIGTERM)" in errors
-    if whom == "launcher" and ranks > 1:
+    if whom.startswith("launcher") and ranks > 1:
         assert "the job was stopped by SIGTERM, and has ended in order" in errors
     jaxmpi.init()
     assert (jaxmpi.latest(tmp_path / "saved") or 0) >= 50

@@ -216,7 +216,7 @@ OPTIM = (
     *("control", "noise", "replicas"),
 )
 BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
-RUN = ("mpiexec", "blame", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
+RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages"},
     {"_data", "_data.sources", "_data.prefetch"},

@@ -6,7 +6,6 @@ arrays, in place where XLA lets it, and 16-bit floats are summed in float32. Wit
 about to send, so the programs of this transport need no other meeting. Arrays of a GPU come through pinned memory of the host.
 """
 
-import contextlib
 import ctypes
 import importlib
 import mmap
@@ -196,24 +195,41 @@ def _carrier(call: Collective) -> Collective:
 
 def _shared_memory(world: Any, node: Any, size: int) -> tuple[int, mmap.mmap]:
     """A file of zeros that all ranks of the node map, and that has no name any more once they do; on all ranks, or on none."""
-    path = node.bcast(f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}" if node.rank == 0 else None)
-    failure = ""
-    for turn in (True, False):  # the first rank makes it, then the others open it
-        try:
-            if turn == (node.rank == 0):
-                file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if turn else 0), 0o600)
-                if turn:
-                    os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
-                memory = mmap.mmap(file, size)
-        except OSError as error:
-            failure = f"{os.uname().nodename} has no {size >> 20} MiB of shared memory for {node.size} ranks ({error})"
-        node.Barrier()
-    if node.rank == 0:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    if failures := [other for other in world.allgather(failure) if other]:
-        raise MPIError(f"init: {failures[0]}. Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax.")
-    return file, memory
+    path, mapped, failure = "", None, ""
+    if node.rank == 0:  # it makes the file, then the others open it
+        path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}"
+        mapped, failure = _mapped(path, os.O_CREAT | os.O_EXCL, size)
+    path, failure = node.bcast((path, failure))
+    if node.rank and not failure:
+        mapped, failure = _mapped(path, 0, size)
+    failures = [other for other in world.allgather(failure) if other]
+    if node.rank == 0 and mapped:
+        os.unlink(path)
+    if mapped and not failures:
+        return mapped
+    if mapped:
+        os.close(mapped[0])
+        mapped[1].close()
+    raise MPIError(
+        f"init: a host cannot share {size >> 20} MiB of memory among its {node.size} ranks: {failures[0]}. "
+        f"Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax."
+    )
+
+
+def _mapped(path: str, flags: int, size: int) -> tuple[tuple[int, mmap.mmap] | None, str]:
+    """A file and its memory, or why there is none; a file that was made and cannot be mapped is removed."""
+    file = -1
+    try:
+        file = os.open(path, os.O_RDWR | flags, 0o600)
+        if flags:
+            os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
+        return (file, mmap.mmap(file, size)), ""
+    except (OSError, ValueError) as error:
+        if file >= 0:
+            os.close(file)
+            if flags:
+                os.unlink(path)
+        return None, f"{error} on {os.uname().nodename}"
 
 
 def _libmpi() -> str:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
-from jaxmpi._run.plan import command, plan, survey
+from jaxmpi._run.plan import check_counts, command, plan, survey
+from jaxmpi._run.relay import open_streams, say
 from jaxmpi._run.request import Request, parse
-from jaxmpi._run.supervise import Outcome, say, supervise
+from jaxmpi._run.supervise import Outcome, supervise
 
 __all__ = ["run"]
 
@@ -21,8 +22,10 @@ _EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")  # what the user sets here hold
 
 def run(arguments: Sequence[str]) -> int:
     """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
+    open_streams()
     try:
         request = parse(arguments)
+        check_counts(request, os.environ)
         launcher = identify(find_launcher(request.mpiexec, os.environ))
         check_library(launcher)
     except LaunchError as error:
@@ -30,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     for attempt in range(request.restarts + 1):
         outcome = _run_once(request, launcher, attempt)
-        if outcome.stopped or not outcome.code:
+        if not outcome.failed:
             break
         if attempt < request.restarts:
             ranks = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxmpi._run.mpiexec import Launcher
+from jaxmpi._run.mpiexec import Launcher, LaunchError
 from jaxmpi._run.nodes import on_other_nodes, ranks_of_a_node
 from jaxmpi._run.request import Request
 
-__all__ = ["Machine", "Plan", "command", "plan", "survey"]
+__all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
+
+MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
 
 # MPI's options that place ranks: given one of them, ours stay away. Other nodes may have other cores: ranks there are not
 # bound, and run in any number, where Open MPI would refuse more than cores.
@@ -62,6 +64,27 @@ def survey() -> Machine:
         root=os.getuid() == 0,
         huge_pages=huge_pages.exists() and "[madvise]" in huge_pages.read_text(),
     )
+
+
+def check_counts(request: Request, environ: Mapping[str, str]) -> None:
+    """Refuse numbers that no machine can run: the launcher tries them, and never ends.
+
+    Raises:
+        LaunchError: There are more ranks or threads than processes or threads can be.
+    """
+    here = min(_number("pid_max"), _number("threads-max"))
+    ranks = MOST_RANKS if on_other_nodes(request.mpi_options, environ) else min(here, MOST_RANKS)
+    for option, number, limit in (("-n", request.ranks, ranks), ("--threads", request.threads or 1, here)):
+        if number > limit:
+            where = "MPI can number" if limit == MOST_RANKS else "this machine can run"
+            raise LaunchError(f"{option} is {number}, and {where} at most {limit}. Give a smaller number.")
+
+
+def _number(name: str) -> int:
+    """A limit of the kernel; what MPI can count where it is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/sys/kernel", name).read_text())
+    return MOST_RANKS
 
 
 def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:

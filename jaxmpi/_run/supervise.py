@@ -13,91 +13,84 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from jaxmpi._run.blame import End, blame
+from jaxmpi._run.relay import Relay, say
 from jaxmpi._watch import registry
 from jaxmpi._watch.registry import Member
 
-__all__ = ["Outcome", "preemption_seconds", "say", "supervise"]
+__all__ = ["Outcome", "preemption_seconds", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
 GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended, not all of them in order
 PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
-TAIL_BYTES = 65536  # of each stream are kept, to find what MPI says about the end of the job
 
 _RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
 
 
 class Outcome(NamedTuple):
-    """How a job ended: its exit code, and whether that was because a signal stopped it."""
+    """How a job ended: its exit code, and whether its ranks have failed: then a restart may help."""
 
     code: int
-    stopped: bool
-
-
-def say(text: str) -> None:
-    """Write one line of the launcher's own to stderr."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"jaxmpi run: {text}\n")
-        sys.stderr.flush()
+    failed: bool
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> Outcome:
     """Run MPI's launcher until it ends, and return how.
 
-    The exit code is the launcher's own, but 1 where it is 0 and a rank never left in order, and 128 + n where signal n stopped
-    the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0. Afterwards neither a process nor
-    a shared-memory file of the job is left on this host, nor `run_dir`.
+    The exit code is the launcher's own, but 1 where it is 0 and a rank never left in order, or the end of the output could not
+    be written, and 128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM:
+    then it is 0. Afterwards neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
     """
     started = time.time()
     received: list[tuple[int, float]] = []  # signals, and when
     # An ignored SIGHUP is nohup's doing and stays ignored.
     numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
     handlers = {n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers}
-    code, tails, ended = 1, (bytearray(), bytearray()), list[End]()
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the launcher's exit code
+    code, relays, watch = 1, list[Relay](), _Watch(run_dir)
     try:
         process = _start(command, environ)
         assert process.stdout and process.stderr
-        readers = [_tee(process.stdout, 1, tails[0]), _tee(process.stderr, 2, tails[1])]
-        ended = _wait(process, run_dir, received)
+        relays = [Relay(process.stdout, 1), Relay(process.stderr, 2)]
+        _wait(process, watch, received)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
-        joined = [m for m in registry.members(run_dir) if m.host == os.uname().nodename]
-        preempted = bool(received and _preemptible(run_dir))
+        ended, joined = watch.close(), watch.members
+        preempted = bool(received and watch.preemptible)
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
         registry.remove_segments({path for m in joined for path in m.segments}, started)
         shutil.rmtree(run_dir, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for reader in readers:
-        reader.join(timeout=GRACE_SECONDS)
-    if tails[1] and not tails[1].endswith(b"\n"):  # half a line, such as a progress bar
-        sys.stderr.write("\n")
+    for relay in relays:
+        relay.join(GRACE_SECONDS)
+    if relays[1].tail and not relays[1].tail.endswith(b"\n"):  # half a line, such as a progress bar
+        with contextlib.suppress(OSError):
+            os.write(2, b"\n")
 
     if received:
         name = signal.Signals(received[0][0]).name
         say(f"the job was stopped by {name}" + (", and has ended in order" if in_order else ""))
-        return Outcome(0 if in_order else 128 + received[0][0], stopped=True)
+        return Outcome(0 if in_order else 128 + received[0][0], failed=False)
     if not in_order:
-        say("the job failed: " + blame(b"\n".join(tails).decode(errors="replace"), joined, ended, code))
-    return Outcome(code if code or in_order else 1, stopped=False)
+        text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
+        say("the job failed: " + blame(text, joined, ended, code))
+        return Outcome(code or 1, failed=True)
+    lost = [missing for relay in relays if (missing := relay.missing())]
+    for missing in lost:
+        say(missing)
+    return Outcome(int(bool(lost)), failed=False)
 
 
 def preemption_seconds() -> float:
     """How long ranks may take to stop in order; raises a ValueError for an environment variable that is no number."""
     return float(os.environ.get("JAXMPI_PREEMPTION_SECONDS", PREEMPTION_SECONDS))
-
-
-def _preemptible(run_dir: str) -> set[int]:
-    """The ranks that take a SIGTERM, and tell the others, so that all stop in order."""
-    return {int(path.name.partition("-")[2]) for path in Path(run_dir).glob("preemptible-*")}
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -116,28 +109,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _tee(source: IO[bytes], sink: int, tail: bytearray) -> threading.Thread:
-    """Copy a stream as it comes, in a thread, and keep its last bytes in `tail`."""
-
-    def copy(sink: int) -> None:
-        while chunk := os.read(source.fileno(), TAIL_BYTES):
-            tail.extend(chunk)
-            del tail[:-TAIL_BYTES]
-            try:
-                while chunk:
-                    select.select([], [sink], [])
-                    chunk = chunk[os.write(sink, chunk) :]
-            except OSError:  # nobody reads any more: the job goes on, so its output must still be drained
-                sink = os.open(os.devnull, os.O_WRONLY)
-
-    thread = threading.Thread(target=copy, args=(sink,), daemon=True)
-    thread.start()
-    return thread
-
-
-def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tuple[int, float]]) -> list[End]:
-    """Wait for the launcher, stop it when a signal was received, and return the ranks in the order in which they ended."""
-    watch = _Watch(run_dir)
+def _wait(process: subprocess.Popen[bytes], watch: "_Watch", received: Sequence[tuple[int, float]]) -> None:
+    """Wait for the launcher, and stop it when a signal was received."""
     step, due, asked = 0, 0.0, False
     ranks_until = time.monotonic()
     while process.poll() is None:
@@ -146,60 +119,78 @@ def _wait(process: subprocess.Popen[bytes], run_dir: str, received: Sequence[tup
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:
             say("the ranks of this host have failed, and MPI's launcher runs on, as if other hosts did not answer: it is ended")
-            _kill([process.pid, *registry.processes(run_dir)])
+            _kill([process.pid, *registry.processes(watch.run_dir)])
             process.wait()
             break
         impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
         if not received or (time.monotonic() < due and not impatient):
             continue
         number = received[0][0]
-        if step == 0 and number == signal.SIGTERM and _preemptible(run_dir) and not asked:
+        if step == 0 and number == signal.SIGTERM and watch.preemptible and not asked:
             asked = True
-            for member in registry.members(run_dir):
-                if member.host == os.uname().nodename and member.rank in _preemptible(run_dir):
-                    _kill([member.pid], signal.SIGTERM)
+            _kill([member.pid for member in watch.members if member.rank in watch.preemptible], signal.SIGTERM)
             due = time.monotonic() + preemption_seconds()
             continue
         if step == 0:
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
-            _kill(pid for pid, environ in registry.processes(run_dir).items() if _RANK.search(environ))
+            _kill(pid for pid, environ in registry.processes(watch.run_dir).items() if _RANK.search(environ))
         else:
-            _kill([process.pid, *registry.processes(run_dir)])
+            _kill([process.pid, *registry.processes(watch.run_dir)])
         step, due = step + 1, time.monotonic() + GRACE_SECONDS
-    return watch.close()
 
 
 class _Watch:
-    """Sees in which order the ranks of this host end, though MPI's launcher kills the others as soon as it misses the first."""
+    """What is known of the ranks of this host, and in which order they end: MPI's launcher kills all when it misses the first.
+
+    What was read from the run's folder is kept: it is in the temporary folder, from which programs remove what is old.
+    """
 
     def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
-        self._seen: set[int] = set()
+        self.run_dir = run_dir
+        self.preemptible: set[int] = set()  # ranks that take a SIGTERM, and tell the others, so that all stop in order
+        self._members: dict[int, Member] = {}  # of all hosts, by rank
         self._open: dict[int, Member] = {}  # by file descriptor: of the rank's pipe, and of the process
         self._process: dict[Member, int] = {}
         self._ended: dict[Member, None] = {}  # in order
         self._epoll = select.epoll()  # what comes first is returned first
 
     def look(self, timeout_seconds: float) -> None:
-        for member in registry.members(self._run_dir, skip=self._seen):
-            self._seen.add(member.rank)
-            if member.host == os.uname().nodename:
-                with contextlib.suppress(OSError):  # the rank is gone already, or the kernel has no pidfd
-                    self._follow(os.open(f"{self._run_dir}/rank-{member.rank}.pipe", os.O_RDONLY | os.O_NONBLOCK), member)
-                    self._process[member] = os.pidfd_open(member.pid)
-                    self._follow(self._process[member], member)  # a child may hold the pipe
+        with contextlib.suppress(OSError):
+            os.mkdir(self.run_dir, 0o700)  # it was removed: ranks that leave in order say so in it
+        if self._is_ours():
+            self.preemptible |= {int(path.name.partition("-")[2]) for path in Path(self.run_dir).glob("preemptible-*")}
+            for member in registry.members(self.run_dir, skip=self._members):
+                self._members[member.rank] = member
+                if member.host == os.uname().nodename:
+                    with contextlib.suppress(OSError):  # the rank is gone already, or the kernel has no pidfd
+                        self._follow(os.open(f"{self.run_dir}/rank-{member.rank}.pipe", os.O_RDONLY | os.O_NONBLOCK), member)
+                        self._process[member] = os.pidfd_open(member.pid)
+                        self._follow(self._process[member], member)  # a child may hold the pipe
         while events := self._epoll.poll(timeout_seconds, maxevents=1):
             self._epoll.unregister(events[0][0])
             self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
 
+    @property
+    def members(self) -> list[Member]:
+        """The ranks of this host, by rank, as they last described themselves."""
+        now = {member.rank: member for member in registry.members(self.run_dir)} if self._is_ours() else {}
+        known = {**self._members, **now}
+        return [known[rank] for rank in sorted(known) if known[rank].host == os.uname().nodename]
+
+    def _is_ours(self) -> bool:
+        """Whether the folder is still the one that was made for the run, or made anew: in its place others may make one."""
+        with contextlib.suppress(OSError):
+            return os.lstat(self.run_dir).st_uid == os.geteuid()
+        return False
+
     def all_have_failed(self) -> bool:
         """Whether no rank of this host is left, and one did not leave in order."""
         if not self._open or len(self._ended) < len(set(self._open.values())):
             return False
-        return not all(m.left for m in registry.members(self._run_dir) if m.host == os.uname().nodename)
+        return not all(m.left for m in self.members)
 
     def _follow(self, fd: int, member: Member) -> None:
         self._open[fd] = member

@@ -15,6 +15,8 @@ from pathlib import Path
 
 __all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments", "state"]
 
+FOLDER = "/dev/shm"  # which a container may lack
+
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
 _SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-]\S+")
 
@@ -106,7 +108,7 @@ def remove_segments(recorded: set[str], started: float) -> None:
         return False
 
     left = unmapped(recorded)
-    others = unmapped({str(p) for p in Path("/dev/shm").iterdir() if _SEGMENT.fullmatch(str(p)) and ours(p)} - recorded)
+    others = unmapped({str(p) for p in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(p)) and ours(p)} - recorded)
     if others:
         time.sleep(0.2)
         others = unmapped(others)
