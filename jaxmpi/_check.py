@@ -3,7 +3,6 @@
 A step is many times slower with it: it is for finding out when, and where, replicas part.
 """
 
-import os
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi import _settings
 from jaxmpi._agreement import in_words
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_key
@@ -20,7 +20,7 @@ __all__ = ["compare", "wanted"]
 
 def wanted() -> bool:
     """Whether JAXMPI_CHECK asks for it."""
-    return os.environ.get("JAXMPI_CHECK", "") not in ("", "0")
+    return bool(_settings.get("JAXMPI_CHECK"))
 
 
 def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any], equal: Sequence[bool]) -> None:

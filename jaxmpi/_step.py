@@ -1,6 +1,5 @@
 """What `jaxmpi.jit` returns: a function that finds, compares and runs the program for its arguments."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _agreement, _axis, _check, _jaxcompat, _world
+from jaxmpi import _agreement, _axis, _check, _jaxcompat, _settings, _world
 from jaxmpi._program.cache import Programs
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
@@ -195,7 +194,7 @@ class Step:
         """Keep what a new program sends, for an error, and print it where that is asked for."""
         if program.statement:
             _agreement.know(program.statement, program.sides())
-        if show and os.environ.get("JAXMPI_EXPLAIN") == "1" and self._backend.place.rank == 0:
+        if show and _settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
 

@@ -1,5 +1,6 @@
 """The one World: which ranks there are, which one this is, and how they talk."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -11,10 +12,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmpi import _agreement, _axis, _devices
+from jaxmpi import _agreement, _axis, _devices, _settings
 from jaxmpi._backends import Backend, Place
 from jaxmpi._backends.single import Single
-from jaxmpi._errors import NotInitializedError
+from jaxmpi._errors import NotInitializedError, RankMismatchError
 from jaxmpi._watch import guard, registry
 from jaxmpi._watch.joining import joining
 
@@ -31,7 +32,6 @@ __all__ = [
     "size",
 ]
 
-BACKENDS = ("auto", "single", "mpi", "xla")
 LAUNCHERS = (  # what each launcher tells its ranks about their number
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -92,7 +92,9 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
       The World: rank, size, local_rank, local_size, node, device, backend.
 
     Raises:
-      ValueError: an unknown backend, or one that differs from that of the first call.
+      ValueError: an unknown backend, or one that differs from that of the first call; an environment variable of jaxmpi has
+        a value that is not allowed.
+      RankMismatchError: the ranks ask for different backends, or have different settings that must be the same.
       MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
 
     >>> import jaxmpi
@@ -100,9 +102,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     >>> world.rank, world.size
     (0, 1)
     """
-    backend = os.environ.get("JAXMPI_BACKEND", "auto") if backend == "auto" else backend
-    if backend not in BACKENDS:
-        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
+    if backend not in _settings.BACKENDS:
+        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(_settings.BACKENDS)}.")
     if _State.world is not None:
         if backend not in ("auto", _State.world.backend):
             raise ValueError(
@@ -112,6 +113,7 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         return _State.world
     launched = launched_ranks()
     with joining(launched):
+        backend = _check_settings(backend, launched)
         if backend == "auto":
             backend = _choose(launched, devices)
         chosen, device = _start(backend, launched, devices)
@@ -127,6 +129,36 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         transport = f", transport {chosen.transport}" if backend == "mpi" else ""
         sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}{transport}\n")
     return _State.world
+
+
+def _check_settings(backend: str, launched: int) -> str:
+    """Read the environment variables, on all ranks where there are several; returns the backend with JAXMPI_BACKEND applied.
+
+    The first thing that ranks say to each other: what they ask for, and the settings that must be the same.
+    """
+    with contextlib.suppress(ValueError):  # raised below, on all ranks
+        backend = str(_settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
+    if backend == "single" or (backend == "auto" and launched == 1):
+        _checked()
+        return backend
+    from jaxmpi._backends.mpi import gathered
+
+    everyone = gathered(launched, lambda: {"backend": backend, **_checked()})
+    if (asked := _settings.difference(everyone)) is not None:
+        name, rank = asked
+        values = [repr(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
+        raise RankMismatchError(
+            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
+            f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
+        )
+    return backend
+
+
+def _checked() -> dict[str, Any]:
+    try:
+        return _settings.check()
+    except ValueError as error:
+        raise ValueError(f"init: {error}") from None
 
 
 def _choose(launched: int, devices: Sequence[int] | None) -> str:

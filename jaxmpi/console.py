@@ -1,7 +1,6 @@
 """What a job of many ranks shows on the screen."""
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxmpi import _jaxcompat, _world
+from jaxmpi import _jaxcompat, _settings, _world
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._jit import eager
 from jaxmpi._leaves import as_array
@@ -95,7 +94,7 @@ def progress(iterable: Iterable[T], **options: Any) -> "tqdm[T]":
     Returns:
       The tqdm object: iterate over it, or use its methods, such as `set_postfix`.
     """
-    terminal = sys.stderr.isatty() or os.environ.get("JAXMPI_TTY") == "1"
+    terminal = sys.stderr.isatty() or _settings.get("JAXMPI_TTY")
     shown = terminal and (not _world.initialized() or _world.rank() == 0)
     return tqdm(iterable, disable=not shown, **options)
 

@@ -502,7 +502,6 @@ except (ValueError, jaxmpi.MPIError) as error:
         ("mpi4jax", True, "mpi4jax 2.0"),
         ("native", True, "native 2.0"),
         ("native", False, "MPIError: init: JAXMPI_TRANSPORT is native, which cannot be. rank 0: the extension is not built"),
-        ("ring", True, "ValueError: init: JAXMPI_TRANSPORT is 'ring'. Use one of auto, native, mpi4jax"),
     ],
 )
 def test_the_transport_is_chosen(transport, built, said, tmp_path):

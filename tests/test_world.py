@@ -128,7 +128,7 @@ def test_unknown_backend():
     done = python("import jaxmpi; jaxmpi.init('nccl')")
     assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi, xla." in done.stderr
     done = python("import jaxmpi; jaxmpi.init()", JAXMPI_BACKEND="nccl")
-    assert "ValueError: init: backend 'nccl' is unknown" in done.stderr
+    assert "ValueError: init: JAXMPI_BACKEND is 'nccl'. It is one of auto, single, mpi, xla." in done.stderr
 
 
 def test_launched_without_mpi_says_what_to_install(tmp_path):
@@ -218,7 +218,7 @@ OPTIM = (
 BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
 RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
-    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages"},
+    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
     {"_data", "_data.sources", "_data.prefetch"},
     {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness"))},
     {
@@ -233,7 +233,7 @@ LAYERS = [
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
     {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
     {"_run", *(f"_run.{name}" for name in RUN)},
-    {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "timeline"))},
+    {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "records", "timeline"))},
     {"checkpoint", "diagnose", "testing", "_faults", "__main__", "__init__"},
 ]
 
@@ -349,7 +349,7 @@ def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
     )
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("caught init: rank 0 asked for backend 'mpi', and rank 1 for 'xla'. Give every rank") == 2
+    assert done.stdout.count("caught init: backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same") == 2
 
 
 BREAKS = {  # on rank 1 alone, and what both ranks say

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _jaxcompat, _plan
+from jaxmpi import _jaxcompat, _plan, _settings
 from jaxmpi._backends import Place
-from jaxmpi._errors import MPIError, RankMismatchError
+from jaxmpi._errors import MPIError
 from jaxmpi._watch import registry
 
 __all__ = ["Job", "check_start"]
@@ -59,8 +59,8 @@ class Job:
     def _node_communicator(self) -> Any:
         """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""
         world = self._mpi.COMM_WORLD
-        if pretended := os.environ.get("JAXMPI_NODE_RANKS"):
-            return world.Split(world.rank // int(pretended), world.rank)
+        if pretended := _settings.get("JAXMPI_NODE_RANKS"):
+            return world.Split(world.rank // pretended, world.rank)
         return world.Split_type(self._mpi.COMM_TYPE_SHARED)
 
     def _enter(self) -> "_Entered":
@@ -216,17 +216,15 @@ class _Entered:
         self._backend._inside = False
 
 
-def check_start(mpi: Any, launched: int, name: str) -> None:
-    """The first thing that ranks say to each other: which backend they want.
+def check_start(mpi: Any, launched: int) -> None:
+    """Check that the launcher belongs to the MPI that runs.
 
     Args:
       mpi: the module `mpi4py.MPI`.
       launched: how many ranks the launcher's environment speaks of.
-      name: of the backend.
 
     Raises:
       MPIError: each rank is alone, as the launcher is that of another MPI.
-      RankMismatchError: on every rank, if they want different backends.
     """
     world = mpi.COMM_WORLD
     if launched > world.size == 1:
@@ -234,13 +232,6 @@ def check_start(mpi: Any, launched: int, name: str) -> None:
         raise MPIError(
             f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
             "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
-        )
-    asked = world.allgather(name)
-    if len(set(asked)) > 1:
-        other = next(rank for rank, name in enumerate(asked) if name != asked[0])
-        raise RankMismatchError(
-            f"init: rank 0 asked for backend {asked[0]!r}, and rank {other} for {asked[other]!r}. "
-            "Give every rank the same argument and the same JAXMPI_BACKEND."
         )
 
 

@@ -220,7 +220,7 @@ def _mapped(path: str, flags: int, size: int) -> tuple[tuple[int, mmap.mmap] | N
     """A file and its memory, or why there is none; a file that was made and cannot be mapped is removed."""
     file = -1
     try:
-        file = os.open(path, os.O_RDWR | flags, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         if flags:
             os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
         return (file, mmap.mmap(file, size)), ""

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi import _devices
+from jaxmpi import _devices, _settings
 from jaxmpi._backends.job import check_start
 from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py
 from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
-from jaxmpi._errors import MPIError, RankMismatchError
+from jaxmpi._errors import MPIError
 
 __all__ = ["join", "why_not_native"]
 
-TRANSPORTS = ("auto", "native", "mpi4jax")
 CUDA_DRIVER = "libcuda.so.1"
 
 
@@ -25,9 +24,9 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
       launched: as in `Mpi`.
       devices: as in `jaxmpi.init`.
     """
-    asked = os.environ.get("JAXMPI_TRANSPORT", "auto")
+    asked = _settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
-    check_start(mpi, launched, Mpi.name)
+    check_start(mpi, launched)
     node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
     here = node.rank, node.size
     node.Free()
@@ -37,12 +36,6 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
         return asked, "" if asked == "mpi4jax" else why_not_native(), device
 
     offers = gathered(launched, offer)
-    if len({asked for asked, _, _ in offers}) > 1:
-        raise RankMismatchError(
-            f"init: JAXMPI_TRANSPORT is {[asked for asked, _, _ in offers]} on the ranks. Set it on all of them."
-        )
-    if asked not in TRANSPORTS:
-        raise ValueError(f"init: JAXMPI_TRANSPORT is {asked!r}. Use one of {', '.join(TRANSPORTS)}, or leave it unset.")
     obstacles = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(offers) if why]
     if asked == "native" and obstacles:
         raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")

@@ -32,7 +32,7 @@ class Xla(Job):
     def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
         """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""
         mpi = import_mpi4py(launched)
-        check_start(mpi, launched, self.name)
+        check_start(mpi, launched)
         super().__init__(mpi)
         chosen = gathered(launched, lambda: _devices.choose(self.place.local_rank, self.place.local_size, devices))
         self.device = chosen[self.place.rank]

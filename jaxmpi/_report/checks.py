@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmpi import _devices, _jaxcompat
+from jaxmpi import _devices, _jaxcompat, _settings
 from jaxmpi._report.finding import Finding, ask, two
 from jaxmpi._run import mpiexec
 from jaxmpi._run.plan import Machine
@@ -112,7 +112,7 @@ def mpi() -> Iterator[Finding]:
 def native() -> Finding:
     """Whether the native transport is there, and why not."""
     ok, said = ask("from jaxmpi._backends.transport import why_not_native; print(why_not_native())")
-    if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax":
+    if _settings.get("JAXMPI_TRANSPORT") == "mpi4jax":
         return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
     if ok and not said:
         return Finding("ok", "transport", "native")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from jaxmpi import _settings
 from jaxmpi._run.mpiexec import LaunchError
-from jaxmpi._run.supervise import preemption_seconds
 
 __all__ = ["Request", "parse"]
 
@@ -86,9 +86,9 @@ def parse(arguments: Sequence[str]) -> Request:
     if options.min_ranks is not None and not options.restarts:
         raise LaunchError("--min-ranks says what a restart may do without. Give --restarts K, too.")
     try:
-        preemption_seconds()
+        _settings.check()
     except ValueError as error:
-        raise LaunchError(f"JAXMPI_PREEMPTION_SECONDS must be a number of seconds ({error}).") from error
+        raise LaunchError(str(error)) from error
     if not program or program == ["-m"]:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):

@@ -18,16 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmpi import _settings
 from jaxmpi._run.blame import End, blame
 from jaxmpi._run.relay import Relay, say
 from jaxmpi._watch import registry
 from jaxmpi._watch.registry import Member
 
-__all__ = ["Outcome", "preemption_seconds", "supervise"]
+__all__ = ["Outcome", "say", "supervise"]
 
 GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
 GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended, not all of them in order
-PREEMPTION_SECONDS = 60.0  # for ranks that stop in order at a SIGTERM; JAXMPI_PREEMPTION_SECONDS overrides
 
 _RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
 
@@ -88,9 +88,6 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     return Outcome(int(bool(lost)), failed=False)
 
 
-def preemption_seconds() -> float:
-    """How long ranks may take to stop in order; raises a ValueError for an environment variable that is no number."""
-    return float(os.environ.get("JAXMPI_PREEMPTION_SECONDS", PREEMPTION_SECONDS))
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -129,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], watch: "_Watch", received: Sequence[
         if step == 0 and number == signal.SIGTERM and watch.preemptible and not asked:
             asked = True
             _kill([member.pid for member in watch.members if member.rank in watch.preemptible], signal.SIGTERM)
-            due = time.monotonic() + preemption_seconds()
+            due = time.monotonic() + _settings.get("JAXMPI_PREEMPTION_SECONDS")
             continue
         if step == 0:
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too

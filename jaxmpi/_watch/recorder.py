@@ -4,15 +4,18 @@ Each backend keeps its last collectives (`Job.events`). `dump` writes them as JS
 JAXMPI_FLIGHT_DIR is set also when the job ends, in order or by an error. `jaxmpi timeline DIR` puts the ranks' files together.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxmpi import _agreement
+from jaxmpi import _agreement, _files, _settings
 
 __all__ = ["Recorder"]
 
@@ -22,18 +25,15 @@ class Recorder:
 
     def __init__(self, guard: Any) -> None:
         self._backend, self._guard = guard.backend, guard
+        # the name of the folder: the same on all ranks, and nobody else can make it before they do
+        self._token = self._backend.broadcast_object(secrets.token_hex(8), 0)
         self._backend.barrier()
         self._zero = time.monotonic_ns()  # at about the same moment on all ranks, whatever their clocks show
         self._at = time.time()
-        asked = os.environ.get("JAXMPI_FLIGHT_DIR", "")
-        # the same name on all ranks of a host, and no other user's
-        default = Path(tempfile.gettempdir(), f"jaxmpi-flight-{os.getuid()}-{guard.members[0][0]}")
-        self._directory = Path(asked) if asked else default
-        if (attempt := os.environ.get("JAXMPI_RESTART", "0")) != "0":
-            self._directory /= f"restart-{attempt}"
+        self._asked = _settings.get("JAXMPI_FLIGHT_DIR")
         guard.topics["dump"] = lambda rank, why: self.dump(why)
         guard.signals.take(signal.SIGUSR1, self._on_signal)
-        if asked:
+        if self._asked:
             guard.at_end.append(self.dump)
 
     def _on_signal(self) -> None:
@@ -42,16 +42,34 @@ class Recorder:
 
     def dump(self, why: str) -> Path | None:
         """Write what is known now, over what was written before; returns the file, None where it cannot be written."""
-        path = self._directory / f"rank-{self._backend.place.rank}.json"
-        part = path.with_suffix(".part")
+        name = f"rank-{self._backend.place.rank}.json"
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.write_text(json.dumps({**self._about(), "why": why}))
-            part.rename(path)
+            with self._folder() as (path, folder):
+                _files.replace(folder, name, json.dumps({**self._about(), "why": why}))
+                return path / name
         except OSError as error:
             self._guard.say(f"the last collectives cannot be written: {error}. Set JAXMPI_FLIGHT_DIR to another folder.")
             return None
-        return path
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[tuple[Path, int]]:
+        """The folder of the records, made if need be: its path, and it open."""
+        with contextlib.ExitStack() as stack:
+            if not self._asked:
+                path = Path(tempfile.gettempdir(), f"jaxmpi-flight-{os.getuid()}-{self._token}")
+                _files.make_folder(path)
+                folder = _files.open_folder(path, private=True)
+            else:
+                path = Path(self._asked)
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # the user may have named a link
+            stack.callback(os.close, folder)
+            if self._asked and (restart := _settings.get("JAXMPI_RESTART")):
+                path /= f"restart-{restart}"
+                _files.make_folder(path.name, folder)
+                folder = _files.open_folder(path.name, folder, private=False)
+                stack.callback(os.close, folder)
+            yield path, folder
 
     def _about(self) -> dict[str, Any]:
         place, (pid, host) = self._backend.place, self._guard.members[self._backend.place.rank]

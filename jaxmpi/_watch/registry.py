@@ -9,16 +9,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments", "state"]
+from jaxmpi import _files
+
+__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments", "state", "takes_sigterm"]
 
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
-_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-]\S+")
+_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-][^\s/]+")
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,36 @@ class Member:
 def join(directory: str, rank: int) -> None:
     """Enter this process as a rank of the job; again, to record shared memory that was mapped since.
 
-    Does nothing where the directory does not exist, which is the case on hosts other than the launcher's.
+    Does nothing where the directory does not exist, which is the case on hosts other than the launcher's, and where another
+    user could have made it.
     """
-    with contextlib.suppress(OSError):
-        pipe = Path(directory, f"rank-{rank}.pipe")
-        os.mkfifo(pipe)
-        # Held until the process ends. The kernel closes the files of a process last opened first, so the launcher sees this
-        # one close before MPI's daemon misses the rank and kills the others.
-        os.open(pipe, os.O_RDWR)
-    _write(directory, Member(rank, os.getpid(), os.uname().nodename, segments()))
+    with _opened(directory) as folder:
+        if folder is None:
+            return
+        pipe = f"rank-{rank}.pipe"
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(pipe, 0o600, dir_fd=folder)
+            # Held until the process ends. The kernel closes the files of a process last opened first, so the launcher sees
+            # this one close before MPI's daemon misses the rank and kills the others.
+            os.open(pipe, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+        _write(folder, Member(rank, os.getpid(), os.uname().nodename, segments()))
 
 
 def leave(directory: str, rank: int) -> None:
     """Note that this rank ends in order. Whatever becomes of the process from here on is no failure."""
-    joined = {path for member in members(directory) if member.rank == rank for path in member.segments}
-    paths = tuple(sorted(joined.union(segments())))  # after MPI_Finalize nothing is mapped, yet a file may remain
-    _write(directory, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
+    with _opened(directory) as folder:
+        if folder is None:
+            return
+        joined = {path for member in members(directory) if member.rank == rank for path in member.segments}
+        paths = tuple(sorted(joined.union(segments())))  # after MPI_Finalize nothing is mapped, yet a file may remain
+        _write(folder, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
+
+
+def takes_sigterm(directory: str, rank: int) -> None:
+    """Note that this rank stops in order at a SIGTERM, for `jaxmpi run`."""
+    with _opened(directory) as folder:
+        if folder is not None:
+            _files.replace(folder, f"preemptible-{rank}", "")
 
 
 def members(directory: str, skip: Container[int] = ()) -> list[Member]:
@@ -117,9 +133,20 @@ def remove_segments(recorded: set[str], started: float) -> None:
             os.unlink(path)
 
 
-def _write(directory: str, member: Member) -> None:
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int | None]:
+    """The directory, open; None where it does not exist, or is not this user's alone."""
+    try:
+        folder = _files.open_folder(directory, private=True)
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _write(folder: int, member: Member) -> None:
     """Write the file whole or not at all: the launcher may read it at any moment."""
-    draft = Path(directory, f".rank-{member.rank}.draft")
-    if draft.parent.is_dir():
-        draft.write_text(json.dumps(asdict(member)))
-        draft.replace(Path(directory, f"rank-{member.rank}.json"))
+    _files.replace(folder, f"rank-{member.rank}.json", json.dumps(asdict(member)))

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxmpi import _jaxcompat
+from jaxmpi import _jaxcompat, _settings
 from jaxmpi._agreement import in_words
 from jaxmpi._watch import registry
 from jaxmpi._watch.recorder import Recorder, where
@@ -45,8 +45,9 @@ class StallWatch:
 
     def __init__(self, guard: Any, recorder: Recorder) -> None:
         self._guard, self._backend, self._recorder = guard, guard.backend, recorder
-        self._limit = _seconds("JAXMPI_STALL_SECONDS", 60.0)
-        self._last = _seconds("JAXMPI_STALL_END_SECONDS", 10 * self._limit)
+        self._limit = _settings.get("JAXMPI_STALL_SECONDS")
+        end = _settings.get("JAXMPI_STALL_END_SECONDS")
+        self._last = 10 * self._limit if end is None else end
         self._main = threading.main_thread().ident or 0
         self._state = (0, False)
         self._since = time.monotonic()
@@ -153,17 +154,6 @@ class StallWatch:
         if not missing:
             return "a collective that all ranks have entered does not end"
         return f"{in_words(missing)} on {', '.join(sorted({self._guard.members[r][1] for r in missing}))} did not come"
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ValueError(f"init: {name} is {text!r}. It is a number of seconds, or 0 for never.")
-    return seconds
 
 
 def _stack(thread: int) -> list[str]:

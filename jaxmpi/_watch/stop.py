@@ -9,8 +9,9 @@ import contextlib
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
+
+from jaxmpi._watch import registry
 
 __all__ = ["Stop"]
 
@@ -42,7 +43,7 @@ class Stop:
             self._watching = self._guard.signals.take(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
             if self._watching:
                 with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
-                    Path(os.environ["JAXMPI_RUN_DIR"], f"preemptible-{self._rank}").touch()
+                    registry.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
         elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._watching = True
             signal.signal(signal.SIGTERM, self._on_signal)

@@ -1,0 +1,64 @@
+"""Files in folders where other users may write, such as the temporary folder.
+
+Whoever can write to a folder can put a link there under a name that is known before. So files are made new and renamed, and a
+folder of our own is checked before it is used. Nothing here follows a link in the last part of a path.
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+__all__ = ["make_folder", "open_folder", "read", "replace"]
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def make_folder(path: str | Path, folder: int | None = None) -> None:
+    """Make a folder that is this user's alone, in an open one or by its path, unless something of that name is there."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700, dir_fd=folder)
+
+
+def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -> int:
+    """Open a folder; returns the file descriptor, which `os.close` closes.
+
+    Args:
+      path: by itself, or within `folder`, which is open.
+      folder: another file descriptor.
+      private: whether it must belong to this user, and no other may write to it.
+
+    Raises:
+      OSError: it is no folder, or a link; a PermissionError if it must be private and is not.
+    """
+    opened = os.open(path, _FOLDER, dir_fd=folder)
+    status = os.fstat(opened)
+    if private and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        os.close(opened)
+        raise PermissionError(f"{path} belongs to another user, or others may write to it")
+    return opened
+
+
+def replace(folder: int, name: str, text: str) -> None:
+    """Write a file of an open folder whole or not at all, in the place of whatever had the name."""
+    draft = f".{name}.{secrets.token_hex(8)}"
+    try:
+        with open(os.open(draft, _NEW, 0o666, dir_fd=folder), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft, dir_fd=folder)
+        raise
+
+
+def read(path: Path) -> str:
+    """The text of a regular file; an OSError for anything else, which could block."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(f"{path} is no regular file")
+    with open(opened, encoding="utf-8") as file:
+        return file.read()

@@ -1,0 +1,128 @@
+"""The environment variables that jaxmpi reads. Nothing here imports JAX, as the launcher reads them, too.
+
+`get` reads one. `check` reads all: `init` calls it on every rank, and `jaxmpi run` before it starts any. An empty value counts
+as unset. docs/api.md has the table that `table` prints.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["BACKENDS", "SETTINGS", "Setting", "check", "difference", "get", "table"]
+
+BACKENDS = ("auto", "single", "mpi", "xla")
+MOST_SECONDS, MOST = 1e9, 10**9  # 30 years; far below what timers and C integers hold
+
+
+class Setting(NamedTuple):
+    """One environment variable."""
+
+    read: Callable[[str], Any]  # raises a ValueError for what is not allowed
+    allowed: str
+    default: str  # as it would be set; "" for none
+    meaning: str
+    same: bool = False  # whether it must be the same on all ranks
+
+
+def _number(kind: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:  # false for NaN
+            raise ValueError
+        return value
+
+    return read
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return read
+
+
+def _switch(text: str) -> bool:
+    return _one_of("0", "1")(text) == "1"
+
+
+_SECONDS, _COUNT, _ON = "a number of seconds, from 0 to 1e9", "a whole number, from {} to 1e9", "0 or 1"
+
+
+def _seconds(default: str, meaning: str) -> Setting:
+    return Setting(_number(float, 0, MOST_SECONDS), _SECONDS, default, meaning)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "JAXMPI_BACKEND": Setting(
+        _one_of(*BACKENDS), f"one of {', '.join(BACKENDS)}", "auto", "the backend, where `jaxmpi.init` is given none"
+    ),
+    "JAXMPI_TRANSPORT": Setting(
+        _one_of("auto", "native", "mpi4jax"),
+        "one of auto, native, mpi4jax",
+        "auto",
+        "what carries the messages of backend mpi",
+        same=True,
+    ),
+    "JAXMPI_HOST": Setting(
+        str, "a name or an address", "", "on rank 0, for backend xla on several hosts: the address at which it listens"
+    ),
+    "JAXMPI_NODE_RANKS": Setting(
+        _number(int, 1, MOST),
+        _COUNT.format(1),
+        "",
+        "treat every so many ranks as a node of their own, to test several nodes on one",
+        same=True,
+    ),
+    "JAXMPI_STALL_SECONDS": _seconds("60", "how long a rank waits in a collective before it reports who is missing; 0: never"),
+    "JAXMPI_STALL_END_SECONDS": _seconds("", "how long until the job ends; ten times the above by default; 0: never"),
+    "JAXMPI_PREEMPTION_SECONDS": _seconds("60", "how long `jaxmpi run` waits for ranks that stop in order at a SIGTERM"),
+    "JAXMPI_FLIGHT_DIR": Setting(
+        str, "a folder", "", "where the flight records go; by default a private folder in the temporary one, only at a stall"
+    ),
+    "JAXMPI_CHECK": Setting(_switch, _ON, "0", "compare the values that must be equal on all ranks, at every step", same=True),
+    "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
+    "JAXMPI_MPIEXEC": Setting(str, "a program", "", "the MPI launcher that `jaxmpi run` uses"),
+    "JAXMPI_RUN_DIR": Setting(str, "a folder", "", "set by `jaxmpi run`: where its ranks register"),
+    "JAXMPI_RESTART": Setting(
+        _number(int, 0, MOST), _COUNT.format(0), "0", "set by `jaxmpi run`: how often the job has failed"
+    ),
+    "JAXMPI_TTY": Setting(_switch, _ON, "0", "set by `jaxmpi run`: its standard error is a terminal"),
+    "JAXMPI_TESTING_ADDRESS": Setting(str, "a socket", "", "set by `jaxmpi.launch` and `run_ranks`: where they listen"),
+}
+
+
+def get(name: str) -> Any:
+    """The value of a setting: that of the environment, or the default; None where there is neither.
+
+    Raises:
+      ValueError: the value is not allowed. The text names the variable.
+    """
+    setting = SETTINGS[name]
+    text = os.environ.get(name, "") or setting.default
+    try:
+        return setting.read(text) if text else None
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}. It is {setting.allowed}.") from None
+
+
+def check() -> dict[str, Any]:
+    """Read all settings, and return those that must be the same on all ranks; raises a ValueError as `get`."""
+    values = {name: get(name) for name in SETTINGS}
+    return {name: values[name] for name, setting in SETTINGS.items() if setting.same}
+
+
+def difference(everyone: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """The first name whose value is not the same on all ranks, and the first rank with another value than rank 0."""
+    for name, value in everyone[0].items():
+        for rank, of_rank in enumerate(everyone):
+            if of_rank[name] != value:
+                return name, rank
+    return None
+
+
+def table() -> str:
+    """All settings, as a table in Markdown."""
+    rows = [f"| `{name}` | {s.allowed} | {s.default or '–'} | {s.meaning} |" for name, s in SETTINGS.items()]
+    return "\n".join(["| variable | value | default | |", "|---|---|---|---|", *rows]) + "\n"
