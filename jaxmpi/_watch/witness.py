@@ -50,6 +50,9 @@ def connect(address: str, rank: int, size: int) -> Callable[[], None]:
     # The kernel closes the files of a process last opened first: the witness sees this one close before the launcher misses
     # the rank and kills the others.
     link.connect(bytes.fromhex(address))
+    if _peer(link)[1] != os.geteuid():  # the witness has ended, and another user has taken its address
+        link.close()
+        return lambda: None
     link.sendall(struct.pack(_RANK, rank, size))
 
     def dismiss() -> None:
@@ -77,7 +80,10 @@ def _listen() -> None:
 
 
 def _watch(listener: socket.socket, starter: int) -> None:
-    """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends."""
+    """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends.
+
+    Any user of this host can connect. Another user's connection is closed unread, and nobody is waited for.
+    """
     epoll = select.epoll()  # what comes first is returned first
     epoll.register(listener, select.EPOLLIN)
     epoll.register(starter, select.EPOLLIN)
@@ -86,22 +92,37 @@ def _watch(listener: socket.socket, starter: int) -> None:
     while True:
         fd = epoll.poll(maxevents=1)[0][0]
         if fd == listener.fileno():
-            if not links:
-                epoll.unregister(starter)  # from now on the ranks' own files tell
             link, _ = listener.accept()
-            rank, size = struct.unpack(_RANK, link.recv(struct.calcsize(_RANK), socket.MSG_WAITALL))
-            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
-            pid = struct.unpack(_CREDENTIALS, credentials)[0]
-            process = os.pidfd_open(pid)
-            links[link.fileno()] = link
-            for file in (link.fileno(), process):
-                ranks[file] = rank, size, pid
-                epoll.register(file, select.EPOLLIN)
+            if _peer(link)[1] == os.geteuid():
+                links[link.fileno()] = link
+                epoll.register(link, select.EPOLLIN)
+            else:
+                link.close()
+        elif fd in links and fd not in ranks:  # who it is
+            said = links[fd].recv(struct.calcsize(_RANK))
+            if len(said) < struct.calcsize(_RANK):
+                links.pop(fd).close()
+                continue
+            if not ranks:
+                epoll.unregister(starter)  # from now on the ranks' own files tell
+            pid = _peer(links[fd])[0]
+            ranks[fd] = *struct.unpack(_RANK, said), pid
+            with contextlib.suppress(ProcessLookupError):  # it is gone, which the link tells
+                process = os.pidfd_open(pid)
+                ranks[process] = ranks[fd]
+                epoll.register(process, select.EPOLLIN)
         elif fd not in ranks or (fd in links and links[fd].recv(1)):
             return
         else:
             _report(*ranks[fd])
             return
+
+
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """The process at the other end, and its user."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+    pid, user, _ = struct.unpack(_CREDENTIALS, credentials)
+    return pid, user
 
 
 def _report(rank: int, size: int, pid: int) -> None:

@@ -1,0 +1,71 @@
+"""The witness of a job without `jaxmpi run` listens at an address that any user of the host can connect to."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxmpi._watch import witness
+
+VISITED = """
+import os, signal, socket, struct, sys
+from jaxmpi._watch import witness
+said, whose = bytes.fromhex(sys.argv[1]), sys.argv[2]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("")
+listener.listen(8)
+kept = []
+
+def child(run):
+    mine, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        kept.append(run())
+        os.write(theirs, b".")
+        signal.pause()
+    os.read(mine, 1)
+    return pid
+
+def visit():
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(listener.getsockname())
+    link.sendall(said)
+    return link
+
+visitor = child(visit)
+ranks = [child(lambda: witness.connect(listener.getsockname().hex(), rank, 2)) for rank in range(2)]
+peer = witness._peer
+witness._peer = lambda link: (peer(link)[0], peer(link)[1] + (whose == "another user" and peer(link)[0] == visitor))
+os.kill(ranks[1], signal.SIGKILL)
+signal.alarm(10)
+try:
+    witness._watch(listener, os.pidfd_open(os.getppid()))
+finally:
+    for pid in (visitor, *ranks):
+        os.kill(pid, signal.SIGKILL)
+"""
+HELLO = "0000000002000000"  # rank 0 of 2
+
+
+@pytest.mark.parametrize(
+    ("said", "whose"),
+    [*((said, "another user") for said in ("", "00", HELLO, HELLO + "21", "21" * 64)), ("", "this user"), ("00", "this user")],
+)
+def test_the_witness_is_not_silenced_by_a_visitor(said, whose):
+    """Its address is open to all users of the host."""
+    done = subprocess.run([sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and re.search(r"rank 1/2 on \S+\] was the first to end", done.stderr), done
+
+
+def test_a_rank_says_nothing_to_another_users_witness(monkeypatch):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")
+        listener.listen(1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        witness.connect(listener.getsockname().hex(), 0, 2)()
+        link, _ = listener.accept()
+        with link:
+            assert link.recv(1) == b""
