@@ -1,6 +1,7 @@
 """A timeline as one HTML page that needs nothing from anywhere, for clusters without a network."""
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -22,7 +23,8 @@ def page(records: Sequence[dict[str, Any]], table: str) -> str:
     ]
     data = {"names": list(names), "bars": bars, "labels": [f"rank {record['rank']} on {record['host']}" for record in records]}
     text = json.dumps(data).replace("<", "\\u003c")  # no name may end the script
-    return _PAGE.replace("@TABLE@", escape(table)).replace("@DATA@", text)
+    parts = {"@TABLE@": escape(table), "@DATA@": text}
+    return re.sub("@TABLE@|@DATA@", lambda match: parts[match[0]], _PAGE)  # at once: either part may hold the other's name
 
 
 _PAGE = """<!doctype html>

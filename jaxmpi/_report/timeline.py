@@ -3,17 +3,18 @@
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmpi import _files
 from jaxmpi._report.page import page
+from jaxmpi._report.records import Record, read
 
 __all__ = ["run"]
-
-Record = dict[str, Any]  # of one rank, as the flight recorder writes it
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,32 +26,17 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="holds rank-0.json, rank-1.json, ...")
     directory = parser.parse_args(arguments).directory
-    out, html = directory / "timeline.json", directory / "timeline.html"
     try:
         records = read(directory)
-        out.write_text(json.dumps(trace(records)))
-        html.write_text(page(records, table(records)))
-    except (OSError, ValueError, KeyError) as error:
+        text = table(records)
+        _write(directory, {"timeline.json": json.dumps(trace(records)), "timeline.html": page(records, text)})
+    except (OSError, ValueError) as error:
         sys.stderr.write(f"jaxmpi timeline: {error}\n")
         return 2
-    sys.stdout.write(table(records))
+    sys.stdout.write(text)
+    out, html = directory / "timeline.json", directory / "timeline.html"
     sys.stdout.write(f"\nThe trace is in {out}: open it in https://ui.perfetto.dev, or {html} in any browser.\n")
     return 0
-
-
-def read(directory: Path) -> list[Record]:
-    """The ranks' records, by rank; raises a ValueError if there are none or they are not ours."""
-    records = []
-    for path in sorted(directory.glob("rank-*.json")):
-        record = json.loads(path.read_text())
-        if not isinstance(record, dict) or not {"rank", "size", "host", "events"} <= record.keys():
-            raise ValueError(f"{path} is no flight record of jaxmpi.")
-        records.append(record)
-    if not records:
-        raise ValueError(f"there is no flight record (rank-0.json, ...) in {directory}.")
-    if len({record["size"] for record in records}) > 1:
-        raise ValueError(f"the records in {directory} are of several jobs. Remove those of the old one.")
-    return sorted(records, key=lambda record: record["rank"])
 
 
 def trace(records: Sequence[Record]) -> dict[str, Any]:
@@ -68,7 +54,7 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
             times = {"cat": "wait", "ts": start * 1e6, "dur": max(arrived - start, 0) * 1e6}
             events.append({"ph": "X", "name": "wait for the others", **times, **thread, "args": {"for": name}})
             if met is not None and end is not None:
-                times = {"cat": "collective", "ts": met * 1e6, "dur": (end - met) * 1e6}
+                times = {"cat": "collective", "ts": met * 1e6, "dur": max(end - met, 0) * 1e6}
                 events.append({"ph": "X", "name": name, **times, **thread, "args": {"bytes": bytes_}})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -100,3 +86,17 @@ def _last(records: Sequence[Record]) -> list[int]:
     waits = [{number: met - start for number, *_, start, met, _ in r["events"] if met is not None} for r in records]
     common = set.intersection(*(set(of_rank) for of_rank in waits))
     return [records[min(range(len(records)), key=lambda i: waits[i][number])]["rank"] for number in common]
+
+
+def _write(directory: Path, texts: Mapping[str, str]) -> None:
+    """Write files into the folder of the records, which another user may have made."""
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name, text in texts.items():
+            _files.replace(folder, name, text)
+    except OSError as error:
+        raise OSError(
+            f"{directory} cannot be written to: {error.strerror}. Copy the records to a folder of your own."
+        ) from error
+    finally:
+        os.close(folder)
