@@ -31,9 +31,11 @@ def _wrapped(mark: str, text: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of a Python that finds the jaxmpi of this process, and not another that the working directory holds, as sources do."""
-    home = Path(__file__).parents[2]
-    return {**os.environ} if home == Path.cwd() else {**os.environ, "PYTHONSAFEPATH": "1"}
+    """Of a Python that finds the jaxmpi of this process, and nothing else that the working directory holds."""
+    home, environ = Path(__file__).parents[2], {**os.environ, "PYTHONSAFEPATH": "1"}
+    if home == Path.cwd():  # it may be found there only
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
+    return environ
 
 
 def ask(code: str) -> tuple[bool, str]:

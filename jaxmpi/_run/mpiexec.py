@@ -71,7 +71,8 @@ def identify(path: str) -> Launcher:
 
 def library() -> tuple[str, str, str]:
     """Vendor, version and path of the MPI library that mpi4py loads; raises a LaunchError if there is none."""
-    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    # -P: not what the working directory holds, which the ranks of a script do not import from, either
+    probe = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
     if found:
         return found[1], found[2], found[3]

@@ -54,6 +54,8 @@ def parse(arguments: Sequence[str]) -> Request:
             own.append(rest.pop(0))
         else:
             mpi_options.append(rest.pop(0))
+    if rest and rest[0].startswith("-") and rest[0].endswith(".py"):
+        rest[0] = f"./{rest[0]}"  # a script, which Python would take for an option
     program = rest[1:] if rest[:1] == ["--"] else rest
 
     parser = _Parser(
