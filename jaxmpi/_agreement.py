@@ -7,7 +7,7 @@ has to trace and compile first is waited for.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -17,7 +17,18 @@ from jaxmpi._errors import RankMismatchError
 
 __all__ = ["Statement", "describe", "in_words", "know", "listen", "meet", "raise_found"]
 
-Sides = tuple[list[str], list[str]]
+Sides = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of VERBS
+VERBS = ("sent", "taken", "given", "decided", "computed", "compiled")
+SHOWN = 3  # differences
+SAME_CALLS = "Every rank must make the same calls in the same order."
+SAME_ARGUMENTS = "Every rank must call it with the same arguments."
+SAME_ARRAYS = "Every rank must send the same arrays in the same order."
+SAME_SHAPES = "On the xla backend all ranks run one compiled program, so the shapes of their arguments must be equal, too."
+BRANCH = (
+    "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own must be an argument of the "
+    "function, or follow from jaxmpi.rank()."
+)
+PLACES = "A loop or a branch with a collective went another way: what decides on it must be equal on all ranks."
 
 
 class Statement(NamedTuple):
@@ -32,7 +43,7 @@ class Statement(NamedTuple):
         return Statement(word_of(title if content is None else content), title)
 
 
-def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = lambda: ([], [])) -> None:
+def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = dict) -> None:
     """Go on if all ranks make the same statement; raise on all of them otherwise.
 
     **Communication:** 16 bytes.
@@ -40,7 +51,7 @@ def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = lambda
     Args:
       backend: the ranks.
       statement: what this rank is about to do.
-      sides: what it will send, and what it was called with, in words, for the message where the ranks differ.
+      sides: what it will do, in words, for the message where the ranks differ.
 
     Raises:
       RankMismatchError: on every rank, with both sides.
@@ -55,7 +66,8 @@ def describe(backend: Any, word: int) -> str:
     program, what = backend.described(word)
     if program not in _known:
         return what or "a collective"
-    statement, (lines, _) = _known[program]
+    statement, sides = _known[program]
+    lines = sides()["sent"]
     if what in ("", statement.title):
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
@@ -65,12 +77,12 @@ def describe(backend: Any, word: int) -> str:
 
 # where the transport compares
 
-_known: dict[int, tuple[Statement, Sides]] = {}  # the programs that were traced
+_known: dict[int, tuple[Statement, Callable[[], Sides]]] = {}  # the programs that were traced
 _found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
 
 
-def know(statement: Statement, sides: Sides) -> None:
-    """Keep what a program sends and takes, for an error."""
+def know(statement: Statement, sides: Callable[[], Sides]) -> None:
+    """Keep what a program does, in words, for an error."""
     _known[statement.word] = statement, sides
 
 
@@ -89,39 +101,54 @@ def raise_found(error: Exception) -> None:
 
 
 def _explain(backend: Any, word: int, message: str) -> str:
-    statement, sides = _known.get(word, (Statement.of(message), ([], [])))
-    _found[:] = [_mismatch(backend, statement, sides, message)]
+    statement, sides = _known.get(word, (Statement.of(message), dict))
+    _found[:] = [_mismatch(backend, statement, sides(), message)]
     return f"RankMismatchError: {_found[0]}"
 
 
 def _mismatch(backend: Any, statement: Statement, sides: Sides, message: str = "") -> RankMismatchError:
     """The error that all ranks raise, of what each of them says."""
-    everyone = backend.gather_sides((tuple(statement), sides, message))
+    everyone = backend.gather_sides((tuple(statement), dict(sides), message))
     said = [Statement(*statement) for statement, _, _ in everyone]
     if len(set(said)) > 1:
         return RankMismatchError(_compare(said, [sides for _, sides, _ in everyone]))
     messages = [message for _, _, message in everyone]  # the same program, at different places
-    return RankMismatchError(
-        _compare([Statement.of(m)._replace(title=statement.title) for m in messages], [([m], []) for m in messages])
-    )
+    at = [Statement.of(m)._replace(title=statement.title) for m in messages]
+    return RankMismatchError(_compare(at, [{"sent": [m]} for m in messages], PLACES))
 
 
-def _compare(everyone: Sequence[Statement], sides: Sequence[Sides]) -> str:
+def _compare(everyone: Sequence[Statement], sides: Sequence[Sides], advice: str = "") -> str:
     """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
     other = next(rank for rank, said in enumerate(everyone) if said.word != everyone[0].word)
     names = [in_words([r for r, said in enumerate(everyone) if said.word == everyone[k].word]) for k in (0, other)]
     titles = everyone[0].title, everyone[other].title
-    head = f"{titles[0]}: {names[0]} and {names[1]} do not agree."
+    differences = {verb: _differences(sides[0].get(verb, ()), sides[other].get(verb, ())) for verb in VERBS}
+    head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
     if titles[0] != titles[1]:
-        head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}."
-    differences = [
-        f"\n  {verb} by {names[0]}: {a or 'nothing more'}\n  {verb} by {names[1]}: {b or 'nothing more'}"
-        for verb, mine, theirs in zip(("sent", "taken"), sides[0], sides[other], strict=True)
-        for a, b in zip_longest(mine, theirs, fillvalue="")
-        if a != b
+        head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}. {SAME_CALLS}"
+    pairs = [(verb, *pair) for verb in VERBS[:-2] for pair in differences[verb]]
+    if not pairs:  # whole programs: all that follows from the first difference differs, too
+        pairs = [(verb, *differences[verb][0]) for verb in VERBS[-2:] if differences[verb]][:1]
+    lines = [
+        f"\n  {verb} by {name}: {line or 'nothing more'}"
+        for verb, *both in pairs
+        for name, line in zip(names, both, strict=True)
     ]
-    hidden = f"\n  ... and {len(differences) - 3} more differences" if len(differences) > 3 else ""
-    return head + " Every rank must send the same arrays in the same order." + "".join(differences[:3]) + hidden
+    hidden = len(pairs) - SHOWN
+    return head + "".join(lines[: 2 * SHOWN]) + (f"\n  ... and {hidden} more differences" if hidden > 0 else "")
+
+
+def _advice(differences: Mapping[str, Sequence[Any]]) -> str:
+    """What to do about differences of calls of one function."""
+    if differences["given"]:
+        return SAME_ARGUMENTS
+    if differences["taken"] and differences["sent"]:
+        return SAME_ARRAYS
+    return SAME_SHAPES if differences["taken"] and differences["computed"] else BRANCH
+
+
+def _differences(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+    return [(a, b) for a, b in zip_longest(mine, theirs, fillvalue="") if a != b]
 
 
 def in_words(ranks: Sequence[int]) -> str:

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-__all__ = ["AXIS", "EQUAL", "bound", "equal_on_all_ranks"]
+__all__ = ["AXIS", "EQUAL", "PARAMETERS", "bound", "equal_on_all_ranks", "with_parameters"]
 
 AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
+PARAMETERS = "jaxmpi: parameters "
 
 
 def bound() -> bool:
@@ -26,3 +29,17 @@ def equal_on_all_ranks(x: Any) -> Any:
     A branch with a collective may depend on it. It is an identity with a name, which `variation` looks for.
     """
     return checkpoint_name(x, EQUAL)
+
+
+def with_parameters(tree: Any, text: str) -> Any:
+    """Arrays that a call works with, whose parameters must be equal on all ranks, such as the root of a broadcast.
+
+    The ranks compare the text with the program. It is the name of an identity on the first array, and no part of the program
+    that runs.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    first = next((i for i, x in enumerate(leaves) if jnp.result_type(x) != jax.dtypes.float0), None)
+    if first is None or not bound() or lax.axis_size(AXIS) == 1:
+        return tree
+    leaves[first] = checkpoint_name(leaves[first], PARAMETERS + text)
+    return treedef.unflatten(leaves)

@@ -158,13 +158,22 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str 
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
     ranks = _arrays.Bound() if _axis.bound() else _arrays.Plain(backend)
-    outs = work([leaves[i] for i in sent], ranks)
+    outs = work(_axis.with_parameters([leaves[i] for i in sent], _parameters(function, work)), ranks)
     for i, out in zip(sent, outs, strict=True):
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
     return treedef.unflatten(leaves)
+
+
+def _parameters(function: str, work: partial[list[jax.Array]]) -> str:
+    """Those of a call, in words: such as "tree_bcast root=0"."""
+    known = {name: value for name, value in work.keywords.items() if name != "call"}
+    call = work.keywords.get("call")
+    if call and call.kind == "bcast":
+        known["root"] = call.root
+    return " ".join([function, *(f"{name}={value}" for name, value in sorted(known.items()))])
 
 
 @cache

@@ -35,6 +35,7 @@ __all__ = [
     "in_library",
     "is_axis_effect",
     "lower_with_tokens",
+    "module_text",
     "ordered_effect",
     "parts",
     "scan_counts",
@@ -135,6 +136,15 @@ def in_library(file: str) -> bool:
 def _library_folders() -> tuple[str, ...]:
     files = (getattr(sys.modules.get(name), "__file__", None) for name in ("jax", "flax", "optax", "jaxmpi"))
     return tuple(os.path.dirname(file) + os.sep for file in files if file)
+
+
+LARGE = 4096  # numbers of a constant
+
+
+def module_text(lowered: Any) -> str:
+    """The module of a `jax.stages.Lowered` without source lines, and without the numbers of large constants."""
+    operation = lowered.compiler_ir("stablehlo").operation
+    return str(operation.get_asm(large_elements_limit=LARGE, enable_debug_info=False))
 
 
 # order inside a program

@@ -10,7 +10,7 @@ import jax
 from jaxmpi._program.function import Function
 from jaxmpi._program.objects import is_object
 from jaxmpi._program.program import Program
-from jaxmpi._stages import Lowered, Traced
+from jaxmpi._stages import Traced
 from jaxmpi._step import Step
 
 __all__ = ["InPlace"]
@@ -34,10 +34,6 @@ class InPlace(Step):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super().__call__(*args, **kwargs))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        args, kwargs, _ = _split(args, kwargs)
-        return super().lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         args, kwargs, _ = _split(args, kwargs)

@@ -22,11 +22,23 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`."""
+    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`.
+
+    Args:
+      stage: JAX's.
+      run: as that of the others.
+      lowered_to: is called with JAX's next stage.
+    """
+
+    def __init__(self, stage: Any, run: Callable[..., Any], lowered_to: Callable[[Any], None]) -> None:
+        super().__init__(stage, run)
+        self._lowered_to = lowered_to
 
     def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
         """Lower it; nothing is sent."""
-        return Lowered(self._stage.lower(*args, **kwargs), self._run)
+        lowered = self._stage.lower(*args, **kwargs)
+        self._lowered_to(lowered)
+        return Lowered(lowered, self._run)
 
 
 class Lowered(_Stage):

@@ -62,7 +62,7 @@ class Step:
         program, run, leaves = self._programs.find(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
-        _agreement.meet(self._backend, program.statement, program.sides)
+        _agreement.meet(self._backend, program.statement, program.signature.sides)
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
@@ -73,7 +73,7 @@ class Step:
         program, _, leaves = self._programs.find(args, kwargs)
         if not program.statement:
             return None
-        _agreement.meet(self._backend, program.statement, program.sides)
+        _agreement.meet(self._backend, program.statement, program.signature.sides)
         title, (before, after) = self._function.title, program.equal
         _check.compare(self._backend, title, program.arguments, leaves, before)
 
@@ -89,14 +89,14 @@ class Step:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
         self._on()
-        args, kwargs = self._wrapped(args, kwargs)
-        return Lowered(self._jitted.lower(*args, **kwargs), partial(self._run_compiled, self._build(args, kwargs)))
+        return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
-        return Traced(self._jitted.trace(*args, **kwargs), partial(self._run_compiled, self._build(args, kwargs)))
+        program = self._build(args, kwargs)
+        return Traced(self._jitted.trace(*args, **kwargs), partial(self._run_compiled, program), program.lowered_to)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).eval_shape`."""
@@ -181,7 +181,7 @@ class Step:
         if self._alone:
             return compiled(*args, **kwargs)
         if statement := None if self._in_band else program.statement:
-            _agreement.meet(self._backend, statement, program.sides)
+            _agreement.meet(self._backend, statement, program.signature.sides)
         try:
             with self._backend.starting() if statement else nullcontext():
                 out = compiled(*args, **kwargs)  # without an output of our own to wait for
@@ -192,8 +192,9 @@ class Step:
 
     def _announce(self, program: Program, *, show: bool = True) -> None:
         """Keep what a new program sends, for an error, and print it where that is asked for."""
-        if program.statement:
-            _agreement.know(program.statement, program.sides())
+        if program.statement and not self._alone:
+            of = program.signature
+            _agreement.know(program.statement, of.sides if self._in_band else of.brief)
         if show and _settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 

@@ -197,6 +197,7 @@ def test_ranks_that_share_a_gpu_are_named_once():
 PROGRAM = (
     "function",
     "reading",
+    "text",
     "translate",
     "trace",
     "schedule",
@@ -205,6 +206,7 @@ PROGRAM = (
     "variation",
     "steering",
     "listing",
+    "signature",
     "costs",
     "build",
     "objects",

@@ -31,6 +31,7 @@ class Job:
 
     name: str  # of the backend
     in_band = False  # whether the ranks compare their programs while these run
+    same_module = False  # whether all ranks must run one compiled program
 
     def __init__(self, mpi: Any) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""

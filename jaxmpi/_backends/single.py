@@ -18,6 +18,7 @@ class OneProcess:
     effects: frozenset[Hashable] = frozenset()
     place: Place
     busy = ""  # with what takes long, for those who watch
+    same_module = False  # as in `Job`
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """The object, once for each rank."""

@@ -28,6 +28,7 @@ class Xla(Job):
 
     name = "xla"
     effects: frozenset[Hashable] = frozenset()
+    same_module = True  # XLA orders collectives by the whole program that it compiles, and gloo tells them apart by their order
 
     def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
         """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""

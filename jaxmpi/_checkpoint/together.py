@@ -18,7 +18,7 @@ def meet(backend: Backend, function: str, leaves: Sequence[Leaf], options: str, 
     """Compare what the ranks are to save or restore; with `values`, their Python numbers, too."""
     shown = [f" = {leaf.value!r}" if values and leaf.value is not None else "" for leaf in leaves]
     lines = [options, *(f"leaf {leaf.name}: {leaf}{value}" for leaf, value in zip(leaves, shown, strict=True))]
-    _agreement.meet(backend, _agreement.Statement.of(function, "\n".join([function, *lines])), lambda: (lines, []))
+    _agreement.meet(backend, _agreement.Statement.of(function, "\n".join([function, *lines])), lambda: {"given": lines})
 
 
 def together(backend: Backend, function: Callable[[], T]) -> T:

@@ -47,7 +47,7 @@ class Programs:
                 return program, run, leaves
         program = build_program(self._function, args, kwargs, self._backend, hide=True)
         program.structure, program.key = structure, key
-        run = program.compiled(self._options)
+        run = program.compiled(self._options, leaves)
         self._announce(program)
         self._all.insert(0, (program, run))
         return program, run, leaves

@@ -1,15 +1,25 @@
 """What a program will send, known before it runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
 from jaxmpi._program.reading import subjaxprs
 from jaxmpi._program.schedule import schedule
-from jaxmpi._program.steering import steering
 
-__all__ = ["Entry", "listing", "signature"]
+__all__ = ["Entry", "listing"]
+
+
+class Around(NamedTuple):
+    """The loops and branches around a collective."""
+
+    path: str
+    times: int | None
+    order: tuple[int, ...]
+
+
+AT_THE_TOP = Around("", 1, ())
 
 
 class Entry(NamedTuple):
@@ -21,6 +31,8 @@ class Entry(NamedTuple):
       path: the loops and branches around it, such as "scan[12]/cond:1"; "" at the top.
       times: how often it is carried out; None where a branch or a while_loop decides.
       source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
+      order: the places of its collectives in the order in which the function calls them, behind those of the loops around it.
+      params: of JAX's primitives.
     """
 
     call: Collective
@@ -28,6 +40,8 @@ class Entry(NamedTuple):
     path: str
     times: int | None
     source: tuple[str, ...]
+    order: tuple[int, ...] = ()
+    params: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -43,29 +57,29 @@ class Entry(NamedTuple):
         return f"{self.name} of {first}{more}{where}{lines}"
 
 
-def listing(jaxpr: Any, size: int, *, together: bool = True, path: str = "", times: int | None = 1) -> Iterator[Entry]:
+def listing(jaxpr: Any, size: int, *, together: bool = True, around: Around = AT_THE_TOP) -> Iterator[Entry]:
     """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
-    for level in schedule(jaxpr, size, together=together):
+    levels = list(schedule(jaxpr, size, together=together))
+    sent = {id(eqn) for level in levels for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))}
+    place = {key: i for i, key in enumerate(id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent)}
+    for level in levels:
         for group in level.groups:
             distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
             avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
             source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
-            yield Entry(group.call, tuple(arrays), path, times, source)
+            order = (*around.order, *(place[id(eqn)] for eqn in group.eqns))
+            params = tuple(f"{eqn.primitive.name} {sorted(eqn.params.items())}" for eqn in group.eqns)
+            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params)
         for eqn in level.loops:
-            yield from _inside(eqn, size, together, path, times)
+            yield from _inside(eqn, size, together, around._replace(order=(*around.order, place[id(eqn)])))
 
 
-def _inside(eqn: Any, size: int, together: bool, path: str, times: int | None) -> Iterator[Entry]:
+def _inside(eqn: Any, size: int, together: bool, around: Around) -> Iterator[Entry]:
     name = eqn.primitive.name
     for i, inner in enumerate(subjaxprs(eqn)):
-        step, inner_times = f"{name}:{i}" if name == "cond" else name, None
+        step, times = f"{name}:{i}" if name == "cond" else name, None
         if name == "scan":
-            step, inner_times = f"scan[{eqn.params['length']}]", times and times * eqn.params["length"]
-        inner_path = f"{path}/{step}" if path else step
-        yield from listing(inner, size, together=together, path=inner_path, times=inner_times)
-
-
-def signature(jaxpr: Any, entries: Sequence[Entry]) -> str:
-    """A text that is equal where the same is sent in the same order, and the same decides it; source lines don't count."""
-    return "\n".join([*(repr(entry._replace(source=())) for entry in entries), *filter(None, [steering(jaxpr)])])
+            step, times = f"scan[{eqn.params['length']}]", around.times and around.times * eqn.params["length"]
+        path = f"{around.path}/{step}" if around.path else step
+        yield from listing(inner, size, together=together, around=Around(path, times, around.order))

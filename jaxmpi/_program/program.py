@@ -15,9 +15,11 @@ from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._program import build
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
-from jaxmpi._program.listing import Entry, listing, signature
+from jaxmpi._program.listing import Entry, listing
 from jaxmpi._program.objects import watch_changes
 from jaxmpi._program.reading import communicates, held
+from jaxmpi._program.signature import Signature
+from jaxmpi._program.steering import steering
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
@@ -32,7 +34,8 @@ class Program:
     call: Callable[[Sequence[Any]], list[Any]]  # of the arguments' arrays to the outputs', for `jax.jit`
     tree: Any  # of the outputs
     entries: list[Entry]  # what it sends
-    statement: _agreement.Statement | None  # of it; None where the ranks have nothing to agree on
+    signature: Signature  # what the ranks compare
+    same_module: Any  # the traced program, where all ranks must run one compiled program; or None
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
     outputs: list[str]  # in words
@@ -40,18 +43,25 @@ class Program:
     structure: Any = None  # of the arguments
     key: Any = None
 
-    def sides(self) -> tuple[list[str], list[str]]:
-        """What it sends and what it takes, for an error."""
-        return [str(entry) for entry in self.entries], self.arguments
+    @property
+    def statement(self) -> _agreement.Statement | None:
+        """What this rank is about to do; None where the ranks have nothing to agree on."""
+        return self.signature.statement
+
+    def lowered_to(self, lowered: Any) -> None:
+        """Have the ranks compare what XLA compiles, a `jax.stages.Lowered`, where all must run the same."""
+        if self.same_module is not None:
+            self.signature.lowered_to(lowered, self.same_module)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Trace it, inside of a `jax.jit`."""
         return self.tree.unflatten(self.call(leaves))
 
-    def compiled(self, options: Mapping[str, Any]) -> Callable[[Sequence[Any]], Any]:
+    def compiled(self, options: Mapping[str, Any], leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         """A function of the arguments' arrays that runs it, with these options of `jax.jit`.
 
-        It returns an array that is ready when the program has ended, and that nobody donates, and the outputs.
+        It returns an array that is ready when the program has ended, and that nobody donates, and the outputs. `leaves` are
+        arrays of its first call; nothing is sent.
         """
         given, kept = ([i for i, d in enumerate(self.donated) if d == which] for which in (True, False))
         order = np.argsort([*given, *kept]).tolist()
@@ -67,6 +77,8 @@ class Program:
         flat.__name__ = self.function.title
         jitted = jax.jit(flat, donate_argnums=0, **options)
         take_given, take_kept = _taker(given), _taker(kept)
+        if self.same_module is not None and self.statement:
+            self.lowered_to(jitted.lower(take_given(leaves), take_kept(leaves)))  # which the first call does not do again
         return run
 
 
@@ -97,12 +109,12 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
     )
     size = backend.place.size
-    jaxpr, captured = trace(flat, size, avals)
+    jaxpr, captured, parameters = trace(flat, size, avals)
     replicated = [function.replicated.hold(path) and not is_own(path) for path, _ in paths]
     varies: list[bool] = []
     outside: list[str] = []
+    constants = [*captured, *held(jaxpr)]
     if size > 1:
-        constants = [*captured, *held(jaxpr)]
         try:
             varies = _varies(function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0)
         except ValueError as error:
@@ -120,22 +132,26 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
-    said = "\n".join(filter(None, [signature(jaxpr, entries), *outside])) if size > 1 else ""
-    statement = _agreement.Statement.of(function.title, said) if said else None
+    if entries and backend.same_module and not outside:
+        outside = [_from_outside(x) for x in constants]
+    arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
+    arguments += outside
+    decides = steering(jaxpr, _declared(function, tree) if entries else ()) if size > 1 else []
+    signature = Signature(function.title, entries, decides, parameters=parameters, arguments=arguments, outside=outside)
+    traced = jaxpr if backend.same_module else None
+    word = signature.statement.word if signature.statement else 0
     first = entries[0].call if entries and entries[0].times else None
-    program, finish = build.build(jaxpr, backend, stacked, first, statement.word if statement else 0, hide=hide)
+    program, finish = build.build(jaxpr, backend, stacked, first, word, hide=hide)
 
     def call(leaves: Sequence[Any]) -> list[Any]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
-    arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
-    arguments += outside
     donated = [function.donated.hold(path) for path, _ in paths]
     outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies)) if varies else ([], None)
     outputs = [f"output {leaf_name(path)}" for path, _ in outs]
     equal = replicated, [not differs and not is_own(path) for path, differs in outs]
-    return Program(function, call, tree, entries, statement, arguments, donated, outputs, equal)
+    return Program(function, call, tree, entries, signature, traced, arguments, donated, outputs, equal)
 
 
 def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -180,19 +196,25 @@ def _varies(
     Raises a ValueError where one may that is to be equal on all ranks, with its name.
     """
     varies = varying(jaxpr, [outside] * captured + [not same for same in replicated], constants=outside, warn=warn)
-    node = tree.node_data()
-    children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
-    outputs = _positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
-    positions = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
-    for position, (path, differs) in zip(positions, paths, strict=True):
-        if differs and position in outputs and not is_own(path):
+    for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
+        if differs and declared:
             raise ValueError(
                 f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is to be equal on all ranks, and it may differ "
                 "between them. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
                 "replicated_argnums the arguments that are equal on all ranks."
             )
     return varies
+
+
+def _declared(function: Function, tree: Any) -> list[bool]:
+    """Which arrays of the outputs `replicated_outnums` names."""
+    node = tree.node_data()
+    children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
+    outputs = _positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
+    positions = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(positions))
+    return [position in outputs and not is_own(path) for path, position in paths]
 
 
 def _from_outside(x: Any) -> str:

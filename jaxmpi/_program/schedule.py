@@ -36,7 +36,9 @@ class Level(NamedTuple):
 
 
 def schedule(jaxpr: Any, size: int, *, together: bool = True) -> Iterator[Level]:
-    """The rounds of an opened program on `size` ranks, without what no output needs.
+    """The rounds of an opened program on `size` ranks, without local work that no output needs.
+
+    A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
       jaxpr: of `trace.opened`.
@@ -73,12 +75,11 @@ def _groups(eqns: list[Any], size: int, together: bool) -> list[Group]:
 
 
 def _needed(jaxpr: Any) -> Iterator[Any]:
-    """The equations that an output or an effect depends on, in order; all messages of a program without outputs."""
-    silent = not jaxpr.outvars
+    """The collectives, and the equations that one of them, an output or an effect depends on, in order."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
-        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or (silent and communicates(eqn)):
+        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or communicates(eqn):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return reversed(kept)

@@ -10,20 +10,24 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._program.reading import CALLS, kind, map_subjaxprs
+from jaxmpi._program.text import is_note, parameters
 
 __all__ = ["Reader", "evaluate", "make", "opened", "trace"]
 
 
-def trace(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
+def trace(
+    function: Callable[..., Any], size: int, avals: Sequence[Any]
+) -> tuple[ClosedJaxpr, Sequence[Any], list[tuple[str, str]]]:
     """Trace a function of flat arrays with the axis bound, and open the calls that contain a collective.
 
     Returns:
-      The program, and the arrays that the function had from outside, which are the first of the program's arguments.
+      The program; the arrays that the function had from outside, which are the first of the program's arguments; what
+      `text.parameters` finds.
     """
     traced = make(function, size, avals)
     inner, captured = _jaxcompat.parts(traced)
     arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
-    return make(lambda *args: _open(inner, size, *args), size, arguments), captured
+    return make(lambda *args: _open(inner, size, *args), size, arguments), captured, [*parameters(inner)]
 
 
 def make(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
@@ -51,7 +55,7 @@ def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
             case "loop":
                 return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, size)))
             case _:
-                return _jaxcompat.bind(eqn, xs)
+                return xs if is_note(eqn) else _jaxcompat.bind(eqn, xs)
 
     return evaluate(jaxpr, step, *args)
 

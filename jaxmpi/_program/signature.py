@@ -1,0 +1,75 @@
+"""What the ranks compare of a program before it communicates, and what they show where it differs."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmpi import _jaxcompat
+from jaxmpi._agreement import Sides, Statement
+from jaxmpi._backends import word_of
+from jaxmpi._program.listing import Entry
+from jaxmpi._program.steering import Line
+from jaxmpi._program.text import equations
+
+__all__ = ["Signature"]
+
+
+class Signature:
+    """Of one program: its collectives, in order, the parameters of jaxmpi's functions, and what decides.
+
+    Where all ranks must run the same module, `lowered_to` adds all of it.
+
+    Attributes:
+      statement: for the comparison; None where the ranks have nothing to agree on.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        entries: Sequence[Entry],
+        decides: Sequence[Line],
+        *,
+        parameters: Sequence[tuple[str, str]],
+        arguments: Sequence[str],
+        outside: Sequence[str],
+    ) -> None:
+        """Make the text that the ranks compare.
+
+        Args:
+          title: of the program.
+          entries: of `listing`.
+          decides: of `steering`.
+          parameters: of `text.parameters`.
+          arguments: in words, for an error only.
+          outside: in words, the arrays that the function holds and that must be equal; () where they may differ.
+        """
+        self._title, self._decides = title, decides
+        self._brief = {"sent": [*map(str, entries)], "taken": [*arguments, *outside]}
+        self._parameters = [f"{text} at {source}" if source else text for text, source in parameters]
+        self._program: Any = None  # and its module, where they are compared
+        text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
+        text += [what for what, _ in parameters] if text else []
+        text += outside
+        self.statement = Statement.of(title, "\n".join(text)) if text else None
+
+    def lowered_to(self, lowered: Any, jaxpr: Any) -> None:
+        """Have the ranks compare the module, a `jax.stages.Lowered`, of this program; source lines don't count.
+
+        Its large constants are those of `outside`.
+        """
+        if self.statement:
+            self._program = lowered, jaxpr
+            digest = hashlib.blake2b(_jaxcompat.module_text(lowered).encode(), digest_size=16).hexdigest()
+            self.statement = Statement(word_of(f"{self.statement.word} {digest}"), self._title)
+
+    def brief(self) -> Sides:
+        """What is sent and taken, in words."""
+        return self._brief
+
+    def sides(self) -> Sides:
+        """All that is compared, in words."""
+        sides = {**self._brief, "given": self._parameters, "decided": [*map(str, self._decides)]}
+        if self._program:
+            lowered, jaxpr = self._program
+            sides |= {"computed": [*equations(jaxpr)], "compiled": _jaxcompat.module_text(lowered).splitlines()}
+        return sides
