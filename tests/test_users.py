@@ -1,6 +1,5 @@
 """Other users of the machine: what a working directory holds is not run, and what a job opens is open to its user alone."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path

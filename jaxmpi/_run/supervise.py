@@ -88,8 +88,6 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     return Outcome(int(bool(lost)), failed=False)
 
 
-
-
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the launcher so that it ends with us, and in a session of its own, where Ctrl-C reaches it through us only.
 
