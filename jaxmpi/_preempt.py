@@ -1,10 +1,9 @@
 """A signal to any rank, and all stop together."""
 
-import sys
 from typing import Any
 
 from jaxmpi._objects import untraced
-from jaxmpi._watch import guard
+from jaxmpi._watch import guard, words
 from jaxmpi._watch.stop import Stop
 
 __all__ = ["preempted"]
@@ -43,5 +42,5 @@ def preempted() -> bool:
     _alone.watch()
     stops = any(backend.allgather_object(_alone.signalled))
     if stops and backend.place.rank == 0:
-        sys.stderr.write("jaxmpi: told to end (SIGTERM): the job stops here.\n")
+        words.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
     return stops

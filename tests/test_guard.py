@@ -204,6 +204,147 @@ def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
     assert seconds < 20
 
 
+BROKEN = """
+import os, sys
+import jax.numpy as jnp
+import jaxmpi
+what, *streams = sys.argv[1:]
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100 * (what == "files"))]
+rank = jaxmpi.init().rank
+jaxmpi.tree_allreduce(jnp.float32(rank))
+for word in streams:
+    whose, name, how = word.split("-")
+    if whose in (str(rank), "both"):
+        if how == "full":
+            setattr(sys, name, open("/dev/full", "w", buffering=1))
+        elif how == "closed":
+            getattr(sys, name).close()
+        elif how == "stuck":
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            try:
+                while True:
+                    os.write(write, bytes(4096))
+            except BlockingIOError:
+                os.set_blocking(write, True)
+            setattr(sys, name, os.fdopen(write, "w", buffering=1))
+        else:
+            setattr(sys, name, None)
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+if rank == 1 and what == "raise":
+    raise Unprintable
+if rank == 1:
+    sys.exit(0)
+jaxmpi.tree_allreduce(jnp.float32(rank)).block_until_ready()
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["exit", "both-stdout-full", "both-stderr-full"],
+        ["exit", "both-stdout-closed", "both-stderr-none"],
+        ["exit", "0-stdout-stuck", "0-stderr-stuck"],
+        ["raise", "1-stdout-none", "1-stderr-full"],
+        ["raise", "1-stdout-stuck", "1-stderr-closed"],
+        ["files"],
+    ],
+    ids=" ".join,
+)
+def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
+    script = tmp_path / "script.py"
+    script.write_text(BROKEN)
+    code, output, seconds, processes = end(
+        ["sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *jaxmpi_run(2, str(script), *words)], str(tmp_path)
+    )
+    assert code and processes == [] and "not reached" not in output, output
+    assert seconds < 30, output
+    if not any("stuck" in word for word in words):
+        why = "Unprintable: no message" if words[0] == "raise" else "rank 1 has exited while this rank waits"
+        assert re.search(rf"\[rank \d/2 on \S+\] {why}.*The job ends", output), output
+
+
+WATCHED = """
+import sys, time
+import jaxmpi
+from jaxmpi._watch import guard
+rank = jaxmpi.init().rank
+def fails(*_):
+    raise SystemError("a defect")
+if rank == 0 and sys.argv[1] == "watcher":
+    guard.active().watchers.append(fails)
+elif rank == 0:
+    guard.active().signals.wait = fails
+time.sleep(1)
+print("went on", flush=True)
+jaxmpi.barrier()
+print("to the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["watcher", "signals"])
+def test_the_watch_is_watched(tmp_path, what):
+    """What one part of it raises is said, and it goes on; where the thread itself fails, the job ends."""
+    script = tmp_path / "script.py"
+    script.write_text(WATCHED)
+    code, output, _, processes = end(jaxmpi_run(2, str(script), what), str(tmp_path))
+    assert processes == [], output
+    if what == "watcher":
+        assert code == 0 and "a defect in jaxmpi's guard, which goes on" in output and output.count("to the end") == 2, output
+    else:
+        said = r"rank 0/2 on \S+\] the thread that watches this rank has failed \(SystemError: a defect\)\. The job ends"
+        assert code and re.search(said, output), output
+
+
+SIGNALS = """
+import os, select, signal, socket, sys
+from jaxmpi._watch.signals import Signals
+before, later = socket.socketpair(), socket.socketpair()
+for end in (*before, *later):
+    end.setblocking(False)
+what, owners = sys.argv[1], {before[1].fileno(): "before", later[1].fileno(): "later"}
+if what == "before":
+    signal.set_wakeup_fd(before[1].fileno())
+signals = Signals()
+calls = []
+assert signals.take(signal.SIGUSR1, lambda: calls.append("SIGUSR1"))
+if what in ("taken", "given up"):
+    signal.set_wakeup_fd(later[1].fileno())
+if what == "given up":
+    signal.set_wakeup_fd(-1)
+if what == "closed":
+    signal.set_wakeup_fd(later[1].fileno())
+    later[1].close()
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for call in signals.wait(10.0):
+        call()
+assert not signals.wait(0.0)
+read = lambda pair: pair[0].recv(10) if select.select([pair[0]], [], [], 0)[0] else b""
+print(calls, read(before), read(later))
+signals.release()
+print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, owners.get(signal.set_wakeup_fd(-1)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "heard", "owner"),
+    [
+        ("alone", "b'' b''", None),
+        ("before", r"b'\n\n' b''", "before"),
+        ("taken", r"b'' b'\n\n'", "later"),
+        ("given up", "b'' b''", None),
+        ("closed", "b'' b''", None),
+    ],
+)
+def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, owner):
+    done = subprocess.run([sys.executable, "-c", SIGNALS, what], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines() == [f"['SIGUSR1', 'SIGUSR1'] {heard}", f"True {owner}"], done.stdout + done.stderr
+
+
 WITNESSED = """
 import os, signal, sys
 from jaxmpi._watch import witness

@@ -222,7 +222,7 @@ RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "la
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
     {"_data", "_data.sources", "_data.prefetch"},
-    {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness"))},
+    {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness", "words"))},
     {
         "_backends",
         *(f"_backends.{name}" for name in BACKENDS),

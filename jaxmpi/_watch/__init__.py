@@ -8,4 +8,5 @@ recorder  the last collectives of each rank
 stop      a call at which all ranks stop, once one has got a signal
 signals   what the process is told, also while it stands inside MPI
 rounds    lines of text in the order of the ranks
+words     what it says, though a stream is full, closed or gone
 """

@@ -12,6 +12,7 @@ watch, the flight recorder, and the agreement on a call to stop at.
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxmpi import _jaxcompat
-from jaxmpi._watch import registry, witness
+from jaxmpi._watch import registry, witness, words
 from jaxmpi._watch.recorder import Recorder
 from jaxmpi._watch.rounds import Key, Rounds
 from jaxmpi._watch.signals import Signals
@@ -33,6 +34,9 @@ __all__ = ["Guard", "active", "install", "last_words", "remove"]
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
 KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
+END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
+ABORT_SECONDS = 10  # for MPI to end this process
+LEAVE_SECONDS = 30.0  # for the guard's thread to end
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 _guard: "Guard | None" = None
@@ -87,8 +91,8 @@ class Guard:
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_witness = witness.call(backend)
-        atexit.register(self.leave)
-        self._thread = threading.Thread(target=self._watch, name="jaxmpi-guard", daemon=True)
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._run, name="jaxmpi-guard", daemon=True)
         if self.listening:
             self._thread.start()
 
@@ -149,6 +153,18 @@ class Guard:
 
     # the thread
 
+    def _run(self) -> None:
+        """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
+        why = "the thread that watches this rank has ended"
+        try:
+            self._watch()
+        except BaseException as error:
+            why = f"the thread that watches this rank has failed ({words.one_line(error)})"
+            words.say(traceback.format_exc())
+        finally:
+            if not self._stop.is_set():
+                self.end(1, f"{why}.")
+
     def _watch(self) -> None:
         while not self._stop.is_set():
             for call in self.signals.wait(POLL_SECONDS):
@@ -179,14 +195,23 @@ class Guard:
     def say(self, text: str) -> None:
         """Write to stderr, with who says it."""
         place = self.backend.place
-        sys.stderr.write(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
-        sys.stderr.flush()
+        words.say(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
 
     # the ends
 
     def end(self, code: int, why: str) -> None:
         """End the whole job with a line that says which rank and why."""
-        sys.stdout.flush()
+        try:
+            words.at_most(END_SECONDS, lambda: self._prepare_end(why))
+        finally:
+            signal.alarm(ABORT_SECONDS)  # ends this process where MPI cannot
+            try:
+                self.backend.abort(code)
+            finally:
+                os._exit(code)
+
+    def _prepare_end(self, why: str) -> None:
+        words.at_most(words.SAY_SECONDS, lambda: sys.stdout.flush())
         for call in self.at_end:
             self._call(call, why)
         self.say(f"{why} The job ends.")
@@ -194,7 +219,6 @@ class Guard:
         if self._left is None and self._has_lost_one():
             time.sleep(KILLED_SECONDS)  # who aborts before the launcher knows would be named instead
         self._dismiss_witness()
-        self.backend.abort(code)
 
     def _has_lost_one(self) -> bool:
         """Whether a rank of this host has ended."""
@@ -202,14 +226,19 @@ class Guard:
         return any(registry.state(pid) == "ended" for pid, host in self.members if host == here)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
-        label = f"[{self.backend.place.rank}] "
-        sys.stderr.write("".join(label + line for line in lines))
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        self.end(
-            130 if interrupted else 1,
-            f"{kind.__name__}: {str(error).splitlines()[0].rstrip('.') if str(error) else 'no message'}.",
-        )
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        try:
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+            label = f"[{self.backend.place.rank}] "
+            words.say("".join(label + line for line in lines))
+        finally:
+            self.end(code, f"{words.one_line(error)}.")
+
+    def _at_exit(self) -> None:
+        try:
+            self.leave()
+        except BaseException as error:  # or else it would wait for the others in MPI_Finalize
+            self.end(1, f"the end of this rank has failed ({words.one_line(error)}).")
 
     def leave(self) -> None:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
@@ -220,7 +249,9 @@ class Guard:
             self._call(call, "the end")
         self._stop.set()
         if self.listening:
-            self._thread.join()
+            self._thread.join(LEAVE_SECONDS)
+            if self._thread.is_alive():
+                raise RuntimeError("the thread that watches this rank does not end")
         self._wait(self.backend.sent, self.backend.place.size)
         self._wait(self.backend.everyone_leaves(), self.backend.place.size)
         self._dismiss_witness()
@@ -228,7 +259,7 @@ class Guard:
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
         self.signals.release()
-        atexit.unregister(self.leave)
+        atexit.unregister(self._at_exit)
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             registry.leave(directory, self.backend.place.rank)
 

@@ -1,12 +1,13 @@
 """Lines of text from many ranks, put in the order of the ranks."""
 
-import contextlib
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
+
+from jaxmpi._watch import words
 
 __all__ = ["WAIT_SECONDS", "Key", "Rounds"]
 
@@ -27,7 +28,8 @@ class Rounds:
 
     def __init__(self, size: int, write: Callable[[str], object] | None = None) -> None:
         self._size = size
-        self._write = write or _write
+        self._write = write or self._show
+        self._failed = False  # to write the last one
         self._texts: dict[Key, dict[int, str]] = defaultdict(dict)
         self._since: dict[Key, float] = {}
         self._lock = threading.RLock()
@@ -56,10 +58,14 @@ class Rounds:
         del self._since[key]
         self._write("".join(text for _, text in sorted(self._texts.pop(key).items())))
 
-
-def _write(text: str) -> None:
-    """Write to stdout what it can show; another rank's text must not end this one."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+    def _show(self, text: str) -> None:
+        """Write to stdout what it can show; another rank's text must not end this one."""
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        try:
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
+            self._failed = False
+        except (OSError, ValueError, AttributeError) as error:  # a full disk, a closed stream, none
+            if not self._failed:
+                words.say(f"jaxmpi: a line of jaxmpi.print cannot be written to stdout ({error}):\n{text}")
+            self._failed = True

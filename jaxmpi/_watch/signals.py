@@ -1,9 +1,12 @@
 """The signals of this process, for a thread that watches it.
 
 Python runs their handlers on the main thread, between two of its instructions; while that stands inside MPI nothing reacts.
-The thread learns of them by the wake-up file (`signal.set_wakeup_fd`).
+The thread learns of them by the wake-up file (`signal.set_wakeup_fd`). There is one in a process, and other libraries take it,
+as asyncio's `add_signal_handler` does: then the handlers tell the thread, and what we hear we pass on to whom we took it from.
 """
 
+import contextlib
+import os
 import select
 import signal
 import socket
@@ -27,9 +30,12 @@ class Signals:
         self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
+        self._poll = select.poll()  # `select` takes no file above 1023
+        self._poll.register(self._heard, select.POLLIN)
         self._hears = threading.current_thread() is threading.main_thread()
+        self._other = -1  # the wake-up file of another library, which had it before
         if self._hears:
-            signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+            self._other = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 self._replace(signal.SIGINT, self._on_interrupt)
 
@@ -38,15 +44,19 @@ class Signals:
         here = threading.current_thread() is threading.main_thread()
         if not (here and self._hears and signal.getsignal(number) is signal.SIG_DFL):
             return False
-        self._replace(number, lambda *_: None)
+        self._replace(number, lambda number, _: self._tell_of(number))
         self._calls[number] = call
         return True
 
     def wait(self, seconds: float) -> list[Callable[[], None]]:
         """Sleep until a signal comes, or for so long; returns the calls to make."""
-        if not select.select([self._heard], [], [], seconds)[0]:
+        if not self._poll.poll(1000 * seconds):
             return []
-        return [self._calls[number] for number in set(self._heard.recv(64)) & self._calls.keys()]
+        numbers = self._heard.recv(64)
+        if self._other != -1:
+            with contextlib.suppress(OSError):
+                os.write(self._other, numbers)
+        return [self._calls[number] for number in set(numbers) & self._calls.keys()]
 
     def wake(self) -> None:
         """End a `wait`, from any thread."""
@@ -63,11 +73,20 @@ class Signals:
     def release(self) -> None:
         """Give the signals back to those who had them."""
         if self._hears:
-            signal.set_wakeup_fd(-1)
+            now = signal.set_wakeup_fd(-1)
+            _wake_up(self._other if now == self._written.fileno() else now)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._written.close()
         self._heard.close()
+
+    def _tell_of(self, number: int) -> None:
+        """Tell the thread of a signal, on the main thread, where another library has the wake-up file or has given it up."""
+        mine = self._written.fileno()
+        if (other := signal.set_wakeup_fd(mine, warn_on_full_buffer=False)) != mine:
+            _wake_up(other)
+            with contextlib.suppress(OSError):
+                self._written.send(bytes([number]))
 
     def _replace(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
         self._before[number] = signal.signal(number, handler)
@@ -77,4 +96,12 @@ class Signals:
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._reacted = time.monotonic()
+        self._tell_of(number)
         signal.default_int_handler(number, frame)
+
+
+def _wake_up(file: int) -> None:
+    """Have another library's file woken up, if there is one and it is open."""
+    if file != -1:
+        with contextlib.suppress(OSError, ValueError):
+            signal.set_wakeup_fd(file)

@@ -1,0 +1,52 @@
+"""What the watch says on stderr, and what it does before a job ends: neither may raise, nor wait for ever."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["at_most", "one_line", "say"]
+
+SAY_SECONDS = 2.0  # for a stream that nobody reads at the moment
+_HAS_STDERR = sys.__stderr__ is not None  # if it was closed when Python started, its number may be another file's by now
+
+
+def say(text: str) -> None:
+    """Write to stderr; where `sys.stderr` is gone, closed or full, to the file descriptor that Python started with."""
+    at_most(SAY_SECONDS, lambda: _write(text))
+
+
+def at_most(seconds: float, call: Callable[[], Any]) -> None:
+    """Make a call in a thread of its own, and wait for it for so long; what it raises is dropped."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    try:
+        thread = threading.Thread(target=quietly, name="jaxmpi-words", daemon=True)
+        thread.start()
+    except RuntimeError:  # Python ends, or there are too many threads
+        quietly()
+    else:
+        thread.join(seconds)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line; its own `__str__` may fail, too."""
+    try:
+        text = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    except Exception:
+        text = "no message"
+    return f"{type(error).__name__}: {text.rstrip('.')}"
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:
+        if _HAS_STDERR:
+            os.write(2, text.encode(errors="backslashreplace"))
