@@ -22,6 +22,14 @@ try:
 except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
     effects = TokenSet = None  # type: ignore[assignment, misc]
 
+try:
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    _ = xla_bridge.make_cpu_client, xla_bridge.register_backend_factory, _jax.make_gloo_tcp_collectives
+except (ImportError, AttributeError):
+    distributed = _jax = None  # type: ignore[assignment]
+
 __all__ = [
     "TESTED",
     "as_weak",
@@ -32,6 +40,7 @@ __all__ = [
     "can_hide_effects",
     "compiling",
     "ffi_call_in_order",
+    "gloo_listens_at",
     "in_library",
     "is_axis_effect",
     "lower_with_tokens",
@@ -62,6 +71,22 @@ def tracing() -> bool:
 def started_without(index: str) -> bool:
     """Whether JAX has started, and looks no more at what GPU it is to take, with another one or all."""
     return xla_bridge.backends_are_initialized() and xla_bridge.CUDA_VISIBLE_DEVICES.value != index
+
+
+def gloo_listens_at(host: str) -> None:
+    """Have JAX's collectives on CPUs listen at an address of this host, and not at whatever its name resolves to.
+
+    Before JAX's backend starts. A JAX without these functions keeps to the name.
+    """
+
+    def make_client() -> Any:
+        client = distributed.global_state.client
+        if client is None or jax.config.jax_cpu_collectives_implementation != "gloo":
+            return xla_bridge.make_cpu_client()
+        return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
+
+    if _jax is not None:
+        xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 # jaxprs

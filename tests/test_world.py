@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import _devices, _world
+from jaxmpi._backends import Place, mpi, xla
 from jaxmpi.testing import run_ranks
 
 PACKAGE = Path(jaxmpi.__file__).parent
@@ -41,24 +43,44 @@ def test_one_rank_needs_no_mpi(tmp_path):
     assert done.stdout.strip() == "3.0", done.stderr
 
 
+OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_btl")
+MPICH = ("PMI_SIZE", "MPI_LOCALNRANKS", "UCX_NET_DEVICES")
+
+
 @pytest.mark.parametrize(
-    ("here", "launched", "set_by_user", "wanted"),
-    [("2", "2", None, "^ofi"), ("2", "2", "self,sm", "self,sm"), ("2", "4", None, "None"), (None, None, None, "None")],
-    ids=["one host", "one host, and set", "two hosts", "no Open MPI"],
+    ("names", "ranks", "here", "set_by_user", "room", "wanted"),
+    [
+        (OPEN_MPI, "2", "2", None, True, "^ofi,tcp"),
+        (OPEN_MPI, "2", "2", None, False, "^ofi"),  # tcp is the way out
+        (OPEN_MPI, "2", "2", "self,sm", True, "self,sm"),
+        (OPEN_MPI, "4", "2", None, True, None),
+        (OPEN_MPI, None, None, None, True, None),
+        (MPICH, "2", "2", None, True, "lo"),
+        (MPICH, "2", "2", "eth0", True, "eth0"),
+        (MPICH, "4", "2", None, True, None),
+        (MPICH, None, None, None, True, None),
+    ],
 )
-def test_on_one_host_open_mpi_looks_for_no_other(tmp_path, here, launched, set_by_user, wanted):
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "MPI.py").touch()  # what it is started with is of interest, and not MPI
-    environ = {"OMPI_COMM_WORLD_LOCAL_SIZE": here, "OMPI_COMM_WORLD_SIZE": launched, "OMPI_MCA_btl": set_by_user}
-    code = """
-import os, sys
-sys.path.insert(0, os.environ["FAKE"])
-from jaxmpi._backends.mpi import import_mpi4py
-import_mpi4py(2)
-print(os.environ.get("OMPI_MCA_btl"))
-"""
-    done = python(code, FAKE=str(tmp_path), **{name: value for name, value in environ.items() if value is not None})
-    assert done.stdout.strip() == wanted, done.stderr
+def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(monkeypatch, names, ranks, here, set_by_user, room, wanted):
+    monkeypatch.setattr(mpi, "_has_shared_memory", lambda ranks: room)
+    environ = {name: value for name, value in zip(names, (ranks, here, set_by_user), strict=True) if value is not None}
+    mpi._keep_to_this_host(environ)
+    assert environ.get(names[2]) == wanted
+    assert set(environ) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("free", "writable", "has"), [(512, True, True), (64, True, False), (512, False, False), (None, True, False)]
+)
+def test_whether_shared_memory_will_do(monkeypatch, free, writable, has):
+    def statvfs(path):
+        if free is None:
+            raise FileNotFoundError(path)
+        return SimpleNamespace(f_bavail=free, f_frsize=1 << 20)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    assert mpi._has_shared_memory(4) is has
 
 
 def test_before_init_every_function_says_what_to_call():
@@ -392,3 +414,30 @@ def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
     assert done.returncode
     for words in said:
         assert words in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("local_size", "named", "own", "address", "bind", "gloo", "nccl"),
+    [
+        (2, None, "10.0.0.7", "127.0.0.1", "127.0.0.1", "127.0.0.1", "lo"),
+        (2, "node1", "10.0.0.7", "127.0.0.1", "127.0.0.1", "127.0.0.1", "lo"),
+        (1, None, "127.0.0.3", "127.0.0.3", "127.0.0.3", "127.0.0.3", None),
+        (1, "127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.2", "127.0.0.3", None),
+        (1, "198.51.100.9", "127.0.0.3", "198.51.100.9", "0.0.0.0", "127.0.0.3", None),  # an address that leads here
+    ],
+)
+def test_the_addresses_at_which_xla_listens(monkeypatch, local_size, named, own, address, bind, gloo, nccl):
+    """Of the hosts of the job alone, and of none but this in a job of one host."""
+    seen = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda address, *_, **options: seen.update(options, address=address))
+    monkeypatch.setattr(xla._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
+    monkeypatch.setattr(xla, "_towards", lambda host: own)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("JAXMPI_HOST", named or "")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "to be removed afterwards")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    backend = SimpleNamespace(place=Place(0, 2, 0, local_size), broadcast_object=lambda obj, root: obj)
+    xla.Xla._bootstrap(backend)
+    port = seen["address"].rpartition(":")[2]
+    assert (seen["address"], seen["coordinator_bind_address"]) == (f"{address}:{port}", f"{bind}:{port}")
+    assert (seen["gloo"], os.environ.get("NCCL_SOCKET_IFNAME")) == (gloo, nccl)

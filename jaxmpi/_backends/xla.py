@@ -14,13 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi import _devices
+from jaxmpi import _devices, _jaxcompat, _settings
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
 from jaxmpi._backends.job import Job, check_start
 from jaxmpi._backends.mpi import gathered, import_mpi4py
 
 __all__ = ["Xla"]
+
+LOOPBACK = "127.0.0.1"
 
 
 class Xla(Job):
@@ -43,12 +45,23 @@ class Xla(Job):
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
 
     def _bootstrap(self) -> None:
-        address = f"{_host(self.place.local_size == self.place.size)}:{_free_port()}" if self.place.rank == 0 else ""
-        address = self.broadcast_object(address, 0)
+        """Have JAX's processes find each other. They listen at one address of each host: loopback in a job of one host."""
+        one_host = self.place.local_size == self.place.size
+        if one_host:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        host = (LOOPBACK if one_host else _host()) if self.place.rank == 0 else ""
+        host, bind, port = self.broadcast_object((host, *_bindable(host)) if host else None, 0)
+        _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host))
+        address = f"{host}:{port}"
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
         try:
             jax.distributed.initialize(
-                address, self.place.size, self.place.rank, cluster_detection_method="deactivate", initialization_timeout=60
+                address,
+                self.place.size,
+                self.place.rank,
+                cluster_detection_method="deactivate",
+                initialization_timeout=60,
+                coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"),
             )
         except RuntimeError as error:
             raise RuntimeError(
@@ -89,21 +102,27 @@ class Xla(Job):
             jax.distributed.shutdown()
 
 
-def _host(one_node: bool) -> str:
+def _host() -> str:
     """An address of this host that the other ranks can reach; JAXMPI_HOST, on rank 0, overrides it."""
-    if one_node:
-        return "localhost"
-    if named := os.environ.get("JAXMPI_HOST"):
-        return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; finds the interface that leads outside
+    return _settings.get("JAXMPI_HOST") or _towards("192.0.2.1")  # an address of nobody: the interface that leads outside
+
+
+def _towards(host: str) -> str:
+    """The address of this host that another host sees; the name of this host where there is no way to that one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         try:
-            probe.connect(("192.0.2.1", 9))
+            probe.connect((host, 9))
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()
 
 
-def _free_port() -> int:
+def _bindable(host: str) -> tuple[str, int]:
+    """The address to listen at, and a free port of it: `host`, or all addresses where that is none of this host's own."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((host, 0))
+        except OSError:  # it leads here in another way
+            host = "0.0.0.0"
+            probe.bind((host, 0))
+        return host, int(probe.getsockname()[1])
