@@ -82,3 +82,13 @@ def test_a_cable_that_is_cut_for_ever(tmp_path):
     assert re.search(r"\[rank [01]/4 on jaxmpi-a\] stalled for \d+ s: .*on jaxmpi-b did not come\. The job ends\.", output), (
         output
     )
+
+
+def test_xla_between_hosts(tmp_path):
+    """Each rank listens at the address of its host that leads to rank 0: no name resolves to it."""
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    environ = {"PYTHON": sys.executable, "JAX_OF_THE_USER": "here", "JAXMPI_BACKEND": "xla", "JAXMPI_HOST": "10.77.0.1"}
+    command = [str(TWO_HOSTS), str(script), str(tmp_path / "go"), "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, **environ})
+    assert done.returncode == 0 and "done, the longest step" in done.stdout, done.stdout + done.stderr
