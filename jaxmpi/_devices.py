@@ -1,5 +1,6 @@
 """Which GPU a rank takes: decided by its node-local rank, before JAX's backend starts."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -11,18 +12,24 @@ import jax
 
 from jaxmpi._jaxcompat import started_without
 
-__all__ = ["choose", "enough", "pick", "unique", "visible"]
+__all__ = ["choose", "enough", "has_plugin", "pick", "share_memory", "sharing", "unique", "visible"]
+
+_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")  # an entry of CUDA_VISIBLE_DEVICES
+PREALLOCATED = 0.75  # of the memory of a GPU: what JAX takes when it starts
+_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
 
-def choose(local_rank: int, local_size: int, devices: Sequence[int] | None) -> str | None:
+def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | None:
     """Take this rank's GPU and hide the others from JAX; returns its name on this node, None where there is none to choose.
+
+    A job of one rank keeps all GPUs, unless `devices` names some.
 
     Raises:
       RuntimeError: there are several, and JAX has started with all of them.
       ValueError: as `visible`.
     """
     names = visible(devices)
-    if not names or (local_size == 1 and devices is None):
+    if not names or (size == 1 and devices is None):
         return None
     mine = pick(local_rank, len(names))
     index = mine if devices is None else devices[mine]
@@ -58,9 +65,28 @@ def unique(name: str) -> str:
     return found[listed.index(name)] if name.isdigit() and name in listed and len(found) == len(listed) else name
 
 
+def sharing(taken: Sequence[tuple[str, str | None]], rank: int) -> list[int]:
+    """The ranks that have the GPU of `rank`; `taken` are each rank's host, and the GPU that it has taken there."""
+    return [other for other, theirs in enumerate(taken) if theirs == taken[rank]] if taken[rank][1] is not None else []
+
+
+def share_memory(ranks: int) -> str:
+    """Have JAX take an equal part of the GPU's memory for each of the ranks on it, before it starts; returns what was done."""
+    if given := [f"{name}={os.environ[name]}" for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR") if os.environ.get(name)]:
+        return f"its memory is shared out as {', '.join(given)} says"
+    fraction = int(1000 * PREALLOCATED / ranks) / 1000
+    os.environ[_MEMORY[0]] = f"{fraction:.3f}"
+    return f"each takes {fraction:.1%} of its memory ({_MEMORY[0]})"
+
+
 def pick(local_rank: int, count: int) -> int:
     """The index of this rank's device among `count`: ranks in turn, and from the start again when they outnumber them."""
     return local_rank % count
+
+
+def has_plugin() -> bool:
+    """Whether JAX's part for NVIDIA GPUs is installed."""
+    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev")) -> list[str]:
@@ -74,12 +100,11 @@ def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev")) -> l
       ValueError: `devices` is empty or names one that is not there.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "") or "cuda"
-    has_plugin = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    if not has_plugin or not re.search("cuda|gpu", platforms):
+    if not has_plugin() or not re.search("cuda|gpu", platforms):
         return []
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        names = [name.strip() for name in listed.split(",") if name.strip()]
+    if listed is not None:  # CUDA ignores what comes after an entry that names no GPU, such as -1
+        names = [*itertools.takewhile(_GPU.fullmatch, (name.strip() for name in listed.split(",")))]
     else:
         names = sorted((p.name.removeprefix("nvidia") for p in dev.glob("nvidia[0-9]*")), key=int)
     if devices is None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,15 +115,13 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         backend = _check_settings(backend, launched)
         if backend == "auto":
             backend = _choose(launched, devices)
-        chosen, device = _start(backend, launched, devices)
+        chosen = _start(backend, launched, devices)
     place: Place = chosen.place
     _State.backend, _State.world = chosen, World(*place, backend=backend)
     if chosen.place.size > 1:
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
         guard.install(chosen)
-    if _State.world.size > 1:
-        _warn_if_shared(chosen, device)
     if verbose and _State.world.rank == 0:
         transport = f", transport {chosen.transport}" if backend == "mpi" else ""
         sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}{transport}\n")
@@ -173,20 +170,19 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if _devices.enough(shown) else "mpi"
 
 
-def _start(backend: str, launched: int, devices: Sequence[int] | None) -> tuple[Any, str | None]:
-    """The backend, and the name of this rank's GPU."""
+def _start(backend: str, launched: int, devices: Sequence[int] | None) -> Any:
     if backend == "xla":
         from jaxmpi._backends.xla import Xla
 
-        xla = Xla(launched, devices)
-        return xla, xla.device
+        return Xla(launched, devices)
     if backend == "single":
-        return Single(), _devices.choose(0, 1, devices)
+        _devices.choose(0, 1, devices)
+        return Single()
     from jaxmpi._backends.transport import join
 
     mpi = join(launched, devices)
     _agreement.listen(mpi)
-    return mpi, mpi.device
+    return mpi
 
 
 def initialized() -> bool:
@@ -250,17 +246,3 @@ def launched_ranks() -> int:
     """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
     numbers = [os.environ.get(name, "") for name in LAUNCHERS]
     return max((int(number) for number in numbers if number.isdigit()), default=1)
-
-
-def _warn_if_shared(backend: Backend, device: str | None) -> None:
-    everyone = backend.allgather_object((backend.place.node, device))
-    if len(set(everyone)) < len(everyone) and any(name for _, name in everyone):
-        device = device and _devices.unique(device)
-        everyone = backend.allgather_object((backend.place.node, device))
-    mine = [rank for rank, other in enumerate(everyone) if other == (backend.place.node, device)]
-    if device is not None and len(mine) > 1 and mine[0] == backend.place.rank:
-        warnings.warn(
-            f"init: ranks {mine} share GPU {device} of node {backend.place.node}. They take turns and share its memory: "
-            "start one rank per GPU, or set XLA_PYTHON_CLIENT_PREALLOCATE=false.",
-            stacklevel=3,
-        )

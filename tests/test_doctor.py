@@ -148,6 +148,16 @@ def test_with_gpus_that_jax_does_not_use(tmp_path):
     assert finding.verdict == "slow" and "1 NVIDIA devices" in finding.text and "jax[cuda" in finding.advice
 
 
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"])
+def test_with_gpus_that_are_hidden(monkeypatch, tmp_path, name):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}[name])
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object())
+    finding = checks.devices(1, tmp_path)
+    assert finding.verdict == "ok" and f"1 NVIDIA devices, hidden by {name}=" in finding.text, finding
+
+
 @pytest.mark.parametrize(
     ("quota", "ranks", "words"), [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")]
 )

@@ -174,16 +174,23 @@ def test_mpi4jax_of_another_mpi_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("visible", "devices", "local_rank", "local_size", "chosen"),
+    ("visible", "devices", "local_rank", "size", "chosen"),
     [
         ("0,1,2,3", None, 2, 4, ("2", "2")),
         ("4,5", None, 3, 4, ("1", "5")),  # two ranks a GPU
         ("4,5,6", [2, 0], 1, 2, ("0", "4")),
         ("0", None, 0, 1, (None, None)),
+        ("0,1", None, 0, 1, (None, None)),  # one rank keeps them all
+        ("0,1", [1], 0, 1, ("1", "1")),
+        ("0,1", None, 0, 2, ("0", "0")),  # alone on its node, and not in the job
         ("", None, 1, 2, (None, None)),
+        ("-1", None, 1, 2, (None, None)),
+        ("NoDevFiles", None, 1, 2, (None, None)),
+        ("3,-1,4", None, 1, 2, ("0", "3")),
+        ("GPU-ab-12, MIG-7", None, 1, 2, ("1", "MIG-7")),
     ],
 )
-def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, local_size, chosen):
+def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, size, chosen):
     updates = {}
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
     monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
@@ -191,7 +198,7 @@ def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, lo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     index, name = chosen
-    assert _devices.choose(local_rank, local_size, devices) == name
+    assert _devices.choose(local_rank, size, devices) == name
     assert updates.get("jax_cuda_visible_devices") == index
 
 
@@ -201,19 +208,6 @@ def test_device_that_is_not_there(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(ValueError, match=r"init: devices=\[2\], and this node shows GPUs 0 to 1"):
         _devices.choose(0, 2, [2])
-
-
-@run_ranks(2, 3)
-def test_ranks_that_share_a_gpu_are_named_once():
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _world._warn_if_shared(_world.current("test"), "7")
-    everyone = list(range(jaxmpi.size()))
-    assert [str(w.message).startswith(f"init: ranks {everyone} share GPU 7 of node 0") for w in caught] == [True] * (
-        jaxmpi.rank() == 0
-    )
 
 
 PROGRAM = (

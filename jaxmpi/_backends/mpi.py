@@ -1,6 +1,7 @@
 """MPI inside compiled programs, with mpi4jax. This is the only file that imports mpi4py and mpi4jax."""
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import cached_property, partial
@@ -12,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _plan
+from jaxmpi import _devices, _plan
 from jaxmpi._backends import Collective
 from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
-__all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version"]
+__all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version", "take_device"]
 
 T = TypeVar("T")
 SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
@@ -36,14 +37,8 @@ class Mpi(Job):
     divides = False  # whether it carries "mean", and sums short floats in float32
     needs_mpi4jax = True
 
-    def __init__(self, launched: int, device: str | None) -> None:
-        """Join the other ranks.
-
-        Args:
-          launched: how many of them the launcher's environment speaks of.
-          device: the GPU of this rank, if it has chosen one.
-        """
-        self.device = device
+    def __init__(self, launched: int) -> None:
+        """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
         mpi, self._mpi4jax = import_mpi4py(launched), find_mpi4jax(launched, required=self.needs_mpi4jax)
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
@@ -190,6 +185,37 @@ def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
         if why:
             raise MPIError(f"init: rank {rank} cannot join the others. {why}")
     return [theirs for theirs, _ in everyone]
+
+
+def take_device(launched: int, devices: Sequence[int] | None) -> None:
+    """Take this rank's GPU before JAX starts, and a part of its memory where ranks share it; rank by rank a warning if so.
+
+    Args:
+      launched: how many ranks the launcher's environment speaks of.
+      devices: as in `jaxmpi.init`.
+
+    Raises:
+      Exception: as `_devices.choose`, and an MPIError on the other ranks.
+    """
+    mpi = import_mpi4py(launched)
+    world, host = mpi.COMM_WORLD, os.uname().nodename
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank = node.rank
+    node.Free()
+    taken = gathered(launched, lambda: (host, _devices.choose(local_rank, world.size, devices)))
+    names = [gpu for gpu in taken if gpu[1] is not None]
+    if len(set(names)) == len(names):
+        return
+    mine = taken[world.rank][1]
+    taken = gathered(launched, lambda: (host, mine and _devices.unique(mine)))
+    ranks = _devices.sharing(taken, world.rank)
+    if len(ranks) > 1:
+        done = _devices.share_memory(len(ranks))
+        if ranks[0] == world.rank:
+            warnings.warn(
+                f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and {done}. Start one rank per GPU.",
+                stacklevel=5,
+            )
 
 
 def mpi4jax_version() -> str:

@@ -54,11 +54,11 @@ class Native(Mpi):
 
     transport, divides, in_band, needs_mpi4jax = "native", True, True, False
 
-    def __init__(self, launched: int, device: str | None) -> None:
+    def __init__(self, launched: int) -> None:
         """Join the other ranks, as `Mpi` does."""
         _native: Any = importlib.import_module("jaxmpi._native")
 
-        super().__init__(launched, device)
+        super().__init__(launched)
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()

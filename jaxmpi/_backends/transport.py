@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi import _devices, _settings
+from jaxmpi import _settings
 from jaxmpi._backends.job import check_start
-from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py
+from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py, take_device
 from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
 from jaxmpi._errors import MPIError
 
@@ -27,20 +27,13 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
     asked = _settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
-    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    here = node.rank, node.size
-    node.Free()
-
-    def offer() -> tuple[str, str, str | None]:
-        device = _devices.choose(*here, devices)  # before anything else starts JAX's backend
-        return asked, "" if asked == "mpi4jax" else why_not_native(), device
-
-    offers = gathered(launched, offer)
-    obstacles = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(offers) if why]
+    take_device(launched, devices)  # before anything else starts JAX's backend
+    found = gathered(launched, lambda: "" if asked == "mpi4jax" else why_not_native())
+    obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:
         raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
     kind = Mpi if asked == "mpi4jax" or obstacles else Native
-    return kind(launched, offers[mpi.COMM_WORLD.rank][2])
+    return kind(launched)
 
 
 def why_not_native() -> str:

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi import _devices, _jaxcompat, _settings
+from jaxmpi import _jaxcompat, _settings
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
 from jaxmpi._backends.job import Job, check_start
-from jaxmpi._backends.mpi import gathered, import_mpi4py
+from jaxmpi._backends.mpi import import_mpi4py, take_device
 
 __all__ = ["Xla"]
 
@@ -36,12 +36,12 @@ class Xla(Job):
         """Join the other ranks, and have JAX join them; `launched` and `devices` as in `jaxmpi.init`."""
         mpi = import_mpi4py(launched)
         check_start(mpi, launched)
+        take_device(launched, devices)
         super().__init__(mpi)
-        chosen = gathered(launched, lambda: _devices.choose(self.place.local_rank, self.place.local_size, devices))
-        self.device = chosen[self.place.rank]
         if self.place.size > 1:
             self._bootstrap()
-        self.mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        first = {device.process_index: device for device in reversed(jax.devices())}  # of each rank, as `local_devices` has it
+        self.mesh = Mesh(np.array([first[rank] for rank in range(self.place.size)]), (AXIS,))
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
 
     def _bootstrap(self) -> None:

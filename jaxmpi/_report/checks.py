@@ -67,7 +67,9 @@ def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
     """What JAX computes on, and whether there are GPUs that it does not see, or fewer than ranks."""
     there = len([*dev.glob("nvidia[0-9]*")])
     gpus = _devices.visible(dev=dev)
-    if there and not gpus:
+    set_ = [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS") if name in os.environ]
+    hidden = f"; {there} NVIDIA devices, hidden by {' and '.join(set_)}" if there and not gpus and set_ else ""
+    if there and not gpus and not (hidden and _devices.has_plugin()):
         return Finding(
             "slow", "GPUs", f"{there} NVIDIA devices, which JAX does not use", "Install its plugin: pip install 'jax[cuda13]'."
         )
@@ -75,10 +77,10 @@ def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
     if not ok:
         return Finding("broken", "devices", f"JAX does not start: {said}", "Fix JAX first: see its installation guide.")
     if gpus and len(gpus) < ranks:
-        advice = f"Start {len(gpus)} ranks on this node; or share it, with XLA_PYTHON_CLIENT_PREALLOCATE=false and no NCCL."
-        return Finding("slow", "GPUs", f"{len(gpus)} for {ranks} ranks, which would take turns and share the memory", advice)
+        text = f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory, and without NCCL"
+        return Finding("slow", "GPUs", text, f"Start {len(gpus)} ranks on this node.")
     backend = "xla (NCCL)" if gpus else "mpi"
-    return Finding("ok", "devices", f"{said}; several ranks use backend {backend}")
+    return Finding("ok", "devices", f"{said}; several ranks use backend {backend}{hidden}")
 
 
 def mpi() -> Iterator[Finding]:

@@ -1,0 +1,121 @@
+"""GPUs, without one: which a rank takes, how several share one, and what happens where a process has several devices."""
+
+import os
+import warnings
+
+import pytest
+from test_native import run
+
+import jaxmpi
+from jaxmpi import _devices
+from jaxmpi._backends import mpi
+from jaxmpi.testing import run_ranks
+
+MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("xla", 1), ("xla", 2), ("xla", 3)])
+def test_a_process_with_several_devices(backend, ranks, tmp_path):
+    """A rank alone on a node with several GPUs, say. It takes part with one, and numbers are those of one device a rank."""
+    code = f"""
+import numpy as np, jax, jax.numpy as jnp, optax, jaxmpi
+world = jaxmpi.init({backend!r})
+n = world.size
+assert len(jax.local_devices()) == 2 and world.device == jax.local_devices()[0]
+tx = jaxmpi.distributed(optax.sgd(1.0))
+@jaxmpi.jit
+def step(params, state, x):
+    updates, state = tx.update(jax.grad(lambda p: jnp.sum(p["w"] * x))(params), state, params)
+    return optax.apply_updates(params, updates), state, jax.lax.axis_index(jaxmpi.AXIS)
+params = {{"w": jnp.arange(3.0)}}
+state = tx.init(params)
+for turn in range(2):
+    params, state, rank = step(params, state, jnp.full(3, world.rank + 1.0))
+    assert int(rank) == world.rank
+np.testing.assert_allclose(np.asarray(params["w"]), np.arange(3.0) - (n + 1))
+np.testing.assert_array_equal(jaxmpi.tree_allgather(world.rank), np.arange(n))
+jaxmpi.print("fine")
+"""
+    done = run(ranks, code, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.returncode == 0 and done.stdout.count("fine") == ranks, done.stdout + done.stderr
+
+
+def taken(names, size, **given):
+    """The messages, and the memory that this rank takes, where each rank has chosen a GPU of `names`."""
+    before = {name: os.environ.pop(name, None) for name in MEMORY}
+    choose, unique = _devices.choose, _devices.unique
+    _devices.choose, _devices.unique = lambda *_: names[jaxmpi.rank()], lambda name: name
+    os.environ.update(given)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mpi.take_device(size, None)
+        return [str(warning.message) for warning in caught], os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    finally:
+        _devices.choose, _devices.unique = choose, unique
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+
+
+@run_ranks(2, 3, 4)
+def test_ranks_that_share_a_gpu_share_its_memory():
+    n, rank = jaxmpi.size(), jaxmpi.rank()
+    said, fraction = taken(["7"] * n, n)
+    assert fraction == f"{0.75 / n:.4f}"[:5]
+    everyone = list(range(n))
+    assert [text.startswith(f"init: ranks {everyone} share GPU 7 of {os.uname().nodename}") for text in said] == [True] * (
+        not rank
+    )
+    assert all("XLA_CLIENT_MEM_FRACTION" in text for text in said)
+
+
+@run_ranks(2, 3, 4)
+def test_ranks_with_a_gpu_of_their_own_share_nothing():
+    n = jaxmpi.size()
+    assert taken([str(rank) for rank in range(n)], n) == ([], None)
+    assert taken([None] * n, n) == ([], None)
+
+
+@run_ranks(3, 4)
+def test_some_ranks_share_a_gpu():
+    n, rank = jaxmpi.size(), jaxmpi.rank()
+    said, fraction = taken(["0", "1", "0", None][:n], n)
+    assert fraction == ("0.375" if rank in (0, 2) else None)
+    assert [text.startswith("init: ranks [0, 2] share GPU 0") for text in said] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+@run_ranks(2)
+def test_memory_that_the_user_has_shared_out_is_left_alone(name):
+    said, _ = taken(["0", "0"], 2, **{name: "0.1"})
+    assert all(f"as {name}=0.1 says" in text for text in said) and len(said) == (jaxmpi.rank() == 0)
+
+
+def test_of_many_ranks_each_takes_something(monkeypatch):
+    for name in MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    _devices.share_memory(64)
+    fraction = float(os.environ.pop("XLA_CLIENT_MEM_FRACTION"))
+    assert 0.01 < fraction <= 0.75 / 64
+
+
+def test_the_memory_is_shared_out_before_jax_starts(tmp_path):
+    code = """
+import os, warnings
+from jaxmpi import _devices, _jaxcompat
+_devices.choose = lambda *_: "0"
+share = _devices.share_memory
+def before(ranks):
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized()
+    print("in time", flush=True)
+    return share(ranks)
+_devices.share_memory = before
+import jaxmpi
+jaxmpi.init(os.environ["ASKED"])
+"""
+    for backend in ("mpi", "xla"):
+        done = run(2, code, tmp_path, ASKED=backend)
+        assert done.returncode == 0 and done.stdout.count("in time") == 2, done.stdout + done.stderr
+        assert done.stderr.count("share GPU 0 of") == 1 and "script.py" in done.stderr, done.stderr
