@@ -5,7 +5,7 @@
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: half an hour
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
-# make soak    10 000 random trees, 200 random kills, 30 minutes of training: an hour
+# make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
@@ -63,8 +63,8 @@ faults: $(VENV)/.test-installed
 	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
 
 soak: $(VENV)/.test-installed
-	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 30 minutes of training: an hour"
-	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py
+	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"
+	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py tests/test_corruptions.py
 
 # 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed

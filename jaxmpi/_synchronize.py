@@ -35,8 +35,8 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep their dtype, device and kind
     (JAX or NumPy), numbers stay Python numbers. A leaf that is neither (a string, a function, an enum) must be equal on all
-    ranks already; with `strict=False` each rank keeps its own. So it does with what is its own by design: the shards of
-    `sharded`, the gradients that `accumulate` has, what a codec has not sent.
+    ranks already; with `strict=False` each rank keeps its own. It always keeps what is in a `PerRankState`, such as the
+    shards of `sharded`, the gradients that `accumulate` has, and what a codec has not sent.
 
     **Collective:** every rank calls it, with the same root and strict.
     **Communication:** a hash, then every dtype's bytes in one broadcast from root.

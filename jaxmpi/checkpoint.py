@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxmpi import _agreement
-from jaxmpi._checkpoint import files, parts
-from jaxmpi._checkpoint.parts import Leaf
+from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint.manifest import Leaf, Manifest
 from jaxmpi._checkpoint.reading import newest, read
-from jaxmpi._checkpoint.together import meet, ranks_here
-from jaxmpi._checkpoint.writing import Save, arrays_of, begin
+from jaxmpi._checkpoint.together import check_equal, checked, each_ranks_values, meet, ranks_here, together
+from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit import local
 from jaxmpi._objects import untraced
@@ -29,11 +29,12 @@ def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None
     the job ends; it is there for certain when the next call of `save`, `restore` or `latest` returns, when the script ends in
     order, or on return with `background=False`.
 
-    What is equal on all ranks is written by rank 0. Of the state of `sharded`, and of what else each rank has of its own, each
-    rank writes its part, so that `directory` must be one that all ranks share.
+    What is equal on all ranks is written by rank 0, after the ranks have compared checksums (CRC-32) of it. What each rank has
+    of its own must be in a `PerRankState`. Of that, and of the state of `sharded`, each rank writes its part, so that
+    `directory` must be one that all ranks share.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** a comparison of them, and of how the last save has ended.
+    **Communication:** a comparison of them and of the values, 32 bytes, and of how the last save has ended.
 
     Args:
       directory: holds the checkpoints of one run; made if it is not there.
@@ -46,26 +47,29 @@ def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None
     Raises:
       CheckpointError: on every rank, if this save cannot begin, or if the one before could not be written; this one is then
         being written nevertheless.
-      RankMismatchError: on every rank, if their trees, or Python numbers in them, differ.
+      RankMismatchError: on every rank, if their trees differ, or the values of a leaf that is in no `PerRankState`, with its
+        path.
       TypeError: a leaf that cannot be saved, with its path; a step that is no integer.
-      ValueError: a negative step; `keep` below 1.
+      ValueError: a negative step; `keep` below 1; two leaves with the same path.
       RuntimeError: called in traced code.
     """
     backend = untraced("save")
-    step = operator.index(step)
-    if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
-    described = parts.leaves_of(local(tree), backend.place.size)
-    leaves = [leaf for leaf, _ in described]
-    for leaf, x in described:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the array first.")
-    meet(backend, "save", leaves, f"step {step}, keep {keep}", values=True)
+    found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.place.size))
+    leaves, step = [leaf for leaf, _ in found], operator.index(step)
+    meet(backend, "save", leaves, f"step {step}, keep {keep}")
+    check_equal(backend, found)
+    leaves = each_ranks_values(backend, leaves)
     earlier = Save.finished(backend)
     writers = range(1 if all(leaf.part == "all" for leaf in leaves) else backend.place.size)
-    arrays = {rank: arrays_of(described, rank) for rank in ranks_here(backend) if rank in writers}
+    here = [rank for rank in ranks_here(backend) if rank in writers]
+    arrays = together(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     folder = begin(backend, Path(directory).absolute(), len(writers) > 1)
-    Save.last = Save(backend, folder, step, arrays, writers, lambda files_: files.commit(folder, step, files_, leaves, keep))
+
+    def commit(written: Parts) -> None:
+        sizes, members = zip(*(written[rank] for rank in writers), strict=True)
+        folders.commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
+
+    Save.last = Save(backend, folder, step, arrays, writers, commit)
     if not background:
         earlier = earlier or Save.finished(backend)
     if earlier:
@@ -89,16 +93,17 @@ def latest(directory: str | os.PathLike) -> int | None:
     backend = untraced("latest")
     _agreement.meet(backend, _agreement.Statement.of("latest"))
     _raise(Save.finished(backend))
-    folder, about = newest(backend, Path(directory), None)
-    return None if folder is None else int(about["step"])
+    whole, _ = newest(backend, Path(directory), None)
+    return None if whole is None else whole[1].step
 
 
 def restore(directory: str | os.PathLike, like: Any, step: int | None = None) -> Any:
     """What `save` has saved, on as many ranks as there are now, and on any backend.
 
     The states of `distributed` and `sharded` come back bit by bit on any number of ranks. What each rank has of its own
-    otherwise (gradients that `accumulate` has not sent, steps of `local_sgd`, the errors of a codec) needs as many ranks as
-    have saved it, unless it was equal on all of them.
+    otherwise (a `PerRankState`: that of `accumulate`, `local_sgd` and codecs, too) needs as many ranks as have saved it, unless
+    it was equal on all of them. `PerRankState(None)` in its place in `like` leaves it out: an environment, say, to be made anew
+    for another number of ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** what is equal on all ranks, from rank 0, which alone reads it.
@@ -106,41 +111,50 @@ def restore(directory: str | os.PathLike, like: Any, step: int | None = None) ->
     Args:
       directory: that of `save`.
       like: a tree of the same structure, shapes and dtypes, such as the one that a new run begins with; its values don't
-        matter, and `jax.ShapeDtypeStruct` will do. Arrays come back on its devices.
+        matter, and `jax.ShapeDtypeStruct` will do. Arrays come back on its devices. A Python number fits an array without axes
+        of its kind (bool, integer or float), and the other way round: it comes back as what it is in `like`.
       step: which checkpoint; the newest that is whole by default.
 
     Raises:
       CheckpointError: on every rank: there is none; a file is missing, truncated, damaged or not one of ours, with its name; a
         leaf of `like` has another shape or dtype or is not there, with its path; the save before could not be written.
       RankMismatchError: on every rank, if their trees differ.
-      ValueError: a state of `sharded` in `like` that was made for another number of ranks.
+      ValueError: a state of `sharded` in `like` that was made for another number of ranks; two leaves with the same path.
       RuntimeError: called in traced code.
     """
     backend = untraced("restore")
     like = local(like)
-    described = parts.leaves_of(like, backend.place.size)
-    leaves = [leaf for leaf, _ in described]
-    meet(backend, "restore", leaves, f"step {step}", values=False)
+    found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.place.size))
+    leaves = [leaf for leaf, _ in found]
+    out = parts.left_out(like)
+    meet(backend, "restore", leaves, f"step {step}, without {out}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
-        folder, about = newest(backend, Path(directory), step)
-        if folder is None:
+        whole, wrong = newest(backend, Path(directory), step)
+        if whole is None:
             which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-            raise CheckpointError(f"restore: there is {which} in {directory}. " + (about or "Look where it was saved."))
-        saved = {fields[0]: Leaf(*fields)._replace(shape=tuple(fields[3])) for fields in about["leaves"]}
-        if wrong := parts.difference([*saved.values()], leaves):
-            raise CheckpointError(f"restore: {folder}: {wrong}. Build the model and the optimizer as they were.")
+            raise CheckpointError(f"restore: there is {which} in {directory}. {wrong or 'Look where it was saved.'}")
+        folder, manifest = whole
+        if different := parts.difference(manifest.leaves, leaves, out):
+            raise CheckpointError(f"restore: {folder}: {different}. Build the model and the optimizer as they were.")
+        saved = {leaf.name: leaf for leaf in manifest.leaves}
         try:
-            values = read(backend, folder, [(leaf, saved[leaf.name]) for leaf in leaves], about["ranks"])
+            values = read(backend, folder, manifest, [(leaf, saved[leaf.name]) for leaf in leaves])
             break
         except CheckpointError:  # was it removed meanwhile, by a run that saves?
             if tries == 1 or backend.broadcast_object(folder.exists(), 0):
                 raise
-    new = [
-        saved[leaf.name].value if leaf.value is not None else parts.like(x, v)
-        for (leaf, x), v in zip(described, values, strict=True)
-    ]
-    return parts.put_back(like, new)
+    return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
+
+
+def _leaves_to_save(tree: Any, step: Any, keep: int | None, size: int) -> list[tuple[Leaf, Any]]:
+    if operator.index(step) < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
+    found = parts.leaves_of(local(tree), size)
+    for leaf, x in found:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the array first.")
+    return found
 
 
 def _raise(error: str | None) -> None:

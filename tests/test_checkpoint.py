@@ -1,13 +1,14 @@
 """Checkpoints: everything comes back, on any number of ranks, or there is an error that names the file and the leaf."""
 
+import dataclasses
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
-import zlib
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._checkpoint import files
+from jaxmpi._checkpoint import files, folders
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
 from jaxmpi._watch import guard
@@ -324,7 +325,9 @@ def test_a_save_that_fails_on_one_rank_is_raised_by_the_next_call_on_all(error):
 
 @run_ranks(2)
 def test_numbers_that_differ_are_no_checkpoint():
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['t'\]: float = 0.5"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"leaf \['t'\] is not equal on all ranks: rank 1 has other values \(1.5, and 0.5"
+    ):
         jaxmpi.save("nowhere", 1, {"t": jaxmpi.rank() + 0.5})
 
 
@@ -336,8 +339,8 @@ def test_any_flipped_bit_is_found(tmp_path):
         whole = file.read_bytes()
         for i in range(len(whole)):
             file.write_bytes(whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :])
-            newest, _ = files.newest(tmp_path)
-            if newest.name == "step-000000000002":  # a bit that nobody reads
+            newest, _ = folders.newest(tmp_path)
+            if newest[0].name == "step-000000000002":  # a bit that nobody reads
                 assert_same(jaxmpi.restore(tmp_path, tree), tree)
         file.write_bytes(whole)
 
@@ -351,7 +354,7 @@ def test_steps_of_any_length(tmp_path):
 
 FAILS = """
 import os, sys, jaxmpi, jax.numpy as jnp
-from jaxmpi._checkpoint import files
+from jaxmpi._checkpoint import files, folders
 jaxmpi.init()
 whole = files.write
 files.write = lambda folder, *_: whole(folder / "gone", *_)
@@ -391,20 +394,211 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, seed):
     assert not list(tmp_path.glob("unfinished*"))
 
 
-def test_nothing_is_unpickled(tmp_path):
-    """An array of objects in a file, whose checksums are right, is refused and not run."""
-    jaxmpi.save(tmp_path, 1, {"x": jnp.zeros(3)}, background=False)
-    file = tmp_path / "step-000000000001" / "rank-0.npz"
-    size = file.stat().st_size
-    np.savez(file, **{"['x']": np.array([print], dtype=object)})
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.comment = b" " * max(0, size - file.stat().st_size)
-    manifest = tmp_path / "step-000000000001" / "manifest.json"
-    text = json.loads(manifest.read_text())
-    text.pop("checksum")
-    text["files"]["rank-0.npz"][0] = file.stat().st_size
+# what fits what
 
-    manifest.write_text(json.dumps({"checksum": zlib.crc32(json.dumps(text, indent=1).encode()), **text}))
-    assert files.read_manifest(manifest.parent)["step"] == 1
-    with pytest.raises(jaxmpi.CheckpointError, match=r"\['x'\] cannot be read: Object arrays cannot be loaded"):
-        jaxmpi.restore(tmp_path, {"x": jnp.zeros(3)})
+NUMBERS = [  # saved, in `like`, and what comes back; None where they don't fit
+    (jnp.int32(5), 0, 5),
+    (5, jnp.int32(0), jnp.int32(5)),
+    (np.int64(2**40), 0, 2**40),
+    (2**40, np.int64(0), np.int64(2**40)),
+    (5, np.zeros((), np.uint8), np.array(5, np.uint8)),
+    (5, jax.ShapeDtypeStruct((), jnp.int32), jnp.int32(5)),
+    (jnp.bfloat16(0.5), 0.0, 0.5),
+    (0.1, jnp.float32(0), jnp.float32(0.1)),
+    (0.1, np.float64(0), np.float64(0.1)),
+    (np.float64(0.1), 0.0, 0.1),
+    (jnp.float32(jnp.inf), 0.0, float("inf")),
+    (float("inf"), jnp.bfloat16(0), jnp.bfloat16(jnp.inf)),
+    (jnp.bool_(True), False, True),
+    (True, np.bool_(False), np.bool_(True)),
+    (np.float32(3), jnp.float32(0), jnp.float32(3)),
+    (jnp.float32(3), np.float32(0), np.float32(3)),
+    (2**40, jnp.int32(0), "cannot hold"),
+    (-1, np.uint8(0), "cannot hold"),
+    (1e300, jnp.float32(0), "cannot hold"),
+    (5, 0.0, "is int in it, and float in"),
+    (True, 0, "is bool in it, and int in"),
+    (1, jnp.bool_(True), r"is int in it, and bool\[\] in"),
+    (jnp.float32(1), 0, r"is float32\[\] in it, and int in"),
+    (jnp.int32(1), 0.0, r"is int32\[\] in it, and float in"),
+    (jnp.ones(1, jnp.int32), 0, r"is int32\[1\] in it, and int in"),
+    ("5", 0, "is str in it, and int in"),
+    (jnp.int32(5), np.int64(0), r"is int32\[\] in it, and int64\[\] in"),
+]
+
+
+def test_python_numbers_fit_arrays_of_their_kind(tmp_path):
+    for number, (saved, like, want) in enumerate(NUMBERS):
+        jaxmpi.save(tmp_path, number, {"x": saved}, background=False)
+        if isinstance(want, str):
+            with pytest.raises(jaxmpi.CheckpointError, match=want):
+                jaxmpi.restore(tmp_path, {"x": like}, step=number)
+        else:
+            assert_same(jaxmpi.restore(tmp_path, {"x": like}, step=number), {"x": want})
+
+
+@run_ranks(1, 2)
+def test_a_train_state_fits_a_fresh_one():
+    """Its step is a Python number before the first step and an array afterwards."""
+    from flax.training.train_state import TrainState
+
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    fresh = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=jaxmpi.distributed(optax.adam(0.1)))
+    step = jaxmpi.jit(lambda state, x: state.apply_gradients(grads={"w": x * state.params["w"]}), replicated_argnums=0)
+    trained = step(step(fresh, jnp.float32(jaxmpi.rank())), jnp.float32(1))
+    for number, (saved, like) in enumerate([(fresh, trained), (trained, fresh), (trained, trained)]):
+        jaxmpi.save(directory, number, saved)
+        got = jaxmpi.restore(directory, like)
+        assert type(got.step) is type(jaxmpi.local(like.step)) and int(got.step) == int(saved.step)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(saved), strict=True):
+            np.testing.assert_array_equal(x, y)
+    went_on, unbroken = step(got, jnp.float32(2)), step(trained, jnp.float32(2))
+    np.testing.assert_array_equal(went_on.params["w"], unbroken.params["w"])
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class PrintsAlike:
+    number: int
+
+    def __repr__(self):
+        return "it"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OneName:
+    """A node whose children have one key."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("x"), child) for child in self.children], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@run_ranks(1, 2)
+def test_two_leaves_of_one_name_are_refused():
+    alike = {"a": OneName(jnp.zeros(2), jnp.ones(2))}
+    for tree, name in [
+        (alike, r"\['a'\]\.x"),
+        ({PrintsAlike(1): 1, PrintsAlike(2): 2}, r"\[it\]"),
+        ({"a": [OneName(1, 2)]}, r"\['a'\]\[0\]\.x"),
+        (jaxmpi.PerRankState(alike), r"\['a'\]\.x"),
+        (OneName(jaxmpi.PerRankState(1), 2), r"\.x"),
+    ]:
+        for call in (lambda tree: jaxmpi.save("nowhere", 1, tree), lambda tree: jaxmpi.restore("nowhere", tree)):
+            with pytest.raises(ValueError, match=f"two leaves of the tree are called {name}, and one would overwrite"):
+                call(tree)
+
+
+@run_ranks(2, 3)
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
+    last = jaxmpi.rank() == jaxmpi.size() - 1
+    for tree, step, keep in [
+        ({"f": print if last else 1}, 1, 3),
+        ({"f": 1}, -1 if last else 1, 3),
+        ({"f": 1}, 1, 0 if last else 3),
+    ]:
+        with pytest.raises(jaxmpi.RankMismatchError, match=r"TypeError: leaf|ValueError: save: step is"):
+            jaxmpi.save("nowhere", step, tree, keep=keep)
+
+
+# two jobs and one folder
+
+
+def test_a_job_leaves_what_another_is_writing(tmp_path):
+    mine, lock = folders.begin(tmp_path)
+    jaxmpi.save(tmp_path, 1, {"x": 1}, background=False)
+    assert mine.exists() and jaxmpi.latest(tmp_path) == 1
+    files.write(mine, 0, {"x": np.arange(3)})
+    lock.close()  # as that of a job that was killed
+    jaxmpi.save(tmp_path, 2, {"x": 2}, background=False)
+    assert not mine.exists() and [*tmp_path.glob("unfinished*")] == []
+
+
+def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
+    """Of jaxmpi 0.1, or where the file system has no locks."""
+    new, old = tmp_path / "unfinished-new", tmp_path / "unfinished-old"
+    for folder in (new, old):
+        folder.mkdir()
+        (folder / "rank-0.part").write_bytes(b"part")
+    for path in (old, old / "rank-0.part", new):
+        os.utime(path, (1, 1))
+    (tmp_path / "removed-0").mkdir()
+    jaxmpi.save(tmp_path, 1, {"x": 1}, background=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000001", "unfinished-new"]
+
+
+BESIDE = """
+import sys, jaxmpi, jax.numpy as jnp
+jaxmpi.init()
+first = int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(first, first + 60, 2):
+    jaxmpi.save(sys.argv[1], step, {"x": jnp.full(1000, step)}, keep=None)
+"""
+
+
+def test_two_jobs_save_into_one_folder(tmp_path):
+    command = [sys.executable, "-c", BESIDE, tmp_path]
+    jobs = [subprocess.Popen([*command, str(i)], stdin=-1, stdout=-1, stderr=-1, text=True) for i in range(2)]
+    for job in jobs:
+        assert job.stdout.readline() == "ready\n"
+    for job in jobs:
+        job.stdin.write("\n")
+        job.stdin.flush()
+    for job in jobs:
+        _, error = job.communicate(timeout=60)
+        assert job.returncode == 0, error
+    for step in (0, 29, 59):
+        assert int(jaxmpi.restore(tmp_path, {"x": jnp.zeros(1000, int)}, step=step)["x"][9]) == step
+    assert len([*tmp_path.iterdir()]) == 60
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "Free some space"), (errno.EACCES, "Save to a folder that"), (errno.EIO, "Look at the disk")],
+)
+def test_an_error_says_what_to_do(tmp_path, monkeypatch, code, advice):
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(code, "no")))
+    for tree in ({"x": jnp.ones(3)}, {"x": 1}):
+        with pytest.raises(jaxmpi.CheckpointError, match=rf"save: step 1: .* could not be written: .*no\. {advice}"):
+            jaxmpi.save(tmp_path, 1, tree, background=False)
+
+
+def test_a_folder_that_is_removed_while_it_is_written_is_said(tmp_path, monkeypatch):
+    write = files.write
+
+    def removed(folder, *args):
+        shutil.rmtree(folder)
+        return write(folder, *args)
+
+    monkeypatch.setattr(files, "write", removed)
+    with pytest.raises(
+        jaxmpi.CheckpointError, match=r"No such file .* Something has removed it meanwhile: look for what cleans"
+    ):
+        jaxmpi.save(tmp_path, 1, {"x": jnp.ones(3)}, background=False)
+
+
+def test_files_have_the_modes_of_the_umask_and_nothing_is_written_through_links(tmp_path):
+    before = os.umask(0o027)
+    try:
+        jaxmpi.save(tmp_path, 1, {"x": jnp.ones(3)}, background=False)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "step-000000000001"
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())} == {
+        folder.name: "0o750",
+        "manifest.json": "0o640",
+        "rank-0.npz": "0o640",
+    }
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (folder / "rank-1.part").symlink_to(victim)
+    with pytest.raises(jaxmpi.CheckpointError, match="File exists"):
+        files.write(folder, 1, {"x": np.ones(3)})
+    assert victim.read_text() == "mine"

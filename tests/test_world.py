@@ -249,7 +249,10 @@ LAYERS = [
     {"_check", "_step", "_jit"},
     {"_collectives", "_objects", "_nnx", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
-    {"_checkpoint", *(f"_checkpoint.{name}" for name in ("parts", "files", "together", "writing", "reading"))},
+    {
+        "_checkpoint",
+        *(f"_checkpoint.{name}" for name in ("manifest", "parts", "files", "folders", "together", "writing", "reading")),
+    },
     {"_run", *(f"_run.{name}" for name in RUN)},
     {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "records", "timeline"))},
     {"checkpoint", "diagnose", "testing", "_faults", "__main__", "__init__"},

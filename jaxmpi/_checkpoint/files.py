@@ -1,195 +1,84 @@
-"""Checkpoints as folders: there as a whole or not at all, and checked when they are read.
+"""A rank's file of a checkpoint: an archive of NumPy's own format (`np.load` reads it), written and read in pieces.
 
-    directory/step-000000000100/manifest.json   what the arrays are, and how many bytes each file has
-                                rank-0.npz      arrays by name, each with a checksum (CRC-32); NumPy's own format
-                                rank-1.npz      there where ranks have parts of their own
-
-A folder that is being written has another name, and is renamed when everything in it is on the disk. Nothing is ever unpickled.
+Reading trusts nothing in the file: the manifest says where the numbers of a leaf are and what their checksum is. No header is
+interpreted, nothing is decompressed or unpickled, and only regular files are opened.
 """
 
-import contextlib
-import json
+import errno
 import os
-import re
-import shutil
-import uuid
+import stat
+import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._checkpoint.manifest import HEADER_BYTES, Leaf, Member, dtype_of, file_name
 from jaxmpi._errors import CheckpointError
 
-__all__ = ["begin", "check", "commit", "dtype_of", "found", "newest", "read", "read_manifest", "write"]
+__all__ = ["Archive", "advice", "create", "open_regular", "write"]
 
-MANIFEST = "manifest.json"
-FORMAT = "jaxmpi checkpoint"
 PIECE_BYTES = 1 << 20  # at once, so that other threads of Python need not wait
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member of an archive
+ADVICE = {
+    errno.ENOSPC: "Free some space, or save elsewhere.",
+    errno.EDQUOT: "Free some space, or save elsewhere.",
+    errno.EFBIG: "Raise the limit of the size of files (ulimit -f), or save elsewhere.",
+    errno.EACCES: "Save to a folder that this user may write to.",
+    errno.EPERM: "Save to a folder that this user may write to.",
+    errno.EROFS: "Save to a folder that this user may write to.",
+    errno.ENOENT: "Something has removed it meanwhile: look for what cleans this folder.",
+    errno.ESTALE: "Something has removed it meanwhile: look for what cleans this folder.",
+}
 
-Arrays = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
-_NAME = re.compile(r"step-(\d{12,})(?:\.(\d+))?")  # the second number where a step was saved again
-_UNFINISHED = "unfinished-"
+def advice(error: Exception) -> str:
+    """What to do where a file cannot be written."""
+    return ADVICE.get(getattr(error, "errno", None) or 0, "Look at the disk, or save elsewhere.")
 
 
 # writing
 
 
-def begin(directory: Path) -> Path:
-    """A new folder to write into; what was left of saves that never ended is removed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    folder = directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
-    folder.mkdir()
-    return folder
+def create(path: Path) -> Any:
+    """A new file, open for writing: neither one that is there already nor what a link points to."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
 
-def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a rank's arrays; the file has its name once it is on the disk."""
+def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Member]]:
+    """Write a rank's arrays; the file has its name once it is on the disk.
+
+    Returns:
+      The size of the file, and where the arrays are in it.
+    """
     part = folder / f"rank-{rank}.part"
     try:
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as archive:
-            for name, x in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    raw = _plain(np.asarray(x, order="C"))
-                    np.lib.format.write_array_header_2_0(member, np.lib.format.header_data_from_array_1_0(raw))
-                    data = raw.reshape(-1).view(np.uint8).data
-                    for start in range(0, len(data), PIECE_BYTES):
-                        member.write(data[start : start + PIECE_BYTES])
-        _to_disk(part)
-        part.rename(_file(folder, rank))
+        with create(part) as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                members = {name: _add(archive, file, f"{name}.npy", x) for name, x in arrays.items()}
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        part.rename(folder / file_name(rank))
     except Exception as error:
         part.unlink(missing_ok=True)
-        raise CheckpointError(f"{part} could not be written: {error}. Free some space, or save elsewhere.") from error
+        raise CheckpointError(f"{part} could not be written: {error}. {advice(error)}") from error
+    return size, members
 
 
-def commit(folder: Path, step: int, arrays: Sequence[Arrays], leaves: Any, keep: int | None) -> None:
-    """Give a folder its name, and remove the checkpoints beyond `keep`.
-
-    Args:
-      folder: in which all ranks have written.
-      step: the number of the checkpoint.
-      arrays: of each rank's file.
-      leaves: what the arrays are, for `read_manifest`.
-      keep: as in `jaxmpi.save`.
-    """
-    written = {_file(folder, rank).name: [_file(folder, rank).stat().st_size, of_rank] for rank, of_rank in enumerate(arrays)}
-    about = {"format": FORMAT, "version": 1, "step": step, "ranks": len(arrays), "files": written, "leaves": leaves}
-    text = json.dumps(about, indent=1)
-    (folder / MANIFEST).write_text(json.dumps({"checksum": zlib.crc32(text.encode())})[:-1] + ",\n" + text[1:])
-    _to_disk(folder / MANIFEST)
-    _to_disk(folder)
-    name = folder.parent / f"step-{step:012}"
-    again = 0
-    while (there := name.with_suffix(f".{again}") if again else name).exists():
-        again += 1
-    folder.rename(there)
-    _to_disk(folder.parent)
-    twice = [old for old in found(folder.parent) if _step(old) == step and old != there]
-    older = [old for old in found(folder.parent) if _step(old) < step]  # newer ones may be another run's
-    for old in {*twice, *(older[keep - 1 :] if keep is not None else ())}:
-        gone = old.rename(old.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}"))
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-# reading
-
-
-def found(directory: Path) -> list[Path]:
-    """The folders of checkpoints, whatever is in them, from the newest to the oldest."""
-    if not directory.is_dir():
-        return []
-    names = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(names, key=lambda one: (int(one[0][1]), int(one[0][2] or 0)), reverse=True)]
-
-
-def newest(directory: Path, step: int | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, of a step or of any, and why newer ones are not."""
-    wrong = []
-    for folder in found(directory):
-        if step is not None and _step(folder) != step:
-            continue
-        try:
-            check(folder)
-        except CheckpointError as error:
-            wrong.append(str(error))
-        else:
-            return folder, wrong
-    return None, wrong
-
-
-def check(folder: Path) -> None:
-    """Raise a CheckpointError that names a file, and an array in it, unless everything is as it was written."""
-    about = read_manifest(folder)
-    for rank, (_, arrays) in enumerate(about["files"].values()):
-        with read(folder, rank) as array:
-            for name, (dtype, shape) in arrays.items():
-                if list(array(name, dtype).shape) != shape:
-                    raise CheckpointError(f"{_file(folder, rank)}: {name} is not what was written.")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the arrays are; raises a CheckpointError if a file is missing, truncated or not ours."""
-    path = folder / MANIFEST
-    try:
-        about: dict[str, Any] = json.loads(path.read_text())
-        checksum = about.pop("checksum", None)
-        same = checksum == zlib.crc32(json.dumps(about, indent=1).encode())
-        ours = about.get("format") == FORMAT and about.get("version") == 1
-    except Exception as error:  # whatever is in it
-        raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}.") from error
-    if not ours:
-        raise CheckpointError(f"{path} is not of a checkpoint that this version of jaxmpi has written.")
-    if not same:
-        raise CheckpointError(f"{path} is not what was written.")
-    for name, (size, _) in about["files"].items():
-        there = (folder / name).stat().st_size if (folder / name).exists() else None
-        if there != size:
-            has = "is missing" if there is None else f"has {there} bytes"
-            raise CheckpointError(f"{folder / name} {has}, and was written with {size}.")
-    return about
-
-
-@contextlib.contextmanager
-def read(folder: Path, rank: int) -> Iterator[Callable[[str, str], np.ndarray]]:
-    """Gives a function from a name and a dtype to the array of a rank."""
-    file = _file(folder, rank)
-    try:
-        archive = zipfile.ZipFile(file)
-    except Exception as error:  # a damaged file raises what it likes
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
-
-    def array(name: str, dtype: str) -> np.ndarray:
-        try:
-            with archive.open(f"{name}.npy") as member:
-                raw = np.lib.format.read_array(member, allow_pickle=False)
-                member.read(1)  # to the end, where the checksum is compared
-            return raw.view(dtype_of(dtype))
-        except Exception as error:
-            raise CheckpointError(f"{file}: {name} cannot be read: {error}.") from error
-
-    with archive:
-        yield array
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.npz"
-
-
-def _step(folder: Path) -> int:
-    match = _NAME.fullmatch(folder.name)
-    assert match
-    return int(match[1])
-
-
-def dtype_of(name: str) -> np.dtype:
-    """Of its name, those that NumPy has from JAX included."""
-    return np.dtype(jnp.dtype(name))
+def _add(archive: zipfile.ZipFile, file: Any, name: str, x: np.ndarray) -> Member:
+    info = zipfile.ZipInfo(name)
+    with archive.open(info, "w", force_zip64=True) as member:
+        start = file.tell()
+        raw = _plain(np.asarray(x, order="C"))
+        np.lib.format.write_array_header_2_0(member, np.lib.format.header_data_from_array_1_0(raw))
+        data = raw.reshape(-1).view(np.uint8).data
+        for at in range(0, len(data), PIECE_BYTES):
+            member.write(data[at : at + PIECE_BYTES])
+    return Member(start, info.file_size, info.CRC)
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
@@ -197,9 +86,101 @@ def _plain(x: np.ndarray) -> np.ndarray:
     return x if x.dtype.kind in "biufc" and x.dtype.isbuiltin == 1 else x.view(np.dtype(f"V{x.dtype.itemsize}"))
 
 
-def _to_disk(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
+# reading
+
+
+def open_regular(path: Path) -> Any:
+    """A file, open for reading; raises a CheckpointError unless it is a regular file, without waiting for one that is not."""
     try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error}. It must be a regular file, and no link.") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is no regular file, such as a checkpoint consists of.")
+    return file
+
+
+class Archive:
+    """The file of a rank, open for reading."""
+
+    def __init__(self, folder: Path, rank: int, file_bytes: int, members: Mapping[str, Member]) -> None:
+        self._path = folder / file_name(rank)
+        self._file = open_regular(self._path)
+        self._members = dict(members)
+        try:
+            self._check_size(file_bytes)
+            if any(member.checksum is None for member in members.values()):
+                self._members = {name: at for name, at in self._found() if name in members}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "Archive":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, leaf: Leaf, ranks: int) -> np.ndarray:
+        """What this rank, of so many, has of a leaf; raises a CheckpointError unless it is what was written."""
+        buffer = np.empty(leaf.stored_bytes(ranks), np.uint8)
+        self._read(leaf, buffer.size, buffer.data)
+        return buffer.view(dtype_of(leaf.stored_dtype)).reshape(leaf.stored_shape(ranks))
+
+    def check(self, leaf: Leaf, ranks: int) -> None:
+        """Read a leaf without keeping it; raises as `read` does."""
+        self._read(leaf, leaf.stored_bytes(ranks), None)
+
+    def _read(self, leaf: Leaf, count: int, buffer: memoryview | None) -> None:
+        if (member := self._members.get(leaf.name)) is None or not 0 <= member.length - count <= HEADER_BYTES:
+            raise CheckpointError(f"{self._path}: {leaf.name} is not in it as it was written.")
+        scratch = memoryview(bytearray(min(max(count, member.length - count), PIECE_BYTES)))
+        header = scratch[: member.length - count]
+        found = zlib.crc32(self._fill(header, member.start))
+        for at in range(0, count, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, count)
+            piece = scratch[: end - at] if buffer is None else buffer[at:end]
+            found = zlib.crc32(self._fill(piece, None), found)
+        if found != member.checksum:
+            raise CheckpointError(f"{self._path}: {leaf.name} is not what was written: its checksum is another.")
+
+    def _fill(self, piece: memoryview, start: int | None) -> memoryview:
+        """Read on, or from a place, as many bytes as the piece has."""
+        try:
+            if start is not None:
+                self._file.seek(start)
+            at = 0
+            while at < len(piece) and (count := self._file.readinto(piece[at:])):
+                at += count
+        except (OSError, OverflowError) as error:
+            raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
+        if at < len(piece):
+            raise CheckpointError(f"{self._path} has become shorter while it was read.")
+        return piece
+
+    def _check_size(self, file_bytes: int) -> None:
+        if (there := os.fstat(self._file.fileno()).st_size) != file_bytes:
+            raise CheckpointError(f"{self._path} has {there} bytes, and was written with {file_bytes}.")
+
+    def _found(self) -> Iterator[tuple[str, Member]]:
+        """The members of a file of version 1, one behind the other, with the checksums in their headers."""
+        at = 0
+        while True:
+            fixed = self._fill(memoryview(bytearray(LOCAL_HEADER.size)), at)
+            magic, _, flags, method, _, _, checksum, _, length, of_name, of_extra = LOCAL_HEADER.unpack(fixed)
+            if magic != b"PK\3\4":  # behind the last
+                return
+            name = bytes(self._fill(memoryview(bytearray(of_name)), None)).decode(
+                "utf-8" if flags & 0x800 else "ascii", "replace"
+            )
+            extra = self._fill(memoryview(bytearray(of_extra)), None)
+            if method != zipfile.ZIP_STORED or flags & 0x9:  # encrypted, or with lengths elsewhere
+                raise CheckpointError(f"{self._path}: {name} is not stored as it was written.")
+            if length == 0xFFFFFFFF and of_extra >= 20:
+                length = struct.unpack_from("<Q", extra, 4)[0]
+            start = at + LOCAL_HEADER.size + of_name + of_extra
+            yield name.removesuffix(".npy"), Member(start, length, checksum)
+            at = start + length

@@ -6,55 +6,23 @@ A leaf is equal on all ranks ("all"), cut into equal shards that the ranks have 
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._checkpoint.manifest import Leaf, dtype_of, is_plain
 from jaxmpi._errors import CheckpointError
-from jaxmpi._leaves import PerRankKey, is_key, is_own, leaf_name
+from jaxmpi._leaves import PerRankKey, PerRankState, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded import ShardedState, shard_shape
 
-__all__ = ["Leaf", "Reader", "difference", "leaves_of", "like", "part_of", "put_back", "to_host"]
+__all__ = ["Reader", "bits", "difference", "fitted", "leaves_of", "left_out", "like", "part_of", "put_back", "to_host"]
 
-PLAIN = (bool, int, float, str)
 KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbreviates in a dtype
 
-
-class Leaf(NamedTuple):
-    """What a checkpoint says about a leaf.
-
-    Attributes:
-      name: its path, such as "['params']['w']".
-      part: "all", "shard" or "own".
-      dtype: of the array, such as "float32"; "key<fry>" for PRNG keys; "int", "str" and so on for Python's own.
-      shape: of the whole array; of the numbers that keys consist of.
-      value: of a Python number or text.
-    """
-
-    name: str
-    part: str
-    dtype: str
-    shape: tuple[int, ...] = ()
-    value: Any = None
-
-    def __str__(self) -> str:
-        kind = f"{self.dtype}{list(self.shape)}" if self.value is None else self.dtype
-        return kind + (" of each rank" if self.part == "own" else "")
-
-    @property
-    def stored(self) -> bool:
-        """Whether its numbers stand in a file."""
-        return self.value is None and prod(self.shape) > 0
-
-    @property
-    def stored_dtype(self) -> str:
-        """That of the numbers in the file."""
-        return "uint32" if self.dtype.startswith("key") else self.dtype
-
-
-Reader = Callable[[Leaf, int], np.ndarray]  # what a rank has of a leaf
+Reader = Callable[[Leaf, int], Any]  # what a rank has of a leaf: an array, or a value of Python's own
 
 
 def leaves_of(tree: Any, size: int) -> list[tuple[Leaf, Any]]:
@@ -67,8 +35,18 @@ def leaves_of(tree: Any, size: int) -> list[tuple[Leaf, Any]]:
                 raise ValueError(f"{leaf_name(path)} is a state of {node.layout.ranks} ranks, and there are {size}.")
             out += [_described((*path, *rest), x, part, shape) for rest, x, part, shape in _of_sharded(node)]
         else:
-            out.append(_described(path, node, "own" if is_own(path) or isinstance(node, PerRank) else "all", None))
+            out.append(_described(path, node, "own" if is_own(path) else "all", None))
+    names = [leaf.name for leaf, _ in out]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two leaves of the tree are called {twice}, and one would overwrite the other. Rename one of them.")
     return out
+
+
+def left_out(like: Any) -> list[str]:
+    """The names of the parts that `like` leaves out, which are `PerRankState(None)`."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: isinstance(x, PerRankState))
+    return [_name(path) for path, x in paths if isinstance(x, PerRankState) and x.per_rank is None]
 
 
 def put_back(tree: Any, values: Sequence[Any]) -> Any:
@@ -85,35 +63,82 @@ def put_back(tree: Any, values: Sequence[Any]) -> Any:
     return treedef.unflatten(new)
 
 
-def difference(there: Sequence[Leaf], here: Sequence[Leaf]) -> str:
-    """The first leaf that is not the same in a checkpoint and in a tree, in words; "" if there is none."""
+def difference(there: Sequence[Leaf], here: Sequence[Leaf], out: Sequence[str]) -> str:
+    """The first leaf that is not the same in a checkpoint and in a tree, in words; "" if there is none.
+
+    Parts of the checkpoint that are each rank's own are not missed where `out` has their names.
+    """
     saved, wanted = {leaf.name: leaf for leaf in there}, {leaf.name: leaf for leaf in here}
     for name in [*saved, *wanted]:
         if name not in wanted:
+            if saved[name].part == "own" and any(_inside(name, outer) for outer in out):
+                continue
             return f"leaf {name} ({saved[name]}) is in it, and not in `like`"
         if name not in saved:
             return f"leaf {name} ({wanted[name]}) of `like` is not in it"
-        if (saved[name].dtype, saved[name].shape) != (wanted[name].dtype, wanted[name].shape):
+        if not _fit(saved[name], wanted[name]):
             return f"leaf {name} is {saved[name]} in it, and {wanted[name]} in `like`"
     return ""
 
 
-def whole(leaf: Leaf, ranks: int, read: Reader) -> np.ndarray:
+def _inside(name: str, outer: str) -> bool:
+    return name == outer or (name.startswith(outer) and name[len(outer)] in ".[")
+
+
+def _fit(saved: Leaf, wanted: Leaf) -> bool:
+    """Whether one can be restored as the other: a number of Python's own also as an array of its kind, and back."""
+    if (saved.plain, saved.dtype, saved.shape) == (wanted.plain, wanted.dtype, wanted.shape):
+        return True
+    return (
+        saved.plain != wanted.plain and saved.shape == wanted.shape == () and _kind_of_number(saved) == _kind_of_number(wanted)
+    )
+
+
+def _kind_of_number(leaf: Leaf) -> str:
+    if leaf.plain or leaf.dtype.startswith("key"):
+        return leaf.dtype
+    dtype = dtype_of(leaf.dtype)
+    kinds = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating}
+    return next((kind for kind, of in kinds.items() if jnp.issubdtype(dtype, of)), leaf.dtype)
+
+
+def fitted(saved: Leaf, wanted: Leaf, value: Any) -> Any:
+    """A value as it was saved, as an array where one is wanted for a number of Python's own."""
+    if isinstance(value, np.ndarray) or wanted.plain:
+        return value
+    error = ""
+    try:
+        with np.errstate(over="ignore"):
+            x = np.asarray(value, dtype_of(wanted.dtype))
+        if not isinstance(value, float) or np.isfinite(float(x)) == np.isfinite(value):
+            return x
+    except (OverflowError, ValueError) as caught:
+        error = f": {caught}"
+    raise CheckpointError(f"leaf {saved.name} was saved as {value}, which {wanted} cannot hold{error}. Take a wider dtype.")
+
+
+def bits(value: Any) -> bytes:
+    """What is equal where two values are."""
+    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+
+
+def whole(leaf: Leaf, ranks: int, read: Reader) -> Any:
     """A leaf that `ranks` ranks have saved; raises a CheckpointError where each has its own."""
     if leaf.part == "all":
         return read(leaf, 0)
     rows = [read(leaf, rank) for rank in range(ranks)]
     if leaf.part == "shard":
         return np.concatenate([row.reshape(-1) for row in rows])[: prod(leaf.shape)].reshape(leaf.shape)
-    if any(row.tobytes() != rows[0].tobytes() for row in rows):
+    if any(bits(row) != bits(rows[0]) for row in rows):
         raise CheckpointError(
-            f"leaf {leaf.name} is each rank's own and was saved by {ranks}: that cannot be shared out among another number. "
-            f"Go on with {ranks} ranks, or save where the ranks have just communicated."
+            f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
+            f"restore it, in a PerRankState. Go on with {ranks} ranks, save where the ranks have just communicated, or leave a "
+            "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` and make it anew."
         )
     return rows[0]
 
 
-def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> np.ndarray:
+def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> Any:
     """What rank `rank` of `size` has of a leaf that `ranks` ranks have saved."""
     if saved.part == leaf.part != "all" and ranks == size:
         return read(saved, rank)
@@ -136,38 +161,58 @@ def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Rea
     return out.reshape(shape)
 
 
-def like(leaf: Any, value: np.ndarray) -> Any:
-    """`value` as the kind of array that `leaf` is, on its device."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return value if isinstance(leaf, np.ndarray) else value[()]
+def like(leaf: Any, value: Any) -> Any:
+    """`value` as the kind of leaf that `leaf` is: an array on its device, or a number of Python's own."""
+    if not isinstance(value, np.ndarray):
+        return value
     if isinstance(leaf, PerRank):
-        return PerRank(like(leaf.stack, np.broadcast_to(value, leaf.stack.shape)))
-    if value.ndim > leaf.ndim + is_key(leaf):  # of simulated ranks that differ
-        return PerRank(jax.device_put(value))
+        return PerRank(like(leaf.stack, np.broadcast_to(value, _stored(leaf.stack).shape)))
+    stacked = value.ndim > len(_stored(leaf).shape)  # of simulated ranks that differ
+    if is_plain(leaf) and not stacked:
+        return type(leaf)(value.item())
+    if isinstance(leaf, np.generic) and not stacked:
+        return value[()]
+    x = value if is_plain(leaf) or isinstance(leaf, np.ndarray | np.generic) else _on_device(leaf, value, stacked)
+    return PerRank(x) if stacked else x
+
+
+def _on_device(leaf: Any, value: np.ndarray, stacked: bool) -> Any:
     if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         return value  # JAX would shorten it
-    x = jax.device_put(value, leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None)
+    committed = isinstance(leaf, jax.Array) and leaf.committed and not stacked
+    x = jax.device_put(value, leaf.sharding if committed else None)
     return jax.random.wrap_key_data(x, impl=_kind(leaf)) if is_key(leaf) else x
 
 
-def to_host(x: Any) -> np.ndarray:
-    """A copy of an array, which stays as it is whatever becomes of the array."""
-    return np.array(jax.random.key_data(x) if is_key(x) else x)
+def to_host(x: Any, *, copy: bool) -> np.ndarray:
+    """An array's numbers; a copy stays as it is whatever becomes of the array."""
+    data = jax.random.key_data(x) if is_key(x) else x
+    return np.array(data) if copy else np.asarray(data)
+
+
+def _stored(x: Any) -> Any:
+    """What has the shape of the numbers that are stored of a leaf."""
+    return np.asarray(x) if is_plain(x) else jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
 
 
 def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:
     """A leaf, which may be a shard `of` an array."""
-    name = leaf_name([key for key in path if not isinstance(key, PerRankKey)])
-    if type(x) in PLAIN and part == "all":
-        return Leaf(name, "all", type(x).__name__, (), x), x
+    name = _name(path)
+    if is_plain(x):
+        return Leaf(name, part, type(x).__name__, (), x), x
     array = x.stack if isinstance(x, PerRank) else x
     if not isinstance(array, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         raise TypeError(f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and text. Take it out.")
     if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
         raise TypeError(f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out.")
-    stored = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
+    stored = _stored(array)
     shape = tuple(stored.shape[1:] if isinstance(x, PerRank) else stored.shape) if of is None else of
     return Leaf(name, part, str(array.dtype), shape), x
+
+
+def _name(path: Any) -> str:
+    """The name of a leaf, which is the same whether it is marked as each rank's own or not."""
+    return leaf_name([key for key in path if not isinstance(key, PerRankKey)])
 
 
 def _of_sharded(state: ShardedState) -> Iterator[tuple[Any, Any, str, tuple[int, ...] | None]]:

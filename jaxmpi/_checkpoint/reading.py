@@ -9,68 +9,74 @@ from typing import Any
 import numpy as np
 
 from jaxmpi._backends import Backend
-from jaxmpi._checkpoint import files, parts
-from jaxmpi._checkpoint.parts import Leaf
+from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint.files import Archive
+from jaxmpi._checkpoint.manifest import Leaf, Manifest, dtype_of
 from jaxmpi._checkpoint.together import busy, ranks_here, together
-from jaxmpi._optim.sharded import shard_shape
 
 __all__ = ["newest", "read"]
 
 
-def newest(backend: Backend, directory: Path, step: int | None) -> tuple[Path | None, Any]:
-    """The folder of a checkpoint that is whole with its manifest, or None and what is wrong."""
+def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[Path, Manifest] | None, str]:
+    """The folder of a checkpoint that is whole with its manifest, or None; and what is wrong with others."""
 
-    def look() -> tuple[Path | None, Any]:
+    def look() -> Any:
         if backend.place.rank:
-            return None, None
+            return None
         with busy(backend, f"reading the checkpoints in {directory}"):
-            folder, wrong = files.newest(directory.absolute(), step)
+            whole, wrong = folders.newest(directory.absolute(), step)
         for line in wrong:
             warnings.warn(f"a checkpoint is passed over: {line}", stacklevel=4)
-        return folder, files.read_manifest(folder) if folder else " ".join(wrong)
+        return whole, " ".join(wrong)
 
     return backend.broadcast_object(together(backend, look), 0)
 
 
-def read(backend: Backend, folder: Path, pairs: list[tuple[Leaf, Leaf]], ranks: int) -> list[Any]:
-    """What this process has of each leaf, given as it is wanted and as it was saved by `ranks` ranks."""
+def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]) -> list[Any]:
+    """What this process has of each leaf, given as it is wanted and as it was saved."""
     place = backend.place
-    common = [leaf.part == saved.part == "all" for leaf, saved in pairs]
+    common = [leaf.part == saved.part == "all" and saved.stored for leaf, saved in pairs]
 
     def mine() -> list[Any]:
-        with busy(backend, f"reading {folder}"), _reader(folder) as array:
-            values: list[Any] = []
-            for everyone, (leaf, saved) in zip(common, pairs, strict=True):
-                if not leaf.stored or (everyone and place.rank):
-                    values.append(_empty(leaf, place.size))
-                elif everyone or backend.name != "simulate" or leaf.part == "all":
-                    values.append(parts.part_of(leaf, place.rank, place.size, saved, ranks, array))
-                else:
-                    rows = [parts.part_of(leaf, rank, place.size, saved, ranks, array) for rank in ranks_here(backend)]
-                    values.append(rows[0] if all(row.tobytes() == rows[0].tobytes() for row in rows) else np.stack(rows))
-            return values
+        with busy(backend, f"reading {folder}"), _reader(folder, manifest) as stored:
+            return [
+                _empty(saved, place.size) if one and place.rank else _value(backend, leaf, saved, manifest.ranks, stored)
+                for one, (leaf, saved) in zip(common, pairs, strict=True)
+            ]
 
     values = together(backend, mine)
-    for everyone, x in zip(common, values, strict=True):
-        if everyone and x.size:
+    for one, x in zip(common, values, strict=True):
+        if one:
             backend.broadcast_buffer(x.reshape(-1).view(np.uint8), 0)
     return values
 
 
+def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: parts.Reader) -> Any:
+    """An array, or a value of Python's own; a stack of arrays where simulated ranks differ."""
+    size = backend.place.size
+    if not saved.plain and not saved.stored:
+        return _empty(leaf, size)
+    here = ranks_here(backend) if leaf.part != "all" else [backend.place.rank]
+    rows = [parts.fitted(saved, leaf, parts.part_of(leaf, rank, size, saved, ranks, stored)) for rank in here]
+    return rows[0] if all(parts.bits(row) == parts.bits(rows[0]) for row in rows) else np.stack(rows)
+
+
 def _empty(leaf: Leaf, size: int) -> np.ndarray:
-    shape = shard_shape(leaf.shape, size) if leaf.part == "shard" else leaf.shape
-    return np.empty(shape, files.dtype_of(leaf.stored_dtype))
+    return np.empty(leaf.stored_shape(size), dtype_of(leaf.stored_dtype))
 
 
 @contextmanager
-def _reader(folder: Path) -> Iterator[parts.Reader]:
+def _reader(folder: Path, manifest: Manifest) -> Iterator[parts.Reader]:
     """A function that reads what a rank has saved; each file is opened once."""
     with ExitStack() as stack:
-        opened: dict[int, Any] = {}
+        opened: dict[int, Archive] = {}
 
-        def read(leaf: Leaf, rank: int) -> np.ndarray:
+        def read(leaf: Leaf, rank: int) -> Any:
+            if leaf.plain:
+                return leaf.value[rank] if leaf.part == "own" else leaf.value
             if rank not in opened:
-                opened[rank] = stack.enter_context(files.read(folder, rank))
-            return opened[rank](leaf.name, leaf.stored_dtype)
+                archive = Archive(folder, rank, manifest.file_bytes[rank], manifest.members[rank])
+                opened[rank] = stack.enter_context(archive)
+            return opened[rank].read(leaf, manifest.ranks)
 
         yield read

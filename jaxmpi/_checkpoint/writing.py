@@ -11,26 +11,26 @@ import numpy as np
 
 from jaxmpi._backends import Backend
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._checkpoint import files, parts
-from jaxmpi._checkpoint.parts import Leaf
+from jaxmpi._checkpoint import files, folders, parts
+from jaxmpi._checkpoint.manifest import Leaf, Member
 from jaxmpi._checkpoint.together import busy, together
 from jaxmpi._errors import CheckpointError
 from jaxmpi._watch import guard
 
-__all__ = ["Save", "arrays_of", "begin"]
+__all__ = ["Parts", "Save", "arrays_of", "begin"]
 
 
 def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndarray]:
     """Copies of what a rank writes."""
-    mine = [(leaf, x) for leaf, x in described if leaf.stored and (rank == 0 or leaf.part != "all")]
-    return {leaf.name: parts.to_host(x[rank] if isinstance(x, PerRank) else x) for leaf, x in mine}
+    mine = [(leaf, x) for leaf, x in described if leaf.in_file(rank)]
+    return {leaf.name: parts.to_host(x[rank] if isinstance(x, PerRank) else x, copy=True) for leaf, x in mine}
 
 
-def begin(backend: Backend, directory: Path, shared: bool) -> Path:
-    """The folder that is written, of rank 0's making."""
+def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
+    """The folder that is written, of rank 0's making, and on rank 0 its lock."""
     if watch := guard.active():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
-    made = together(backend, lambda: files.begin(directory) if backend.place.rank == 0 else None)
+    made, lock = together(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
     folder = backend.broadcast_object(made, 0)
 
     def look() -> None:
@@ -41,7 +41,10 @@ def begin(backend: Backend, directory: Path, shared: bool) -> Path:
             )
 
     together(backend, look)
-    return folder
+    return folder, lock
+
+
+Parts = dict[int, tuple[int, dict[str, Member]]]  # what ranks have written, as `files.write` returns it
 
 
 class Save:
@@ -54,14 +57,15 @@ class Save:
     def __init__(
         self,
         backend: Backend,
-        folder: Path,
+        folder: tuple[Path, Any],
         step: int,
         arrays: dict[int, dict[str, np.ndarray]],
         writers: Sequence[int],
-        commit: Callable[[list[files.Arrays]], None],
+        commit: Callable[[Parts], None],
     ) -> None:
         self.error: str | None = None
-        self._what, self._folder, self._rank = f"step {step}", folder, backend.place.rank
+        self._what, self._rank = f"step {step}", backend.place.rank
+        self._folder, self._lock = folder
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
         self._guard = guard.active()
@@ -69,7 +73,7 @@ class Save:
         if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())
             if self._rank == 0:
-                self.outcomes[folder.name] = dict(enumerate(outcomes[1:], 1))
+                self.outcomes[self._folder.name] = dict(enumerate(outcomes[1:], 1))
             self._finish(outcomes[0])
         self._thread.start()
 
@@ -77,19 +81,17 @@ class Save:
         if self._arrays:
             self._finish(self._written())
 
-    def _written(self) -> dict[int, files.Arrays] | str:
+    def _written(self) -> Parts | str:
         """Write this process's parts; returns what is in them, or what has gone wrong."""
         try:
-            for rank, of_rank in self._arrays.items():
-                files.write(self._folder, rank, of_rank)
-            return {rank: {name: (str(x.dtype), x.shape) for name, x in a.items()} for rank, a in self._arrays.items()}
+            return {rank: files.write(self._folder, rank, arrays) for rank, arrays in self._arrays.items()}
         except Exception as error:  # is raised by the next call
             self.error = f"{self._what}: {error}"
             return self.error
         finally:
             self._arrays = {}  # the memory is needed
 
-    def _finish(self, outcome: dict[int, files.Arrays] | str) -> None:
+    def _finish(self, outcome: Parts | str) -> None:
         """Tell rank 0; there, make it a checkpoint once all have written."""
         if self._rank:
             if self._guard:
@@ -98,11 +100,13 @@ class Save:
         try:
             everyone = self._gathered(outcome)
             if self.error is None:
-                self._commit([everyone[rank] for rank in self._writers])
+                self._commit(everyone)
         except Exception as error:
             self.error = f"{self._what}: {error}"
+        finally:
+            self._lock.close()
 
-    def _gathered(self, mine: dict[int, files.Arrays] | str) -> dict[int, files.Arrays]:
+    def _gathered(self, mine: Parts | str) -> Parts:
         """What each rank has written, once all have."""
         others = len(self._writers) - self._own_parts
         theirs = self.outcomes.setdefault(self._folder.name, {})
@@ -114,7 +118,7 @@ class Save:
                 self.changed.wait_for(lambda: len(theirs) >= others, pause)
             pause = min(2 * pause, 0.1)
         del self.outcomes[self._folder.name]
-        written: dict[int, files.Arrays] = {}
+        written: Parts = {}
         for outcome in (mine, *theirs.values()):
             if isinstance(outcome, str):
                 self.error = self.error or outcome

@@ -10,7 +10,7 @@ import optax
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives import tree_allgather
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._optim.trees import check_transform
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
@@ -38,7 +38,7 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
     """Compare the ranks' parameters at every `every`-th call of `update`, bit by bit, by checksums.
 
     The first difference goes into the state: which array, and which rank, that of the fewest with its bits. `check_replicas`
-    makes an error of it.
+    makes an error of it. What is in a `PerRankState` may differ, and is not compared.
 
     **Collective:** every rank calls `update` equally often, with the parameters.
     **Communication:** 4 bytes for each array of the parameters, every `every` calls, and what `inner` sends.
@@ -101,14 +101,16 @@ def _nothing() -> tuple[jax.Array, jax.Array]:
 
 def _compare(params: Any) -> tuple[jax.Array, jax.Array]:
     """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
-    if not (leaves := jax.tree.leaves(params)):
+    leaves = {i: x for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)) if not is_own(path)}
+    if not leaves:
         return _nothing()
-    sums = tree_allgather(jnp.stack([_checksum(x) for x in leaves]))  # [ranks, arrays]
+    sums = tree_allgather(jnp.stack([_checksum(x) for x in leaves.values()]))  # [ranks, arrays]
     alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
     size = len(sums)
-    leaf = jnp.argmax(jnp.any(alike < size, axis=0))
-    rank = size - 1 - jnp.argmin(alike[::-1, leaf])  # the last of the fewest
+    which = jnp.argmax(jnp.any(alike < size, axis=0))
+    rank = size - 1 - jnp.argmin(alike[::-1, which])  # the last of the fewest
     differs = jnp.any(alike < size)
+    leaf = jnp.array([*leaves])[which]
     return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(jnp.int32)
 
 
