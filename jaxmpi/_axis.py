@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -38,7 +37,7 @@ def with_parameters(tree: Any, text: str) -> Any:
     that runs.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    first = next((i for i, x in enumerate(leaves) if jnp.result_type(x) != jax.dtypes.float0), None)
+    first = next((i for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0), None)
     if first is None or not bound() or lax.axis_size(AXIS) == 1:
         return tree
     leaves[first] = checkpoint_name(leaves[first], PARAMETERS + text)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmpi import _world
+from jaxmpi import _agreement, _world
 from jaxmpi._objects import untraced
 
 __all__ = ["Rate", "Throughput"]
@@ -52,6 +52,7 @@ class Throughput:
           RuntimeError: called in traced code.
         """
         backend: Any = untraced("Throughput.read")
+        _agreement.meet(backend, _agreement.Statement.of("Throughput.read"))
         now_ns = time.monotonic_ns()
         share: float | None = None
         if backend.name in ("single", "simulate"):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxmpi import _agreement
 from jaxmpi._objects import untraced
 from jaxmpi._watch import guard, words
 from jaxmpi._watch.stop import Stop
@@ -38,6 +39,7 @@ def preempted() -> bool:
     if watch := guard.active():
         watch.stop.watch()
         return watch.stop.now()
+    _agreement.meet(backend, _agreement.Statement.of("preempted"))
     _alone = _alone or Stop(None, 1, 0)
     _alone.watch()
     stops = any(backend.allgather_object(_alone.signalled))

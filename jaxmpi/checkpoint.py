@@ -56,7 +56,7 @@ def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None
     backend = untraced("save")
     found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.place.size))
     leaves, step = [leaf for leaf, _ in found], operator.index(step)
-    meet(backend, "save", leaves, f"step {step}, keep {keep}")
+    meet(backend, "save", leaves, f"step {step}, keep {keep}, background {background}")
     check_equal(backend, found)
     leaves = each_ranks_values(backend, leaves)
     earlier = Save.finished(backend)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi import _world
+from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_alltoall
 from jaxmpi._optim.trees import floats
 
@@ -61,7 +62,7 @@ def _cast(name: str, dtype: Any) -> Codec:
     largest = float(jnp.finfo(dtype).max)
 
     def mean(updates: Any, state: Any) -> tuple[Any, Any]:
-        leaves, put = floats(name, updates)
+        leaves, put = floats(name, with_parameters(updates, name))
         means = tree_allreduce([jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], op="mean")
         return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)]), state
 
@@ -118,7 +119,7 @@ def int8(block: int = 256) -> Codec:
         return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
 
     def mean(updates: Any, state: Residual) -> tuple[Any, Residual]:
-        leaves, put = floats("codecs.int8", updates)
+        leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
         size, k = _world.size(), columns(leaves)
         flat = jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
         mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
@@ -155,7 +156,7 @@ def topk(fraction: float) -> Codec:
         return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
 
     def mean(updates: Any, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-        leaves, put = floats("codecs.topk", updates)
+        leaves, put = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
         size, filled = _world.size(), [i for i, x in enumerate(leaves) if x.size]
         vectors = {i: leaves[i].astype(jnp.float32).reshape(-1) + state[i] for i in filled}
         places = {i: jax.lax.top_k(jnp.abs(v), math.ceil(fraction * v.size))[1].astype(jnp.int32) for i, v in vectors.items()}
@@ -212,7 +213,7 @@ def powersgd(rank: int = 4) -> Codec:
         return LowRank(qs, [jnp.zeros(shape, jnp.float32) for shape in chosen.values()])
 
     def mean(updates: Any, state: LowRank) -> tuple[Any, LowRank]:
-        leaves, put = floats("codecs.powersgd", updates)
+        leaves, put = floats("codecs.powersgd", with_parameters(updates, f"codecs.powersgd rank={rank}"))
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]
         whole = {i: x for i, x in enumerate(leaves) if i not in chosen}

@@ -9,8 +9,10 @@ Only the last line knows the ranks, so a run on p ranks sees the batches of a ru
 where an epoch was left, for any p and any B.
 """
 
+import multiprocessing
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxmpi import _axis, _world
+from jaxmpi import _agreement, _axis, _world
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._data.sources import Arrays, Samples, open_source
 
@@ -71,10 +73,12 @@ def batches(
 
     step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi - lo, r, p) of it.
 
-    Every rank takes the same number of steps, with the same shapes in every step.
+    Every rank takes the same number of steps, with the same shapes in every step. Where an iteration begins on the main thread,
+    the ranks compare their arguments and the length of the data; `prefetch` does it there, too. On other threads, and in the
+    processes of a loader, nothing is compared.
 
-    **Collective:** no; but every rank must give the same arguments, or the ranks will take different steps.
-    **Communication:** none: nothing is sent.
+    **Collective:** every rank iterates, with the same arguments; `len` and `position` are this rank's own affair.
+    **Communication:** 16 bytes for an iteration.
 
     Args:
         data: The whole data, as for `shard`. Arrays are gathered by row; samples come from `__getitems__` where there
@@ -91,6 +95,7 @@ def batches(
         An iterable whose `len` is the number of steps from `start`, and whose `position` says where it is.
 
     Raises:
+        RankMismatchError: On every rank, when an iteration begins, if their arguments differ.
         TypeError: As for `shard`, or an argument is not an int.
         ValueError: An argument is out of its range, the ranks do not divide `batch_size`, or samples do not stack.
 
@@ -106,7 +111,10 @@ def batches(
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     if backend.name == "simulate":
         return StackedBatches([Batches(data, batch_size, rank=r, size=size, **options) for r in range(size)])
-    return Batches(data, batch_size, rank=rank, size=size, **options)
+    made = Batches(data, batch_size, rank=rank, size=size, **options)
+    if size > 1:
+        made.agree = partial(_agree, backend, {"samples": made.samples, "batch_size": batch_size, **options})
+    return made
 
 
 def rank_key(key: jax.Array) -> Any:
@@ -165,6 +173,8 @@ class Batches(Iterable[Any]):
     Attributes:
         position: Samples of this epoch handed out so far, over all ranks. Save it, and give it back as `start`. While
             the step with a batch runs, it counts that batch; a prefetcher that runs ahead moves it ahead.
+        samples: How many there are.
+        agree: Is called when an iteration begins; for `prefetch`.
     """
 
     def __init__(
@@ -196,13 +206,15 @@ class Batches(Iterable[Any]):
                 f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share equally. "
                 f'Use a multiple of {size}, or remainder="mask".'
             )
-        self.position = self._start
+        self.position, self.samples = self._start, len(self._order)
+        self.agree: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         left = len(self._order) - self._start
         return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        self.agree()
         for step in range(len(self)):
             lo = self._start + step * self._batch_size
             hi = min(lo + self._batch_size, len(self._order))
@@ -236,6 +248,13 @@ class StackedBatches(Iterable[Any]):
     def __iter__(self) -> Iterator[Any]:
         for parts in zip(*self._ranks, strict=True):
             yield jax.tree.map(lambda *xs: PerRank(np.stack(xs)), *parts)
+
+
+def _agree(backend: Any, arguments: Mapping[str, Any]) -> None:
+    """Compare them, where collectives may be called: on the main thread of the rank itself."""
+    if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
+        lines = [f"batches {name}={value}" for name, value in arguments.items()]
+        _agreement.meet(backend, _agreement.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines})
 
 
 def _part(n: int, rank: int, size: int) -> range:

@@ -223,6 +223,8 @@ std::pair<int64_t, int64_t> meet(int64_t word) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
+  m.attr("interface") = 1;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("sources") = JAXMPI_SOURCES;
   m.def("can_reduce", &can_reduce);
   m.def("handler", &handler);
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });

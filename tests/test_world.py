@@ -233,7 +233,7 @@ OPTIM = (
     *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
     *("control", "noise", "replicas"),
 )
-BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "native", "transport", "xla")
+BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "extension", "native", "transport", "xla")
 RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},

@@ -7,7 +7,6 @@ about to send, so the programs of this transport need no other meeting. Arrays o
 """
 
 import ctypes
-import importlib
 import mmap
 import os
 import re
@@ -25,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import Collective, word_of
+from jaxmpi._backends import Collective, extension, word_of
 from jaxmpi._backends.carriers import from_carrier, to_carrier
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._errors import MPIError
@@ -56,8 +55,7 @@ class Native(Mpi):
 
     def __init__(self, launched: int) -> None:
         """Join the other ranks, as `Mpi` does."""
-        _native: Any = importlib.import_module("jaxmpi._native")
-
+        _native = extension.load()
         super().__init__(launched)
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is

@@ -1,12 +1,12 @@
 """Which transport the ranks of an MPI job talk by: jaxmpi's own where all of them can use it, or else mpi4jax."""
 
-import importlib
 import os
 from collections.abc import Sequence
 
 import jax
 
 from jaxmpi import _settings
+from jaxmpi._backends import extension
 from jaxmpi._backends.job import check_start
 from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py, take_device
 from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
@@ -37,9 +37,13 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
 
 
 def why_not_native() -> str:
-    """Why this process cannot use the native transport, in words; "" if it can."""
+    """Why this process cannot use the native transport, in words; "" if it can.
+
+    Raises:
+      MPIError: the extension is there, but belongs to other sources or another version.
+    """
     try:
-        native = importlib.import_module("jaxmpi._native")
+        native = extension.load()
     except ImportError as error:
         return f"the extension is not built ({error})"
     if not native.can_reduce():

@@ -17,8 +17,8 @@ def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
     A thread reads them, up to `ahead` of the one in use, and copies their NumPy arrays; other leaves stay as they are. Reading
     must not communicate: collectives belong to the main thread.
 
-    **Collective:** no.
-    **Communication:** none.
+    **Collective:** no, but for `jaxmpi.batches`, of which the ranks compare the arguments first.
+    **Communication:** none but that.
 
     Args:
       batches: anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a generator.
@@ -85,6 +85,7 @@ class Prefetched:
             except BaseException as error:
                 put("error", error)
 
+        getattr(self._batches, "agree", lambda: None)()
         threading.Thread(target=read, name="jaxmpi-prefetch", daemon=True).start()
         try:
             while True:

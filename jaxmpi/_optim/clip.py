@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._optim.trees import map_floats, wide
 
@@ -51,6 +52,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         raise ValueError(f"clip_by_global_norm: max_norm is {max_norm}. It must be above 0.")
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
         numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
         arrays = sum((_square(x) for x in numbers if x.ndim), jnp.zeros((), jnp.float32))
         scalars = sum((_square(x) for x in numbers if not x.ndim), jnp.zeros((), jnp.float32))

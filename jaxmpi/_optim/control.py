@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
 
@@ -118,6 +119,7 @@ def dynamic_loss_scale(
         return LossScaleState(guarded.init(params).inner, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
+        updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
         plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale, updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
         out, (after, skipped, bad) = guarded.update(plain, before, params, **extra_args)

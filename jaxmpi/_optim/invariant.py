@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmpi import _world
+from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_alltoall
 from jaxmpi._leaves import leaf_name
 from jaxmpi._optim.trees import map_floats, wide
@@ -79,7 +80,7 @@ def canonical_mean(stacks: Any, micro_batches: int) -> Any:
         x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
         return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
 
-    sums = map_floats("distributed", branches, stacks)
+    sums = map_floats("distributed", branches, with_parameters(stacks, f"distributed micro_batches={micro_batches}"))
     if size > 1:
         sums = tree_alltoall(map_floats("distributed", lambda x: _rows(x, size), sums))  # [p, here / branch, columns]
         sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), sums)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi import _world
-from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._axis import equal_on_all_ranks, with_parameters
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.trees import check_transform, equal_types, map_floats
@@ -86,6 +86,7 @@ def local_sgd(
 
     def meet(here: Any, state: LocalSGDState) -> tuple[Any, Any, Any]:
         """The parameters that all go on from, and the states of the outer transform and the codec."""
+        here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
         if not outer and not codec:
             return tree_allreduce(here, op="mean"), (), state.codec
         way = jax.tree.map(lambda x, y: x - y, state.anchor, here)

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from jaxmpi import _world
+from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_reduce_scatter
 from jaxmpi._jit import anywhere
 from jaxmpi._leaves import PerRankState
@@ -118,6 +119,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
         _check_ranks("sharded", state)
+        updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}")
         own = map_floats("sharded", _own, params) if master_dtype is None else state.master
         grads = map_floats("sharded", lambda x, p: x.astype(p.dtype), _mean_shards(updates, weight), own)
         with on_shards():

@@ -118,5 +118,7 @@ def native() -> Finding:
         return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
     if ok and not said:
         return Finding("ok", "transport", "native")
+    if not ok:
+        return Finding("broken", "transport", *two(re.sub(r"^\S*MPIError: ", "", said)))
     advice = "Install a C++ compiler, and jaxmpi again: pip install --force-reinstall --no-deps jaxmpi."
     return Finding("slow", "transport", f"mpi4jax, as the native one cannot be used: {said}", advice)
