@@ -17,8 +17,10 @@ from jaxmpi._errors import RankMismatchError
 
 __all__ = ["Statement", "describe", "in_words", "know", "listen", "meet", "raise_found"]
 
-Sides = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of VERBS
-VERBS = ("sent", "taken", "given", "decided", "computed", "compiled")
+Sides = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
+CALLS = ("sent", "taken", "given")
+DETAILS = ("called", "ordered", "decided")
+WHOLE = ("computed", "compiled")  # of which all that follows from the first difference differs, too
 SHOWN = 3  # differences
 SAME_CALLS = "Every rank must make the same calls in the same order."
 SAME_ARGUMENTS = "Every rank must call it with the same arguments."
@@ -122,13 +124,15 @@ def _compare(everyone: Sequence[Statement], sides: Sequence[Sides], advice: str 
     other = next(rank for rank, said in enumerate(everyone) if said.word != everyone[0].word)
     names = [in_words([r for r, said in enumerate(everyone) if said.word == everyone[k].word]) for k in (0, other)]
     titles = everyone[0].title, everyone[other].title
-    differences = {verb: _differences(sides[0].get(verb, ()), sides[other].get(verb, ())) for verb in VERBS}
+    differences = {
+        verb: _differences(sides[0].get(verb, ()), sides[other].get(verb, ())) for verb in (*CALLS, *DETAILS, *WHOLE)
+    }
     head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
     if titles[0] != titles[1]:
         head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}. {SAME_CALLS}"
-    pairs = [(verb, *pair) for verb in VERBS[:-2] for pair in differences[verb]]
-    if not pairs:  # whole programs: all that follows from the first difference differs, too
-        pairs = [(verb, *differences[verb][0]) for verb in VERBS[-2:] if differences[verb]][:1]
+    details = () if differences["sent"] or differences["given"] else DETAILS
+    pairs = [(verb, *pair) for verb in (*CALLS, *details) for pair in differences[verb]]
+    pairs = pairs or [(verb, *differences[verb][0]) for verb in WHOLE if differences[verb]][:1]
     lines = [
         f"\n  {verb} by {name}: {line or 'nothing more'}"
         for verb, *both in pairs

@@ -211,7 +211,7 @@ def run(program):
     outs = []
     for call in program:
         outs += CALLS[call["name"]](call, given(call, jaxmpi.rank()))
-    jaxmpi.barrier()
+    jaxmpi.tree_allreduce(0)  # the end: no program has a call like it
     return outs
 
 
@@ -350,7 +350,7 @@ def simulated(program, rank, size):
         parameters = [call[key] for key in ("op", "root") if name in PARAMETERS[key]]
         got = yield (f"tree_{name}" if name in EAGER else name, *parameters), xs
         outs += [*got[0]] if name == "allgather_object" else got
-    yield ("barrier",), []
+    yield ("end",), []
     return outs
 
 

@@ -2,16 +2,19 @@
 
 import os
 import re
+import threading
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi import RankMismatchError, _agreement, _world
+from jaxmpi import RankMismatchError, _agreement, _world, codecs
 from jaxmpi._backends import word_of
 from jaxmpi._backends.job import EVENTS
 from jaxmpi.testing import run_ranks
@@ -83,7 +86,113 @@ DIFFERENCES = {
     "objects": (lambda: jaxmpi.barrier(), lambda: jaxmpi.broadcast_object(1), "called barrier", "called broadcast_object"),
     "roots": (lambda: jaxmpi.broadcast_object(1), lambda: jaxmpi.broadcast_object(1, root=1), "root=0", "root=1"),
     "synchronize": (lambda: jaxmpi.synchronize(X), lambda: jaxmpi.tree_bcast(X), "called synchronize", "called tree_bcast"),
+    "a meter": (lambda: jaxmpi.Throughput().read(), lambda: jaxmpi.barrier(), "called Throughput.read", "called barrier"),
 }
+
+
+def in_step(work, **options):
+    """A call of a step with this work, of the argument."""
+    return jaxmpi.jit(lambda x: work(x), **options)(X)
+
+
+def updated(tx, **extra):
+    """A call of a step with an optax transform."""
+    params, grads = jnp.ones((2, 8)), jnp.ones((2, 8))
+    step = jaxmpi.jit(lambda grads, state: tx.update(grads, state, params, **extra))
+    return step(grads, tx.init(params))
+
+
+def stacked(micro_batches):
+    """A step with as many micro-batches, of which each rank sends what it would send for any other number."""
+    tx = distributed(sgd, micro_batches=micro_batches)
+    grads = jnp.ones((micro_batches // jaxmpi.size(), 4))
+    return jaxmpi.jit(lambda grads: tx.update(grads, tx.init(jnp.ones(4)), jnp.ones(4)))(grads)
+
+
+def batches(**options):
+    return next(iter(jaxmpi.batches(np.arange(24), **{"batch_size": 12, "seed": 0, **options})))
+
+
+def saved(**options):
+    return jaxmpi.save("a folder that is not there", **{"step": 1, "tree": {}, **options})
+
+
+distributed, sgd = jaxmpi.distributed, optax.sgd(0.1)
+clip = jaxmpi.clip_by_global_norm
+PARAMETERS = {  # a call, and two values of a parameter that all ranks must give alike
+    "root of tree_bcast": (lambda root: jaxmpi.tree_bcast(X, root), 0, 1),
+    "root of tree_bcast in a step": (lambda root: in_step(lambda x: jaxmpi.tree_bcast(x, root)), 0, 1),
+    "root of tree_bcast in a loop": (
+        lambda root: in_step(lambda x: lax.scan(lambda c, _: (jaxmpi.tree_bcast(c, root), None), x, None, length=2)[0]), 0, 1,
+    ),
+    "root of tree_bcast that is differentiated": (
+        lambda root: in_step(jax.grad(lambda x: jnp.sum(jax.checkpoint(jaxmpi.tree_bcast, static_argnums=1)(x, root) ** 2))),
+        0, 1,
+    ),
+    "root of tree_reduce": (lambda root: jaxmpi.tree_reduce(X, "sum", root), 0, 1),
+    "root of broadcast_object": (lambda root: jaxmpi.broadcast_object(1, root), 0, 1),
+    "root of synchronize": (lambda root: jaxmpi.synchronize(X, root), 0, 1),
+    "strict of synchronize": (lambda strict: jaxmpi.synchronize({"x": X, "f": "name"}, strict=strict), True, False),
+    "op, mean or sum": (lambda op: jaxmpi.tree_allreduce(X, op), "mean", "sum"),
+    "op of integers": (lambda op: jaxmpi.tree_allreduce(X.astype(np.int32), op), "mean", "sum"),
+    "op of tree_reduce_scatter": (lambda op: jaxmpi.tree_reduce_scatter(np.ones((jaxmpi.size(), 2)), op), "mean", "sum"),
+    "op of distributed": (lambda op: updated(distributed(sgd, op=op)), "mean", "sum"),
+    "pairs": (lambda pairs: in_step(lambda x: lax.ppermute(x, R, pairs)), [(0, 1)], [(1, 0)]),
+    "axis of all_to_all": (
+        lambda axis: jaxmpi.jit(lambda x: lax.all_to_all(x, R, axis, 0))(np.ones([jaxmpi.size()] * 2, np.float32)), 0, 1,
+    ),
+    "axis of psum_scatter": (
+        lambda axis: jaxmpi.jit(lambda x: lax.psum_scatter(x, R, scatter_dimension=axis))(np.ones([jaxmpi.size()] * 2)), 0, 1,
+    ),
+    "weight, given or not": (lambda w: updated(distributed(sgd), **({"weight": w} if w else {})), None, 3.0),
+    "codec": (lambda codec: updated(distributed(sgd, codec=codec())), codecs.bf16, codecs.f16),
+    "block of int8": (lambda block: updated(distributed(sgd, codec=codecs.int8(block))), 64, 128),
+    "fraction of topk": (lambda fraction: updated(distributed(sgd, codec=codecs.topk(fraction))), 0.5, 0.49),
+    "rank of powersgd": (lambda rank: updated(distributed(sgd, codec=codecs.powersgd(rank))), 1, 2),
+    "micro_batches": (lambda m: stacked(m * jaxmpi.size()), 2, 4),
+    "every of accumulate": (lambda every: updated(jaxmpi.accumulate(distributed(sgd), every)), 2, 3),
+    "every of local_sgd": (lambda every: updated(jaxmpi.local_sgd(sgd, every)), 2, 3),
+    "outer of local_sgd": (lambda outer: updated(jaxmpi.local_sgd(sgd, 2, outer)), None, sgd),
+    "every of watch_replicas": (lambda every: updated(jaxmpi.watch_replicas(distributed(sgd), every)), 2, 3),
+    "max_norm": (lambda norm: updated(distributed(optax.chain(clip(norm), sgd))), 1.0, 2.0),
+    "max_norm in sharded": (lambda norm: updated(jaxmpi.sharded(optax.chain(clip(norm), sgd))), 1.0, 2.0),
+    "master_dtype": (lambda dtype: updated(jaxmpi.sharded(sgd, master_dtype=dtype)), None, jnp.float32),
+    "growth_every": (lambda n: updated(jaxmpi.dynamic_loss_scale(distributed(sgd), growth_every=n)), 10, 20),
+    "seed of batches": (lambda seed: batches(seed=seed), 0, 1),
+    "epoch of batches": (lambda epoch: batches(epoch=epoch), 0, 1),
+    "batch size": (lambda size: batches(batch_size=size), 6, 12),
+    "seed of prefetched batches": (
+        lambda seed: next(iter(jaxmpi.prefetch(jaxmpi.batches(np.arange(24), 12, seed=seed)))), 0, 1,
+    ),
+    "step of save": (lambda step: saved(step=step), 1, 2),
+    "keep of save": (lambda keep: saved(keep=keep), 1, 2),
+    "background of save": (lambda background: saved(background=background), True, False),
+    "numbers in what is saved": (lambda x: saved(tree={"x": x}), 1, 2),
+    "step of restore": (lambda step: jaxmpi.restore("a folder that is not there", {}, step), 1, 2),
+}  # fmt: skip
+
+
+def differ(mine, others):
+    """The text of the error that all ranks raise where the last one calls `others`; the ranks go on after it."""
+    jaxmpi.jit(sum_of)(X)
+    with pytest.raises(RankMismatchError) as caught:
+        others() if jaxmpi.rank() == jaxmpi.size() - 1 else mine()
+    np.testing.assert_array_equal(jaxmpi.jit(sum_of)(X), X * jaxmpi.size())
+    texts = jaxmpi.allgather_object(str(caught.value))
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+@run_ranks(2, 3)
+def test_every_parameter_is_compared():
+    for name, (call, one, other) in PARAMETERS.items():
+        text = differ(partial(call, one), partial(call, other))
+        assert ("do not agree. " in text and " by rank" in text) or re.search("called .*=", text), (name, text)
+
+
+@run_ranks(2, backend="xla")
+def test_every_parameter_is_compared_on_xla():
+    test_every_parameter_is_compared.__wrapped__()
 
 
 def check_difference(name):
@@ -169,6 +278,229 @@ def test_ahead_of_time_programs_are_compared_too():
     compiled = jaxmpi.jit(sum_of if jaxmpi.rank() else one_more).lower(X).compile()
     with pytest.raises(RankMismatchError, match="one_more"):
         compiled(X)
+
+
+# Python branches on the rank
+
+
+def me():
+    """A Python int; `jaxmpi.rank()` is traced in a step."""
+    return _world.current("test").place.rank
+
+
+def unused(x):
+    total = lax.psum(x, R)
+    return total if me() == 0 else x
+
+
+def unused_in_a_loop(x):
+    return lax.scan(lambda c, _: (unused(c), None), x, None, length=2)[0]
+
+
+def unused_loop(x):
+    y = lax.scan(lambda c, _: (lax.psum(c, R), None), x, None, length=2)[0]
+    return y if me() == 0 else x
+
+
+def halo(u):
+    """Neighbours send their edges; the ends of the line have no neighbour."""
+    n = jaxmpi.size()
+    right = lax.ppermute(u[-2:-1], R, [(i, i + 1) for i in range(n - 1)])
+    if me() > 0:
+        u = u.at[0].set(right[0])
+    left = lax.ppermute(u[1:2], R, [(i + 1, i) for i in range(n - 1)])
+    if me() < n - 1:
+        u = u.at[-1].set(left[0])
+    return u
+
+
+def constant(x):
+    return lax.psum(x * (1.0 + me()), R)
+
+
+def cells(rank):
+    return np.arange(4, dtype=np.float32) + 10 * rank
+
+
+def halo_in_numpy(ranks):
+    out = np.stack(ranks)
+    out[1:, 0], out[:-1, -1] = out[:-1, -2].copy(), out[1:, 1].copy()
+    return out
+
+
+BRANCHES = {
+    "unused": (unused, lambda xs: [sum(xs), *xs[1:]]),
+    "unused in a loop": (unused_in_a_loop, lambda xs: [sum(xs) + sum(xs[1:]), *xs[1:]]),
+    "an unused loop": (unused_loop, lambda xs: [sum(xs) * len(xs), *xs[1:]]),
+    "halo": (halo, halo_in_numpy),
+    "constant": (constant, lambda xs: [sum(x * (1.0 + r) for r, x in enumerate(xs))] * len(xs)),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@run_ranks(2, 3)
+def test_branches_with_the_same_collectives_are_right(name):
+    """They are carried out in the order in which the function calls them, whatever a rank does with their results."""
+    fun, whole = BRANCHES[name]
+    want = whole([cells(rank) for rank in range(jaxmpi.size())])
+    np.testing.assert_array_equal(jaxmpi.jit(fun)(cells(jaxmpi.rank())), want[jaxmpi.rank()])
+
+
+def one_message_or_two(x, branch):
+    """On a rank with the branch, the second sum depends on the first and cannot travel with it."""
+    a = lax.psum(x, R)
+    return lax.psum(a if branch else x, R) + a
+
+
+def which_depends(x, branch):
+    """Two messages of the same arrays on every rank; but the first sum travels with the third, or with the second."""
+    a = lax.psum(x, R)
+    b = lax.psum(a if branch else x * 2, R)
+    c = lax.psum(x * 3 if branch else a, R)
+    return b, c
+
+
+def which_loop_depends(x, branch):
+    def loop(x):
+        return lax.scan(lambda c, _: (lax.psum(c, R), None), x, None, length=2)[0]
+
+    a = lax.pmax(x, R)
+    return loop(a if branch else x), loop(x if branch else a)
+
+
+def another_collective(x, branch):
+    return lax.pmax(x, R) if branch else lax.psum(x, R)
+
+
+def another_place(x, branch):
+    return lax.pmax(lax.psum(x, R) * 2, R) if branch else lax.psum(lax.pmax(x, R) * 2, R)
+
+
+@pytest.mark.parametrize("fun", [one_message_or_two, which_depends, which_loop_depends, another_collective, another_place])
+@run_ranks(2, 3)
+def test_branches_with_other_messages_are_refused_by_their_name(fun):
+    step = jaxmpi.jit(fun, static_argnums=1)
+    text = differ(partial(step, cells(jaxmpi.rank()), False), partial(step, cells(jaxmpi.rank()), True))
+    assert "An `if` on the rank makes different programs: use jnp.where." in text and " by rank" in text, text
+
+
+def masked(x, branch):
+    """The same messages, and other local work."""
+    y = lax.ppermute(x, R, [(0, 1), (1, 0)])
+    return lax.psum(y.at[0].set(0.0) if branch else y, R)
+
+
+def held(value):
+    array = np.full(3, value, np.float32)
+    large = np.full(100_000, value, np.float32)
+    return jaxmpi.jit(lambda x: lax.psum(x, R) + array), jaxmpi.jit(lambda x: lax.psum(x, R) + large.sum() + large[:3])
+
+
+@run_ranks(2, backend="xla")
+def test_xla_runs_one_program_on_all_ranks():
+    x = cells(jaxmpi.rank())[:3]
+    step = jaxmpi.jit(masked, static_argnums=1)
+    branch = "An `if` on the rank makes different programs: use jnp.where."
+    text = differ(partial(step, x, False), partial(step, x, True))
+    assert branch in text and re.search(r"computed by rank 1: .* at test_agreement.py:\d+", text)
+    np.testing.assert_array_equal(step(x, False), cells(0)[:3] + cells(1)[:3])
+    text = differ(partial(step.lower(x, False).compile(), x), partial(step.lower(x, True).compile(), x))
+    assert branch in text
+    for name in ("unused", "halo", "constant"):
+        fun, _ = BRANCHES[name]
+        with pytest.raises(RankMismatchError, match=branch):
+            jaxmpi.jit(fun)(cells(jaxmpi.rank()))
+    for mine, others in zip(held(1.0), held(2.0), strict=True):
+        assert "an array from outside" in differ(partial(mine, x), partial(others, x)) or branch
+    mean = jaxmpi.jit(lambda x: lax.psum(jnp.mean(x), R))
+    text = differ(partial(mean, x), partial(mean, x[:2]))
+    assert "On the xla backend all ranks run one compiled program" in text and "argument 0: float32[2]" in text
+
+
+def with_rate(rate):
+    """A step whose parameters are declared to be equal on all ranks."""
+
+    def train(params, x):
+        return params - rate * jnp.sqrt(2.0) * lax.pmean(jnp.mean(x) * params, R), jnp.mean(x) * rate
+
+    return jaxmpi.jit(train, replicated_argnums=0, replicated_outnums=0)
+
+
+def in_loops(rate):
+    def train(params, x):
+        def turn(c, _):
+            p, seen = c
+            return (p - rate * lax.psum(jnp.sum(x) / len(x), R), seen + jnp.sum(x) / len(x)), None
+
+        (p, seen), _ = lax.scan(turn, (params, 0.0), None, length=2)
+        p = lax.fori_loop(0, 2, lambda _, p: lax.cond(p > 0, lambda p: p * rate, lambda p: p, p), p)
+        return jax.jit(lambda p: p * rate)(p), seen
+
+    return jaxmpi.jit(train, replicated_argnums=0, replicated_outnums=0)
+
+
+@pytest.mark.parametrize("make", [with_rate, in_loops])
+@run_ranks(2, 3)
+def test_what_computes_an_output_that_is_declared_equal_is_compared(make):
+    """From the last reduction on, as what is before it may differ: so may the shapes of batches."""
+    params, x = np.float32(1.0), np.ones(4 + jaxmpi.rank(), np.float32)
+    text = differ(partial(make(0.1), params, x), partial(make(0.2), params, x))
+    assert "decided by rank" in text and "0.2" in text and " at test_agreement.py" in text, text
+    make(0.1)(params, x)
+    everyone = jaxmpi.allgather_object(float(make(0.1)(params, x)[0]))
+    assert len(set(everyone)) == 1
+
+
+@run_ranks(2)
+def test_what_decides_is_compared_from_the_last_reduction_on():
+    step = jaxmpi.jit(lambda x: lax.while_loop(lambda c: lax.psum(jnp.mean(x), R) > c, lambda c: c + lax.psum(1.0, R), 0.0))
+    assert float(step(np.ones(4 + jaxmpi.rank(), np.float32))) == 2.0  # the mean divides by another number on each rank
+
+
+@run_ranks(2)
+def test_what_a_gradient_leaves_behind_costs_no_round():
+    """The loss of a gradient is not used: its mean travels with that of the gradient."""
+    step = jaxmpi.jit(lambda w, x: lax.pmean(jax.grad(lambda w: lax.pmean(jnp.sum(w * x), R))(w), R))
+    entries = step.program(X, X).entries
+    assert [len(entry.arrays) for entry in entries] in ([2], [1, 1]) and len({entry.path for entry in entries}) == 1
+    np.testing.assert_allclose(step(X, X * jaxmpi.rank()), X / 2)
+
+
+@run_ranks(2)
+def test_notes_of_parameters_are_no_part_of_the_program():
+    step = jaxmpi.jit(lambda x: (jaxmpi.tree_allreduce(x, "sum"), jaxmpi.tree_reduce(x, "sum", root=1)))
+    assert " name[" not in str(step.trace(X).jaxpr)
+    (entry,) = step.program(X).entries
+    assert len(entry.arrays) == 1  # an array that two calls reduce is sent once
+
+
+@run_ranks(2)
+def test_plain_jit_compares_what_mpi4jax_carries_on_the_native_transport():
+    if _world.current("test").transport != "native":
+        return
+    rank = jaxmpi.rank()
+    for call in (lambda: jaxmpi.tree_bcast(X, rank), lambda: jaxmpi.tree_alltoall(jnp.ones((2, 1 + rank)))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RankMismatchError"):
+            jax.block_until_ready(jax.jit(call)())
+        jaxmpi.barrier()
+    np.testing.assert_array_equal(jax.jit(lambda x: jaxmpi.tree_bcast(x, 1))(X * rank), X)
+
+
+def iterates_alone():
+    """On threads, where no collectives may be, and with `len`, nothing is compared."""
+    alone = jaxmpi.batches(np.arange(24), 12, seed=jaxmpi.rank())
+    assert len(alone) == 2
+    thread = threading.Thread(target=lambda: list(alone))
+    thread.start()
+    thread.join()
+
+
+@run_ranks(2)
+def test_batches_are_compared_where_collectives_may_be():
+    if jaxmpi.rank() == 0:
+        iterates_alone()
+    text = differ(lambda: list(jaxmpi.batches(np.arange(24), 12)), lambda: list(jaxmpi.batches(np.arange(26), 12)))
+    assert "given by rank 0: batches samples=24\n  given by rank 1: batches samples=26" in text
 
 
 # order

@@ -37,6 +37,12 @@ class Collective(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
     word: int = 0  # of the program that it is part of, for transports that compare it on the way
 
+    @property
+    def title(self) -> str:
+        """Such as "allreduce sum" or "bcast from 1"."""
+        detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(self.kind, self.op)
+        return f"{self.kind} {detail}".strip()
+
     def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The shape that an operand of shape `shape` comes back with."""
         if self.kind == "allgather":

@@ -24,8 +24,8 @@ def load() -> Any:
     there = getattr(native, "interface", 0)
     if there != INTERFACE:
         raise MPIError(
-            f"The extension {native.__file__} has interface {there}, and this jaxmpi needs {INTERFACE}: it is left from another "
-            "version. Install jaxmpi again: pip install --force-reinstall --no-deps jaxmpi."
+            f"The extension {native.__file__} has interface {there}, and this jaxmpi needs {INTERFACE}. Install jaxmpi "
+            "again: pip install --force-reinstall --no-deps jaxmpi."
         )
     built, now = getattr(native, "sources", ""), sources_digest(ROOT / "native")
     if now and built != now:

@@ -79,19 +79,26 @@ class Native(Mpi):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays, for the kinds that are native."""
-        if call.kind not in (*KINDS, "meet"):
-            return self._pick(call, xs) if self._alone else super().run(call, xs)
+        if call.kind in (*KINDS, "meet"):
+            return self._send(call, xs, _text(call, xs))
+        if self._alone:
+            return self._pick(call, xs)
+        if not call.word:  # under plain `jax.jit`: a program of `jaxmpi.jit` is compared as a whole
+            self._send(Collective("meet"), [], _text(call, xs))
+        return super().run(call, xs)
+
+    def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
+        """One message; the ranks compare what it is for, as text."""
         carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
-        arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in carried)
-        statement = word_of(f"{call.word} {call.kind} {call.op} of {arrays}")
-        self._statements[statement] = call.word, f"{call.kind} {call.op} of {arrays}"
+        statement = word_of(f"{call.word} {text}")
+        self._statements[statement] = call.word, text
         outs = native_p.bind(*carried, call=call, backend=self, word=statement)
         return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
 
     def _pick(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """A collective that only moves arrays, as an allgather of which each rank keeps its part."""
         here = self.place.rank
-        gathered = self.run(Collective("allgather", word=call.word), xs)
+        gathered = self._send(Collective("allgather", word=call.word), xs, _text(call, xs))
         if call.kind == "alltoall":
             return [rows[:, here] for rows in gathered]
         source = call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), None)
@@ -184,6 +191,10 @@ class Native(Mpi):
                 self._connect(others)
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
+
+
+def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
+    return f"{call.title} of {', '.join(f'{x.dtype}{list(x.shape)}' for x in xs)}"
 
 
 def _carrier(call: Collective) -> Collective:

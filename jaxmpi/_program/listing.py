@@ -32,7 +32,7 @@ class Entry(NamedTuple):
       times: how often it is carried out; None where a branch or a while_loop decides.
       source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
       order: the places of its collectives in the order in which the function calls them, behind those of the loops around it.
-      params: of JAX's primitives.
+      params: JAX's primitives, each with its parameters.
     """
 
     call: Collective
@@ -46,8 +46,7 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """Such as "allreduce sum"."""
-        detail = {"bcast": f"from {self.call.root}", "permute": str(list(self.call.pairs))}.get(self.call.kind, self.call.op)
-        return f"{self.call.kind} {detail}".strip()
+        return self.call.title
 
     def __str__(self) -> str:
         first = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.arrays[:3])
@@ -69,10 +68,16 @@ def listing(jaxpr: Any, size: int, *, together: bool = True, around: Around = AT
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
             source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
             order = (*around.order, *(place[id(eqn)] for eqn in group.eqns))
-            params = tuple(f"{eqn.primitive.name} {sorted(eqn.params.items())}" for eqn in group.eqns)
+            params = tuple(map(_params, group.eqns))
             yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params)
         for eqn in level.loops:
             yield from _inside(eqn, size, together, around._replace(order=(*around.order, place[id(eqn)])))
+
+
+def _params(eqn: Any) -> str:
+    """Such as "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False"."""
+    given = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None]
+    return " ".join([eqn.primitive.name, *given])
 
 
 def _inside(eqn: Any, size: int, together: bool, around: Around) -> Iterator[Entry]:

@@ -46,6 +46,8 @@ class Signature:
         self._title, self._decides = title, decides
         self._brief = {"sent": [*map(str, entries)], "taken": [*arguments, *outside]}
         self._parameters = [f"{text} at {source}" if source else text for text, source in parameters]
+        self._called = [text for entry in entries for text in entry.params]
+        self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
         self._program: Any = None  # and its module, where they are compared
         text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
         text += [what for what, _ in parameters] if text else []
@@ -68,7 +70,8 @@ class Signature:
 
     def sides(self) -> Sides:
         """All that is compared, in words."""
-        sides = {**self._brief, "given": self._parameters, "decided": [*map(str, self._decides)]}
+        sides = {**self._brief, "given": self._parameters, "called": self._called, "ordered": self._order}
+        sides |= {"decided": [*map(str, self._decides)]}
         if self._program:
             lowered, jaxpr = self._program
             sides |= {"computed": [*equations(jaxpr)], "compiled": _jaxcompat.module_text(lowered).splitlines()}
