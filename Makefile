@@ -4,6 +4,7 @@
 # make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: half an hour
+# make disagreements  300 random programs of which one rank deviates, on 2 and 3 ranks, each transport and backend: ten minutes
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
@@ -27,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-examples test-mpi4jax test-loaders matrix faults soak bench package docs lint clean
+.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults soak bench package docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -55,6 +56,10 @@ matrix: $(VENV)/.test-installed
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
 	@$(BIN)/python -m pytest -m matrix tests/test_laws.py
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
+
+disagreements: $(VENV)/.test-installed
+	@echo "== random programs of which one rank deviates: ten minutes"
+	@$(BIN)/python -m pytest -m disagreements tests/test_disagreements.py
 
 faults: $(VENV)/.test-installed
 	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: half an hour"

@@ -68,8 +68,7 @@ def describe(backend: Any, word: int) -> str:
     program, what = backend.described(word)
     if program not in _known:
         return what or "a collective"
-    statement, sides = _known[program]
-    lines = sides()["sent"]
+    statement, lines, _ = _known[program]
     if what in ("", statement.title):
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
@@ -79,13 +78,13 @@ def describe(backend: Any, word: int) -> str:
 
 # where the transport compares
 
-_known: dict[int, tuple[Statement, Callable[[], Sides]]] = {}  # the programs that were traced
+_known: dict[int, tuple[Statement, Sequence[str], Callable[[], Sides]]] = {}  # the programs that were traced
 _found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
 
 
-def know(statement: Statement, sides: Callable[[], Sides]) -> None:
-    """Keep what a program does, in words, for an error."""
-    _known[statement.word] = statement, sides
+def know(statement: Statement, sent: Sequence[str], sides: Callable[[], Sides]) -> None:
+    """Keep what a program sends, in words, and what tells all of it, for an error."""
+    _known[statement.word] = statement, sent, sides
 
 
 def listen(backend: Any) -> None:
@@ -103,7 +102,7 @@ def raise_found(error: Exception) -> None:
 
 
 def _explain(backend: Any, word: int, message: str) -> str:
-    statement, sides = _known.get(word, (Statement.of(message), dict))
+    statement, _, sides = _known.get(word, (Statement.of(message), (), dict))
     _found[:] = [_mismatch(backend, statement, sides(), message)]
     return f"RankMismatchError: {_found[0]}"
 

@@ -27,8 +27,9 @@ def jit(
     `vmap`, `jax.checkpoint` and custom derivatives, too. Collectives that don't depend on each other travel together.
     On one rank it is `jax.jit`.
 
-    **Collective:** every rank calls the function, with arguments that lead to the same collectives. Before a program runs,
-    the ranks compare theirs.
+    **Collective:** every rank calls the function, with arguments that lead to the same collectives, in one order; each is
+    carried out whether its result is used or not. Before a program runs, the ranks compare theirs. On the xla backend all ranks
+    run one program: shapes, constants and arrays from outside must be equal, too.
     **Communication:** what `jaxmpi.explain` lists, and the comparison: with the first message of a program on the native
     transport, 16 bytes of their own a call on the others.
 
@@ -36,7 +37,8 @@ def jit(
       fun: the function; a decorator is returned without it.
       replicated_argnums: positions of arguments that are equal on all ranks, such as parameters and optimizer state. All
         others count as different.
-      replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a result that is no tuple.
+      replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a result that is no tuple. What
+        computes them from the last reduction on is compared, such as a learning rate.
       **jit_kwargs: those of `jax.jit`.
 
     Returns:

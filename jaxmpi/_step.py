@@ -193,8 +193,7 @@ class Step:
     def _announce(self, program: Program, *, show: bool = True) -> None:
         """Keep what a new program sends, for an error, and print it where that is asked for."""
         if program.statement and not self._alone:
-            of = program.signature
-            _agreement.know(program.statement, of.sides if self._in_band else of.brief)
+            _agreement.know(program.statement, program.signature.sent, program.signature.sides if self._in_band else dict)
         if show and _settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 

@@ -90,6 +90,19 @@ def test_without_a_launcher():
     assert code == 1 and verdict == "broken" and "/nowhere/mpirun is not a program" in text and "-> Give --mpiexec" in text
 
 
+OLD = """
+import sys, types
+sys.modules["jaxmpi._native"] = types.SimpleNamespace(interface=0, __file__="/old/_native.so")
+"""
+
+
+def test_with_the_extension_of_another_version(tmp_path):
+    code, output = doctor("-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", OLD), JAXMPI_TRANSPORT="auto")
+    verdict, text = lines(output)["transport"]
+    assert code == 1 and verdict == "broken", output
+    assert "/old/_native.so has interface 0" in text and "-> Install jaxmpi again: pip install" in text
+
+
 @pytest.mark.parametrize(
     ("transport", "error", "code", "verdict"),
     [

@@ -4,11 +4,13 @@ wait in vain. What every transport does, the other tests say."""
 import hashlib
 import mmap
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from jax import lax
 from programs import segments_left
 
 import jaxmpi
-from jaxmpi._backends import native, transport
+from jaxmpi import MPIError
+from jaxmpi._backends import extension, native, transport
 from jaxmpi.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
@@ -472,14 +475,53 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
     folder = "/proc/nowhere" if why == "no folder" else "/dev/shm"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(jaxmpi.MPIError, match=said) as caught:
         patch.setattr(native, "SHARED_MEMORY", folder)
-        patch.setattr(native, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"test-of-{world.size}")))
+        patch.setattr(native, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}")))
         if why == "one cannot map it":
-            patch.setattr(native, "mmap", SimpleNamespace(mmap=mmap_of))
+            patch.setattr(native, "mmap", types.SimpleNamespace(mmap=mmap_of))
         native._shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
     node.Free()
     assert f"Make room in {folder}, or set JAXMPI_TRANSPORT=mpi4jax." in str(caught.value)
     assert len(set(jaxmpi.allgather_object(str(caught.value)))) == 1
     assert not Path(f"/dev/shm/jaxmpi-test-of-{world.size}").exists()
+# the extension
+
+
+def stand_in(monkeypatch, **attributes):
+    monkeypatch.setitem(sys.modules, "jaxmpi._native", types.SimpleNamespace(__file__="/old/_native.so", **attributes))
+
+
+def test_the_extension_was_built_from_the_sources_beside_it():
+    native = extension.load()
+    assert native.interface == extension.INTERFACE
+    assert native.sources == extension.sources_digest(extension.ROOT / "native")
+
+
+@pytest.mark.parametrize("change", ["another comment", "a new file"])
+def test_an_extension_of_other_sources_is_refused(change, tmp_path, monkeypatch):
+    digest = extension.sources_digest(extension.ROOT / "native")
+    shutil.copytree(extension.ROOT / "native", tmp_path / "native")
+    monkeypatch.setattr(extension, "ROOT", tmp_path)
+    stand_in(monkeypatch, interface=extension.INTERFACE, sources=digest)
+    extension.load()
+    name = "transport.h" if change == "another comment" else "new.cc"
+    with open(tmp_path / "native" / name, "a") as file:
+        file.write("// changed\n")
+    said = (
+        f"The extension /old/_native.so was built from other sources than those in {tmp_path}/native. Rebuild it: pip install"
+    )
+    with pytest.raises(MPIError, match=re.escape(said)):
+        extension.load()
+    monkeypatch.setattr(extension, "ROOT", tmp_path / "native")  # where jaxmpi is installed, there are no sources
+    extension.load()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"interface": 0}, {"interface": extension.INTERFACE + 1}])
+def test_an_extension_with_another_interface_is_refused(attributes, monkeypatch):
+    stand_in(monkeypatch, **attributes)
+    with pytest.raises(
+        MPIError, match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again"
+    ):
+        extension.load()
 
 
 # the choice
@@ -501,11 +543,17 @@ except (ValueError, jaxmpi.MPIError) as error:
         ("", False, "mpi4jax 2.0"),
         ("mpi4jax", True, "mpi4jax 2.0"),
         ("native", True, "native 2.0"),
+        ("", "of other sources", "MPIError: The extension"),
+        ("mpi4jax", "of other sources", "mpi4jax 2.0"),
         ("native", False, "MPIError: init: JAXMPI_TRANSPORT is native, which cannot be. rank 0: the extension is not built"),
     ],
 )
 def test_the_transport_is_chosen(transport, built, said, tmp_path):
-    code = CHOICE.format(before="" if built else "sys.modules['jaxmpi._native'] = None")
+    before = {
+        False: "sys.modules['jaxmpi._native'] = None",
+        "of other sources": "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
+    }
+    code = CHOICE.format(before=before.get(built, ""))
     done = run(2, code, tmp_path, JAXMPI_TRANSPORT=transport or "auto")
     assert done.stdout.count(said) >= 1, done.stdout + done.stderr
 

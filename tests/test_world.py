@@ -373,7 +373,7 @@ def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
     assert done.stdout.count("caught init: backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same") == 2
 
 
-BREAKS = {  # on rank 1 alone, and what both ranks say
+BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the mpi backend
     "mpi4jax of another jaxlib": (
         "def broken(*_): raise RuntimeError('Unable to find mpi_allreduce_ffi')\n"
         "    import mpi4jax; jax.local_devices = broken",
@@ -381,6 +381,10 @@ BREAKS = {  # on rank 1 alone, and what both ranks say
             "mpi4jax was built for another jaxlib",
             "init: rank 1 cannot join the others. MPIError: mpi4jax was built for another",
         ),
+    ),
+    "an extension of older sources": (
+        "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
+        ("was built from other sources than those in", "init: rank 1 cannot join the others. MPIError: The extension"),
     ),
     "a node with fewer GPUs": (
         "def broken(*_): raise ValueError('init: devices=[3], and this node shows')\n"
@@ -395,7 +399,7 @@ BREAKS = {  # on rank 1 alone, and what both ranks say
 
 
 @pytest.mark.parametrize(
-    ("backend", "what"), [*(("mpi", what) for what in BREAKS), *(("xla", what) for what in BREAKS if "mpi4jax" not in what)]
+    ("backend", "what"), [*(("mpi", what) for what in BREAKS), *(("xla", what) for what in list(BREAKS)[2:])]
 )
 def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
     breaks, said = BREAKS[what]

@@ -19,7 +19,7 @@ from jaxmpi._program.listing import Entry, listing
 from jaxmpi._program.objects import watch_changes
 from jaxmpi._program.reading import communicates, held
 from jaxmpi._program.signature import Signature
-from jaxmpi._program.steering import steering
+from jaxmpi._program.steering import Line, steering
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
@@ -135,9 +135,9 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     if entries and backend.same_module and not outside:
         outside = [_from_outside(x) for x in constants]
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
-    arguments += outside
     decides = steering(jaxpr, _declared(function, tree) if entries else ()) if size > 1 else []
-    signature = Signature(function.title, entries, decides, parameters=parameters, arguments=arguments, outside=outside)
+    decides += map(Line, outside)
+    signature = Signature(function.title, entries, decides, parameters=parameters, arguments=arguments)
     traced = jaxpr if backend.same_module else None
     word = signature.statement.word if signature.statement else 0
     first = entries[0].call if entries and entries[0].times else None

@@ -21,6 +21,7 @@ class Signature:
 
     Attributes:
       statement: for the comparison; None where the ranks have nothing to agree on.
+      sent: the collectives, in words.
     """
 
     def __init__(
@@ -31,47 +32,40 @@ class Signature:
         *,
         parameters: Sequence[tuple[str, str]],
         arguments: Sequence[str],
-        outside: Sequence[str],
     ) -> None:
         """Make the text that the ranks compare.
 
         Args:
           title: of the program.
           entries: of `listing`.
-          decides: of `steering`.
+          decides: of `steering`, and the arrays that the function holds where they must be equal.
           parameters: of `text.parameters`.
           arguments: in words, for an error only.
-          outside: in words, the arrays that the function holds and that must be equal; () where they may differ.
         """
         self._title, self._decides = title, decides
-        self._brief = {"sent": [*map(str, entries)], "taken": [*arguments, *outside]}
+        self.sent, self._taken = [*map(str, entries)], arguments
         self._parameters = [f"{text} at {source}" if source else text for text, source in parameters]
         self._called = [text for entry in entries for text in entry.params]
         self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
         self._program: Any = None  # and its module, where they are compared
         text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
         text += [what for what, _ in parameters] if text else []
-        text += outside
         self.statement = Statement.of(title, "\n".join(text)) if text else None
 
     def lowered_to(self, lowered: Any, jaxpr: Any) -> None:
         """Have the ranks compare the module, a `jax.stages.Lowered`, of this program; source lines don't count.
 
-        Its large constants are those of `outside`.
+        Its large constants are compared as arrays that the function holds.
         """
         if self.statement:
             self._program = lowered, jaxpr
             digest = hashlib.blake2b(_jaxcompat.module_text(lowered).encode(), digest_size=16).hexdigest()
             self.statement = Statement(word_of(f"{self.statement.word} {digest}"), self._title)
 
-    def brief(self) -> Sides:
-        """What is sent and taken, in words."""
-        return self._brief
-
     def sides(self) -> Sides:
         """All that is compared, in words."""
-        sides = {**self._brief, "given": self._parameters, "called": self._called, "ordered": self._order}
-        sides |= {"decided": [*map(str, self._decides)]}
+        sides = {"sent": self.sent, "taken": self._taken, "given": self._parameters, "called": self._called}
+        sides |= {"ordered": self._order, "decided": [*map(str, self._decides)]}
         if self._program:
             lowered, jaxpr = self._program
             sides |= {"computed": [*equations(jaxpr)], "compiled": _jaxcompat.module_text(lowered).splitlines()}
