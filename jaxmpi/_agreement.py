@@ -38,6 +38,7 @@ class Statement(NamedTuple):
 
     word: int
     title: str  # such as "tree_allreduce" or "train_step"
+    program: int = 0  # the word of the program, where this call of it has another
 
     @staticmethod
     def of(title: str, content: str | None = None) -> "Statement":
@@ -58,7 +59,7 @@ def meet(backend: Any, statement: Statement, sides: Callable[[], Sides] = dict) 
     Raises:
       RankMismatchError: on every rank, with both sides.
     """
-    smallest, largest = backend.extremes(statement.word, statement.title)
+    smallest, largest = backend.extremes(*statement)
     if smallest != largest:
         raise _mismatch(backend, statement, sides())
 

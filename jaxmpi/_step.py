@@ -59,10 +59,11 @@ class Step:
 
     def _met(self, args: Any, kwargs: Any) -> Any:
         """Run the program for these arguments, after the ranks have compared theirs."""
-        program, run, leaves = self._programs.find(args, kwargs)
+        program, run, leaves, numbers = self._programs.find(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
-        _agreement.meet(self._backend, program.statement, program.signature.sides)
+        signature = program.signature
+        _agreement.meet(self._backend, signature.of_call(numbers), partial(signature.sides, numbers))
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
@@ -70,7 +71,7 @@ class Step:
 
     def _check(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
         """Compare what is to be equal on the ranks, before the program; return what does it after."""
-        program, _, leaves = self._programs.find(args, kwargs)
+        program, _, leaves, _ = self._programs.find(args, kwargs)
         if not program.statement:
             return None
         _agreement.meet(self._backend, program.statement, program.signature.sides)

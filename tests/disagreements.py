@@ -277,6 +277,7 @@ OBJECTS = {
     "allgather_object": lambda call, xs: jaxmpi.allgather_object(xs[0].sum()),
     "broadcast_object": lambda call, xs: [jaxmpi.broadcast_object(xs[0].sum(), call["root"])],
     "barrier": lambda call, xs: [jaxmpi.barrier()][1:],
+    "latest": lambda call, xs: [jaxmpi.latest("no such folder")][1:],
     "synchronize": lambda call, xs: jaxmpi.synchronize(xs, call["root"]),
     "average_metrics": lambda call, xs: [jaxmpi.average_metrics(x) for x in xs[:1]],
 }
@@ -346,7 +347,7 @@ def simulated(program, rank, size):
             xs = [np.stack(rows(x, size)) for x in xs]
         if name in ("allgather_object", "broadcast_object"):
             xs = [np.asarray(xs[0].sum()).astype(float)]
-        xs = {"barrier": [], "average_metrics": xs[:1]}.get(name, xs)
+        xs = {"barrier": [], "latest": [], "average_metrics": xs[:1]}.get(name, xs)
         parameters = [call[key] for key in ("op", "root") if name in PARAMETERS[key]]
         got = yield (f"tree_{name}" if name in EAGER else name, *parameters), xs
         outs += [*got[0]] if name == "allgather_object" else got

@@ -417,6 +417,18 @@ def test_xla_runs_one_program_on_all_ranks():
     assert "On the xla backend all ranks run one compiled program" in text and "argument 0: float32[2]" in text
 
 
+@run_ranks(2, backend="xla")
+def test_numbers_that_are_declared_equal_are_compared_at_every_call():
+    """Where the ranks compare before a program: on mpi4jax, too. On the native transport the messages show it."""
+    step = jaxmpi.jit(lambda x, i: lax.cond(i % 2 == 0, lambda: lax.psum(x, R), lambda: x), replicated_argnums=1)
+    for number in (int, np.int32):
+        for i in range(3):
+            np.testing.assert_array_equal(step(X, number(i)), X * (1 if i % 2 else 2))
+        text = differ(partial(step, X, number(3)), partial(step, X, number(4)))
+        assert "given by rank 0: argument 1: int32[] is 3\n  given by rank 1: argument 1: int32[] is 4" in text
+    np.testing.assert_array_equal(step(X, jnp.int32(4)), X * 2)
+
+
 def with_rate(rate):
     """A step whose parameters are declared to be equal on all ranks."""
 

@@ -85,8 +85,8 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
-    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers."""
+    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers; the rest is for those who watch."""
 
     def close(self) -> None:
         """Free what `init` took."""

@@ -52,7 +52,7 @@ class Job:
         self._inside = False
         self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
         self._compared = 0
-        self._titles: OrderedDict[int, str] = OrderedDict()  # of what was compared last
+        self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -113,9 +113,12 @@ class Job:
         with self._enter():
             self._objects.Barrier()
 
-    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers: 16 bytes from each. `title` says what is compared."""
-        self._entitle(word, title)
+    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers: 16 bytes from each.
+
+        Those who watch learn by `title` what is compared, and by `program` of which program, if it has another word.
+        """
+        self._entitle(word, title, program)
         self._word[0], self._word[1] = -word, word
         event: list[int | None] = [self._compared, word, 0, time.monotonic_ns(), None, None]
         self._compared += 1
@@ -125,9 +128,9 @@ class Job:
         event[4] = event[5] = time.monotonic_ns()
         return -int(self._words[0]), int(self._words[1])
 
-    def _entitle(self, word: int, title: str) -> None:
+    def _entitle(self, word: int, title: str, program: int) -> None:
         """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
-        self._titles[word] = title
+        self._titles[word] = program or word, title
         self._titles.move_to_end(word)
         if len(self._titles) > EVENTS:
             self._titles.popitem(last=False)
@@ -166,7 +169,7 @@ class Job:
 
     def described(self, word: int) -> tuple[int, str]:
         """Of a word that was sent: that of its program, and what it was."""
-        return word, self._titles.get(word, "")
+        return self._titles.get(word, (word, ""))
 
     # the guard's channel: short messages that nobody has to be waiting for
 

@@ -120,9 +120,9 @@ class Native(Mpi):
         """
         self._native.on_disagreement(lambda word: explain(*self._statements.get(word, (word, "a program of an earlier init"))))
 
-    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
+    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
-        self._entitle(word, title)
+        self._entitle(word, title, program)
         with self._enter():
             return self._native.meet(word)
 

@@ -34,7 +34,7 @@ class OneProcess:
     def barrier(self) -> None:
         """Return at once."""
 
-    def extremes(self, word: int, title: str = "") -> tuple[int, int]:
+    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The number itself."""
         return word, word
 

@@ -10,7 +10,7 @@ from jaxmpi._program.program import Program, build_program
 
 __all__ = ["Programs"]
 
-Found = tuple[Program, Callable[[Sequence[Any]], Any], list[Any]]  # what runs it, and the arguments' arrays
+Found = tuple[Program, Callable[[Sequence[Any]], Any], list[Any], list[str]]  # what runs it, and the arguments as below
 
 
 class Programs:
@@ -22,7 +22,7 @@ class Programs:
         self._all: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []
 
     def find(self, args: Any, kwargs: Any) -> Found:
-        """The program for these arguments, what runs it and the arrays for it; nothing is sent."""
+        """The program for these arguments, what runs it, the arrays for it, and `Program.numbers`; nothing is sent."""
         return self._last(args, kwargs) or self._any(args, kwargs)
 
     def _last(self, args: Any, kwargs: Any) -> Found | None:
@@ -31,26 +31,29 @@ class Programs:
             return None
         program, run = self._all[0]
         try:  # quicker than to flatten anything
-            leaves = self._leaves(program.structure.flatten_up_to(self._function.dynamic(args, kwargs)))
+            given = program.structure.flatten_up_to(self._function.dynamic(args, kwargs))
+            leaves = self._leaves(given)
         except (ValueError, TypeError, AttributeError):
             return None
-        return (program, run, leaves) if program.key == self._function.key(leaves, args, kwargs) else None
+        if program.key != self._function.key(leaves, args, kwargs):
+            return None
+        return program, run, leaves, program.numbers(given)
 
     def _any(self, args: Any, kwargs: Any) -> Found:
         """The same for any arguments; traced where there is no program yet. It is the last from now on."""
-        leaves, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
-        leaves = self._leaves(leaves)
+        given, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
+        leaves = self._leaves(given)
         key = self._function.key(leaves, args, kwargs)
         for i, (program, run) in enumerate(self._all):
             if program.structure == structure and program.key == key:
                 self._all.insert(0, self._all.pop(i))
-                return program, run, leaves
+                return program, run, leaves, program.numbers(given)
         program = build_program(self._function, args, kwargs, self._backend, hide=True)
         program.structure, program.key = structure, key
         run = program.compiled(self._options, leaves)
         self._announce(program)
         self._all.insert(0, (program, run))
-        return program, run, leaves
+        return program, run, leaves, program.numbers(given)
 
     def _leaves(self, leaves: list[Any]) -> list[Any]:
         return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves

@@ -40,6 +40,7 @@ class Program:
     donated: list[bool]  # for each array of the arguments
     outputs: list[str]  # in words
     equal: tuple[list[bool], list[bool]]  # which arrays of the arguments, and of the outputs, are the same on all ranks
+    scalars: list[int]  # the arrays of the arguments that `replicated_argnums` names and that are one number
     structure: Any = None  # of the arguments
     key: Any = None
 
@@ -47,6 +48,14 @@ class Program:
     def statement(self) -> _agreement.Statement | None:
         """What this rank is about to do; None where the ranks have nothing to agree on."""
         return self.signature.statement
+
+    def numbers(self, leaves: Sequence[Any]) -> list[str]:
+        """What Python and NumPy know of the arguments that must be equal on all ranks, such as the number of a step.
+
+        Those that are numbers of JAX may not be known yet.
+        """
+        known = [i for i in self.scalars if not isinstance(leaves[i], jax.Array)]
+        return [f"{self.arguments[i]} is {np.asarray(leaves[i]).item()}" for i in known]
 
     def lowered_to(self, lowered: Any) -> None:
         """Have the ranks compare what XLA compiles, a `jax.stages.Lowered`, where all must run the same."""
@@ -147,11 +156,12 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 
+    scalars = [i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()]
     donated = [function.donated.hold(path) for path, _ in paths]
     outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies)) if varies else ([], None)
     outputs = [f"output {leaf_name(path)}" for path, _ in outs]
     equal = replicated, [not differs and not is_own(path) for path, differs in outs]
-    return Program(function, call, tree, entries, signature, traced, arguments, donated, outputs, equal)
+    return Program(function, call, tree, entries, signature, traced, arguments, donated, outputs, equal, scalars)
 
 
 def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -62,9 +62,16 @@ class Signature:
             digest = hashlib.blake2b(_jaxcompat.module_text(lowered).encode(), digest_size=16).hexdigest()
             self.statement = Statement(word_of(f"{self.statement.word} {digest}"), self._title)
 
-    def sides(self) -> Sides:
+    def of_call(self, numbers: Sequence[str]) -> Statement:
+        """The statement with numbers that the program was called with, of those that must be equal."""
+        statement: Any = self.statement
+        program = statement.word
+        return Statement(word_of(f"{program} {numbers}"), self._title, program) if numbers else statement
+
+    def sides(self, numbers: Sequence[str] = ()) -> Sides:
         """All that is compared, in words."""
-        sides = {"sent": self.sent, "taken": self._taken, "given": self._parameters, "called": self._called}
+        given = [*self._parameters, *numbers]
+        sides = {"sent": self.sent, "taken": self._taken, "given": given, "called": self._called}
         sides |= {"ordered": self._order, "decided": [*map(str, self._decides)]}
         if self._program:
             lowered, jaxpr = self._program
