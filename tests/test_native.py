@@ -483,6 +483,8 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
     assert f"Make room in {folder}, or set JAXMPI_TRANSPORT=mpi4jax." in str(caught.value)
     assert len(set(jaxmpi.allgather_object(str(caught.value)))) == 1
     assert not Path(f"/dev/shm/jaxmpi-test-of-{world.size}").exists()
+
+
 # the extension
 
 
