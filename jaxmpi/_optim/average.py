@@ -4,6 +4,8 @@ tx = jaxmpi.distributed(optax.adam(1e-3))
 tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +17,11 @@ from jaxmpi._collectives import OPS, tree_allreduce
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.invariant import canonical_mean
-from jaxmpi._optim.trees import check_transform, map_floats, wide
+from jaxmpi._optim.objective import Given, over_ranks
+from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
 from jaxmpi.codecs import Codec, check_codec
 
-__all__ = ["DistributedState", "average_gradients", "checked_weight", "distributed", "scaled"]
+__all__ = ["DistributedState", "average_gradients", "average_loss", "checked_weight", "distributed", "mean", "mean_of_all", "scaled"]
 
 
 class DistributedState(NamedTuple):
@@ -37,10 +40,15 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
     """An optax transform that averages its updates over all ranks.
 
     g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as in `distributed`. What comes
-    before it in a chain acts on this rank's gradients, what comes after on the average.
+    before it in a chain acts on this rank's gradients, what comes after on the average. `value`, `grad` and functions would
+    reach the others in the chain as this rank's own, so `update` takes none of them: `distributed` does.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** that of `tree_allreduce`.
+
+    Raises:
+      ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the parameters', such as those of
+        single samples; weights as in `distributed`.
 
     >>> import jax.numpy as jnp
     >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
@@ -50,9 +58,50 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
     """
 
     def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        return _mean("average_gradients", updates, weight), state
+        given = Given(extra_args, None)
+        if local := [*given.local, *given.functions]:
+            raise ValueError(
+                f"average_gradients: update got {' and '.join(local)}, and the rest of the chain would take this rank's own for "
+                "that of all. Use jaxmpi.distributed(inner) in its place, with the transforms that follow as inner."
+            )
+        if params is not None:
+            check_shapes("average_gradients", updates, params)
+        return mean("average_gradients", updates, weight), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def average_loss(fun: Callable[..., Any], *, weight: Any = None) -> Callable[..., Any]:
+    """A function with the mean of `fun` over all ranks as its value, and the mean of the gradients as its gradient.
+
+    f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is `fun` with the samples of
+    rank r. (The gradient of `tree_allreduce(fun(θ))` is this rank's own, ∇f_r.) With weights both are weighted means, as in
+    `distributed`.
+
+        value_and_grad = optax.value_and_grad_from_state(jaxmpi.average_loss(loss))
+
+    `distributed` and `sharded` do this to the functions that their `update` gets, such as `value_fn`. It is for programs that
+    evaluate the loss themselves: a line search, a Hessian-vector product, an implicit layer.
+
+    **Collective:** every rank calls the function equally often, with equal θ.
+    **Communication:** a mean of the value, and for each derivative one of the gradient.
+
+    Args:
+      fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal on all ranks.
+      weight: this rank's number of samples, or tokens, if the ranks have different ones.
+
+    Returns:
+      A function of the same arguments, for forward and reverse differentiation.
+
+    Raises:
+      ValueError: when called, a weight that is negative or no scalar.
+      TypeError: when called, a result that cannot be averaged, with its path.
+
+    >>> f = average_loss(lambda w: (w - 1.0) ** 2)
+    >>> float(f(3.0)), float(jax.grad(f)(3.0))
+    (4.0, 4.0)
+    """
+    return mean_of_all("average_loss", fun, weight)
 
 
 def distributed(
@@ -68,8 +117,13 @@ def distributed(
     weight 0 does not count, whatever its gradients are; where all weights are 0, so are the gradients. Short floats travel as
     float32 then. A weight is no Python branch: all ranks pass one, or none does.
 
+    `update` takes what optax's transforms take beside the gradients, as this rank has it: `value`, the loss, and `grad` become
+    means over the ranks, too; functions of the parameters, such as `value_fn` of a line search, become `average_loss` of
+    themselves. `inner` gets any other argument as it is: equal on all ranks, or for `value_fn` only.
+
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
-    **Communication:** that of `tree_allreduce`, in `update` alone; the weights travel in the same message. Or the codec's.
+    **Communication:** that of `tree_allreduce`, in `update` alone; weights and `value` travel in the same message. Or the
+    codec's. A function communicates wherever `inner` calls it.
 
     Args:
       inner: any optax transform.
@@ -80,7 +134,8 @@ def distributed(
         micro-batches, as `jaxmpi.micro_batch_grads` returns them, and their mean is formed in one order.
 
     Raises:
-      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; when
+      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; a function
+        with micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of single samples; when
         called eagerly, a negative weight (in a traced step it makes NaN of everything); a weight that is no scalar.
       TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged, with its path.
 
@@ -107,23 +162,46 @@ def distributed(
     def init(params: Any) -> Any:
         return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        if weight is not None and (op != "mean" or micro_batches):
-            what = "micro_batches" if micro_batches else f"op {op!r}"
-            raise ValueError(f"distributed: weight does not go together with {what}. Leave one of them out.")
-        if codec:
-            mean, sent = _coded(codec, updates, state.codec.per_rank, weight)
-            out, own = inner.update(mean, state.inner, params, **extra_args)
-            return out, DistributedState(own, PerRankState(sent))
+    def reduced(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
+        """The gradients of all ranks, and the `value` and `grad`."""
+        if op not in ("mean", "sum"):
+            return adasum(updates) if op == "adasum" else tree_allreduce(updates, op=op), tree_allreduce(local, op="mean")
+        tree = (updates, local) if local else updates  # errors name the leaf by its path
         if micro_batches:
-            mean = canonical_mean(updates, micro_batches)
-        elif op == "adasum":
-            mean = adasum(updates)
+            tree = canonical_mean(tree, micro_batches)
         else:
-            mean = _mean("distributed", updates, weight) if op == "mean" else tree_allreduce(updates, op=op)
-        return inner.update(mean, state, params, **extra_args)
+            tree = mean("distributed", tree, weight) if op == "mean" else tree_allreduce(tree, op="sum")
+        return tree if local else (tree, {})
+
+    def check(weight: Any, functions: Any) -> None:
+        other = "micro_batches" if micro_batches else f"op {op!r}"
+        if weight is not None and (micro_batches or op != "mean"):
+            raise ValueError(f"distributed: weight does not go together with {other}. Leave one of them out.")
+        if functions and (micro_batches or op not in ("mean", "sum")):
+            raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
+
+    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        given = Given(extra_args, updates)
+        check(weight, given.functions)
+        before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
+        if codec:
+            grads, sent = _coded(codec, updates, sent, weight)
+            local = mean("distributed", given.local, weight) if given.local else {}
+        else:
+            grads, local = reduced(updates, given.local, weight)
+        total = partial(tree_allreduce, op="sum")
+        over = (lambda f: over_ranks(f, total)) if op == "sum" else lambda f: mean_of_all("distributed", f, weight)
+        out, after = inner.update(grads, *given.marked((before, params)), **given.reduced(grads, local, over))
+        check_shapes("distributed", grads, out)
+        return out, DistributedState(after, PerRankState(sent)) if codec else after
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def mean_of_all(function: str, fun: Callable[..., Any], weight: Any) -> Callable[..., Any]:
+    """`average_loss`, for a function that says its name in errors."""
+    counts = None if weight is None else checked_weight(function, weight) != 0
+    return over_ranks(fun, lambda out: mean(function, out, weight), counts)
 
 
 def checked_weight(function: str, weight: Any) -> jax.Array:
@@ -146,7 +224,7 @@ def scaled(function: str, tree: Any, w: jax.Array) -> Any:
     return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
 
 
-def _mean(function: str, updates: Any, weight: Any) -> Any:
+def mean(function: str, updates: Any, weight: Any) -> Any:
     if weight is None:
         return tree_allreduce(updates, op="mean")
     w = checked_weight(function, weight)
@@ -164,7 +242,7 @@ def _divided(function: str, sums: Any, total: jax.Array, like: Any) -> Any:
 def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, Any]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
     if _world.size() == 1:
-        return _mean("distributed", updates, weight), state
+        return mean("distributed", updates, weight), state
     if weight is None:
         return codec.mean(updates, state)
     w = checked_weight("distributed", weight)

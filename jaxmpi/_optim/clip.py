@@ -1,8 +1,5 @@
-"""Clipping by the global norm, where a rank may hold a part of the gradient only."""
+"""Clipping by the global norm, in 32 bits at least."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -10,26 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import with_parameters
-from jaxmpi._collectives import tree_allreduce
 from jaxmpi._optim.trees import map_floats, wide
 
-__all__ = ["clip_by_global_norm", "on_shards"]
-
-_on_shards: ContextVar[bool] = ContextVar("on_shards", default=False)
-
-
-@contextmanager
-def on_shards() -> Iterator[None]:
-    """In this block, the updates of a transform are this rank's shards of them."""
-    token = _on_shards.set(True)
-    try:
-        yield
-    finally:
-        _on_shards.reset(token)
-
+__all__ = ["clip_by_global_norm"]
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` that is right inside of `sharded`, too, where it adds the squares of all ranks.
+    """`optax.clip_by_global_norm` with the norm of short floats in float32, where their squares fit.
 
     g ← g · min(1, max_norm / ‖g‖). Which gradient that is, depends on where it stands:
 
@@ -37,10 +20,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         jaxmpi.distributed(optax.chain(clip, tx))               # the mean
         jaxmpi.sharded(optax.chain(clip, tx))                   # the mean, of which each rank has a shard
 
-    The second is what one rank with the whole batch does.
+    The second and third are what one rank with the whole batch does. `optax.clip_by_global_norm` may stand there, too.
 
     **Collective:** inside of `sharded`, where every rank is; elsewhere not.
-    **Communication:** one number, inside of `sharded`.
+    **Communication:** one number for each array, inside of `sharded`.
 
     Args:
       max_norm: above 0.
@@ -54,11 +37,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
         numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
-        arrays = sum((_square(x) for x in numbers if x.ndim), jnp.zeros((), jnp.float32))
-        scalars = sum((_square(x) for x in numbers if not x.ndim), jnp.zeros((), jnp.float32))
-        if _on_shards.get():  # of the arrays; every rank has the scalars
-            arrays = tree_allreduce(arrays, op="sum")
-        norm = jnp.sqrt(arrays + scalars)
+        norm = jnp.sqrt(sum((_square(x) for x in numbers), jnp.zeros((), jnp.float32)))
         factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
         return map_floats("clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates), state
 

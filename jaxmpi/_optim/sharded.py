@@ -1,24 +1,23 @@
 """ZeRO-1: each rank keeps the optimizer's state for its share of the parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxmpi import _world
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_reduce_scatter
 from jaxmpi._jit import anywhere
-from jaxmpi._leaves import PerRankState
-from jaxmpi._optim.average import checked_weight, scaled
-from jaxmpi._optim.clip import on_shards
-from jaxmpi._optim.elementwise import check_elementwise, like_parameters
-from jaxmpi._optim.trees import check_transform, map_floats, wide
+from jaxmpi._leaves import PerRankState, is_key
+from jaxmpi._optim.average import checked_weight, mean, mean_of_all, scaled
+from jaxmpi._optim.objective import Given
+from jaxmpi._optim.partition import on_shards
+from jaxmpi._optim.shards import gathered, is_shard, joined, own, part, rows, shard, shard_shape
+from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
 
 __all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "unshard"]
 
@@ -67,51 +66,50 @@ class ShardedState:
 def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) -> optax.GradientTransformationExtraArgs:
     """`distributed(inner)` with 1/p of the optimizer's state on each rank.
 
-    Each rank gets the mean of its share of the gradients (reduce_scatter), updates that share with `inner`, and gives the
+    Each rank gets the mean of its shard of the gradients (reduce_scatter), updates that shard with `inner`, and gives the
     updates to all (allgather): ZeRO stage 1 (Rajbhandari et al. 2020). An array of n numbers is padded to p equal shards of
-    ⌈n/p⌉. A shard has as many axes as its array, so masks that look at `ndim` still work; names and structure stay, too.
+    ⌈n/p⌉. Arrays of the state that have the shape of a parameter are sharded; the others are equal on all ranks.
 
-    `inner` must treat every number by itself, as SGD, Adam, AdamW, Lion and RMSProp do. `init` tries it on two halves of small
-    arrays and refuses it otherwise: clipping is right with `jaxmpi.clip_by_global_norm`; LAMB, LARS, Adafactor and Muon look at
-    whole arrays and need `distributed`.
+    The result is that of `distributed(inner)`, but for rounding, whatever `inner` is: it is traced on whole arrays, and its
+    equations are evaluated on shards. Elementwise ones (SGD, Adam, AdamW, Lion; masks by name, `ndim` or `size`) send nothing
+    more. Each norm or other reduction of an array to one number (`optax.clip_by_global_norm`, LAMB, LARS) is an allreduce of
+    one number. What else looks at whole arrays (Adafactor, Muon, L-BFGS) gathers them, and every rank does the same with them.
 
-    `update` takes `weight` as that of `distributed` does.
+    `update` takes `weight`, `value`, `grad` and functions as that of `distributed` does.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes, and with parameters.
-    **Communication:** the bytes of a mean, in a reduce_scatter of the gradients and an allgather of the updates.
+    **Communication:** the bytes of a mean, in a reduce_scatter of the gradients and an allgather of the updates; and what
+    `inner` needs, as above: `jaxmpi.explain` lists it.
 
     Args:
-      inner: an optax transform that treats every number by itself.
+      inner: an optax transform.
       master_dtype: a dtype such as float32, in which each rank keeps its shard of the parameters and updates it: for
         parameters in bfloat16, which then are the rounded masters. None updates the parameters as they are.
 
     Raises:
-      ValueError: `inner` does not treat every number by itself; a state that was made for another number of ranks; `update`
-        gets no parameters; weights as in `distributed`.
+      ValueError: a state that was made for another number of ranks; `update` gets no parameters; gradients of other shapes
+        than the parameters', such as those of single samples; weights as in `distributed`.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path.
     """
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
 
-    def split(params: Any) -> Any:
-        """The shards that `inner` sees: the masters, if there are any."""
-        shards = map_floats("sharded", _own, params)
-        return shards if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), shards)
+    def masters(params: Any) -> Any:
+        return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
     def init(params: Any) -> ShardedState:
-        size = _world.size()
         map_floats("sharded", lambda x: x, params)
-        wholes = jax.eval_shape(lambda p: p if master_dtype is None else optax.tree_utils.tree_cast(p, master_dtype), params)
-        shapes = tuple(map(_shape, jax.tree.leaves(wholes)))
-        check_elementwise(inner, wholes)
+        wholes = jax.eval_shape(masters, params)
+        shapes = [x.shape or None for x in jax.tree.leaves(wholes)]
+        state = jax.tree.leaves(jax.eval_shape(inner.init, wholes))
+        of_inner = [x.shape if x.shape in shapes and not is_key(x) else None for x in state]
 
         def start(params: Any) -> tuple[Any, Any]:
-            shards = split(params)
-            return inner.init(shards), shards if master_dtype is not None else ()
+            shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), masters(params))
+            return _stored(on_shards(inner.init, shards), of_inner), () if master_dtype is None else _stored(shards, shapes)
 
-        own, master = anywhere(start, "sharded")(params)
-        of_inner = (None if i is None else shapes[i] for i in like_parameters(inner, wholes))
-        return ShardedState.of((own, master), Layout(size, (*of_inner, *(shape or None for shape in shapes))))
+        parts = anywhere(start, "sharded")(params)
+        return ShardedState.of(parts, Layout(_world.size(), (*of_inner, *shapes)))
 
     def update(
         updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -119,17 +117,27 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
         _check_ranks("sharded", state)
+        check_shapes("sharded", updates, params)
         updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}")
-        own = map_floats("sharded", _own, params) if master_dtype is None else state.master
-        grads = map_floats("sharded", lambda x, p: x.astype(p.dtype), _mean_shards(updates, weight), own)
-        with on_shards():
-            steps, after = inner.update(grads, state.inner, own, **extra_args)
+        given = Given(extra_args, updates)
         if master_dtype is None:
-            return map_floats("sharded", _whole, params, _gathered(steps)), ShardedState.of((after, ()), state.layout)
-        master = optax.apply_updates(own, steps)
-        rounded = map_floats("sharded", lambda m, p: m.astype(p.dtype), master, params)
-        there = map_floats("sharded", _whole, params, _gathered(rounded))
-        out = map_floats("sharded", lambda to, x: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), there, params)
+            theirs = map_floats("sharded", lambda x: shard(own(x), x.shape, x), params)
+        else:
+            theirs = map_floats("sharded", lambda x, m: shard(m, x.shape), params, state.master)
+        means, local = _means(updates, given.local, weight)
+        grads = map_floats("sharded", lambda g, x: shard(x.astype(master_dtype or g.dtype), g.shape), updates, means)
+        local = map_floats("sharded", lambda x, mean: shard(mean, x.shape), given.local, local)
+        before, after = jax.tree.flatten(state.inner)
+        before = after.unflatten([x if s is None else shard(x, s) for x, s in zip(before, state.layout.shapes, strict=False)])
+        args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
+        work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
+        steps, after = on_shards(work, grads, *given.marked((before, theirs)), args)
+        after = _stored(after, state.layout.shapes)
+        if master_dtype is None:
+            return _gathered(steps), ShardedState.of((after, ()), state.layout)
+        master = optax.apply_updates(state.master, jax.tree.map(part, steps, is_leaf=is_shard))
+        rounded = map_floats("sharded", lambda m, p: shard(m.astype(p.dtype), p.shape), master, params)
+        out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, _gathered(rounded))
         return out, ShardedState.of((after, master), state.layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -151,7 +159,7 @@ def unshard(state: ShardedState) -> ShardedState:
     layout = state.layout
 
     def join(x: Any, shape: tuple[int, ...] | None) -> Any:
-        return x if shape is None else x.reshape(-1)[: prod(shape)].reshape(shape)
+        return x if shape is None else joined(x, shape)
 
     def whole(tree: Any) -> Any:
         leaves, treedef = jax.tree.flatten(tree)
@@ -179,60 +187,54 @@ def reshard(state: ShardedState) -> ShardedState:
     def cut(tree: Any) -> Any:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, state.layout.shapes, strict=False)
-        return treedef.unflatten([x if shape is None else _own(x) for x, shape in pairs])
+        return treedef.unflatten([x if shape is None else own(x) for x, shape in pairs])
 
     return ShardedState.of(anywhere(cut, "reshard")(state.parts), state.layout._replace(ranks=_world.size()))
-
-
-def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The shape of one of `size` equal shards of an array: as many axes as it has."""
-    return shape if size == 1 else (_columns(shape, size), *[1] * (len(shape) - 1)) if shape else ()
 
 
 # shards
 
 
-def _columns(shape: tuple[int, ...], size: int) -> int:
-    return -(-prod(shape) // size)
-
-
-def _rows(x: Any, size: int) -> jax.Array:
-    """`[...]` as `[size, *shard]`, with zeros at the end; `[]` as `[size]`."""
-    if jnp.ndim(x) == 0:
-        return jnp.full(size, x)
-    flat = jnp.pad(jnp.reshape(x, -1), (0, size * _columns(jnp.shape(x), size) - x.size))
-    return flat.reshape(size, *shard_shape(jnp.shape(x), size))
-
-
-def _own(x: Any) -> jax.Array:
-    """This rank's shard of an array that is whole here."""
-    size = _world.size()
-    return x if size == 1 else lax.dynamic_index_in_dim(_rows(x, size), _world.rank(), keepdims=False)
-
-
-def _whole(x: Any, rows: Any) -> Any:
-    """All ranks' shards `[size, *shard]` as an array like x."""
-    return rows if _world.size() == 1 else rows.reshape(-1)[: x.size].reshape(x.shape)
+def _means(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
+    """This rank's shards of the means, and the means of scalars, which all ranks must have with the same bits."""
+    map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
+    leaves, treedef = jax.tree.flatten((updates, local))
+    scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
+    means = _mean_shards({i: x for i, x in enumerate(leaves) if i not in scalars}, weight)
+    if scalars:
+        means |= mean("sharded", scalars, weight)
+    return treedef.unflatten([means[i] for i in range(len(leaves))])
 
 
 def _mean_shards(updates: Any, weight: Any) -> Any:
     size = _world.size()
     if weight is None:
-        rows = map_floats("sharded", lambda x: _rows(x, size), updates)
-        return updates if size == 1 else _no_floats(tree_reduce_scatter, rows, op="mean")
+        stacks = map_floats("sharded", lambda x: rows(x, size), updates)
+        return updates if size == 1 else _no_floats(tree_reduce_scatter, stacks, op="mean")
     w = checked_weight("sharded", weight)
     sums = scaled("sharded", updates, w)
     if size == 1:
         total = w
     else:
-        rows = map_floats("sharded", lambda x: _rows(x, size), sums)
-        total, sums = _no_floats(tree_reduce_scatter, (jnp.full(size, w), rows), op="sum")
+        stacks = map_floats("sharded", lambda x: rows(x, size), sums)
+        total, sums = _no_floats(tree_reduce_scatter, (jnp.full(size, w), stacks), op="sum")
     safe = jnp.where(total != 0, total, 1)
     return map_floats("sharded", lambda s: jnp.where(total != 0, s / safe.astype(s.dtype), 0), sums)
 
 
-def _gathered(shards: Any) -> Any:
-    return shards if _world.size() == 1 else _no_floats(tree_allgather, shards)
+def _gathered(tree: Any) -> Any:
+    """A tree of whole arrays, of one with shards."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    wholes = iter(gathered([x for x in leaves if is_shard(x)]))
+    return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
+
+
+def _stored(tree: Any, shapes: Sequence[tuple[int, ...] | None]) -> Any:
+    """This rank's shards of the leaves that have a shape, and the others whole."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    pairs = list(zip(leaves, shapes, strict=False))
+    wholes = iter(gathered([x for x, shape in pairs if is_shard(x) and shape is None]))
+    return treedef.unflatten([part(x) if shape else next(wholes) if is_shard(x) else x for x, shape in pairs])
 
 
 def _no_floats(collective: Callable[..., Any], tree: Any, **options: Any) -> Any:
@@ -241,10 +243,6 @@ def _no_floats(collective: Callable[..., Any], tree: Any, **options: Any) -> Any
     sent = {i: x for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0}
     got = dict(enumerate(leaves)) | collective(sent, **options)
     return treedef.unflatten([got[i] for i in range(len(leaves))])
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape)
 
 
 def _check_ranks(function: str, state: ShardedState) -> None:

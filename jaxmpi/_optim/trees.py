@@ -10,7 +10,7 @@ import optax
 
 from jaxmpi._leaves import leaf_name
 
-__all__ = ["check_transform", "equal_types", "floats", "map_floats", "wide"]
+__all__ = ["check_shapes", "check_transform", "equal_types", "floats", "map_floats", "wide"]
 
 
 def check_transform(function: str, name: str, transform: Any) -> None:
@@ -19,6 +19,21 @@ def check_transform(function: str, name: str, transform: Any) -> None:
         raise TypeError(
             f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as optax.adam(1e-3)."
         )
+
+
+def check_shapes(function: str, gradients: Any, like: Any) -> None:
+    """Raise a ValueError if the gradients have one axis more than `like`: the parameters, or what `inner` makes of them."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
+    if treedef != jax.tree.structure(like):
+        return
+    for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
+        if jnp.ndim(x) > jnp.ndim(y) and jnp.shape(x)[1:] == jnp.shape(y):
+            raise ValueError(
+                f"{function}: leaf {leaf_name(path)} of the gradients has shape {list(jnp.shape(x))}, and its update "
+                f"{list(jnp.shape(y))}: gradients of single samples, of which each rank has others. Combine them first, with "
+                "optax.contrib.differentially_private_aggregate before jaxmpi.average_gradients() in a chain; its "
+                "noise_multiplier divided by the number of ranks."
+            )
 
 
 def wide(dtype: Any) -> Any:

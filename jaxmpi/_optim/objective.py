@@ -1,0 +1,97 @@
+"""What `update` gets beside the gradients: the loss, its gradient, and functions that evaluate them, as this rank has them."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi import _world
+from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._collectives import tree_allreduce
+from jaxmpi._optim.shards import Shard, is_shard
+from jaxmpi._optim.trees import map_floats
+
+__all__ = ["Given", "over_ranks"]
+
+LOCAL = ("value", "grad")
+
+
+class Given:
+    """The extra arguments of an `update`, told apart.
+
+    Attributes:
+      local: `value` and `grad`, to be reduced over the ranks; without a `grad` that is the gradients themselves.
+      functions: those of the parameters and of this rank's samples, such as `value_fn`.
+      others: what is passed on as it is.
+    """
+
+    def __init__(self, extra_args: dict[str, Any], updates: Any) -> None:
+        self.local = {name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args}
+        self.functions = {name: x for name, x in extra_args.items() if callable(x)}
+        self.others = {name: x for name, x in extra_args.items() if name not in self.local and not callable(x)}
+        self._grad_is_updates = _same(extra_args.get("grad"), updates)
+        if self._grad_is_updates:
+            del self.local["grad"]
+
+    def reduced(self, mean: Any, local: dict[str, Any], over: Callable[[Any], Any]) -> dict[str, Any]:
+        """The extra arguments for the inner transform.
+
+        Args:
+          mean: of the gradients.
+          local: `self.local`, reduced over the ranks.
+          over: makes a function of all ranks of one of this rank.
+        """
+        grad = {"grad": mean} if self._grad_is_updates else {}
+        return self.others | local | grad | {name: over(fun) for name, fun in self.functions.items()}
+
+    def marked(self, trees: Any) -> Any:
+        """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
+        if not self.functions or _world.size() == 1:
+            return trees
+        mark = lambda x: Shard(x.value, x.shape, equal_on_all_ranks(x.whole)) if is_shard(x) else equal_on_all_ranks(x)
+        return jax.tree.map(mark, trees, is_leaf=is_shard)
+
+
+def over_ranks(fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: Any = None) -> Callable[..., Any]:
+    """A function of parameters whose result is reduced over all ranks, and so are its derivatives.
+
+    Args:
+      fun: (params, ...) -> any pytree; params are equal on all ranks.
+      reduce: a linear function that gives all ranks the same.
+      counts: whether this rank's result counts; None where all do. The derivatives of one that doesn't may be NaN.
+    """
+
+    @wraps(fun)
+    def reduced(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return fun(params, *args, **kwargs) if _world.size() == 1 else reduce(fun(_equal(params, counts), *args, **kwargs))
+
+    return reduced
+
+
+@jax.custom_jvp
+def _equal(params: Any, counts: Any) -> Any:
+    """`params`. They are equal on all ranks and so are their tangents, so the transpose is the mean of the cotangents."""
+    return equal_on_all_ranks(params)
+
+
+@_equal.defjvp
+def _equal_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    params, counts = primals
+    mean = tree_allreduce(tangents[0], op="mean")
+    if counts is not None:
+        mean = map_floats("average_loss", lambda t: jnp.where(counts, t, jnp.zeros_like(t)), mean)
+    return equal_on_all_ranks(params), mean
+
+
+def _float(x: Any) -> Any:
+    """An array of floats, as the mean of integers is rounded; float0 stays as it is."""
+    dtype = jnp.result_type(x)
+    return x if dtype == jax.dtypes.float0 else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
+
+
+def _same(tree: Any, other: Any) -> bool:
+    """Whether two trees have the same arrays at their leaves."""
+    one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
+    return tree is not None and one[1] == two[1] and all(x is y for x, y in zip(one[0], two[0], strict=True))

@@ -1,0 +1,212 @@
+"""SPMD partitioning: a function of whole arrays, evaluated on this rank's shards of them.
+
+The function is traced on the shapes of the whole arrays, so what it decides in Python (a mask by `ndim`, a factor that depends
+on `size`) it decides as without shards. Then each equation of its jaxpr is evaluated:
+
+| equation | on shards |
+|---|---|
+| no operand is a shard | as it is, on every rank |
+| elementwise; a reshape | on this rank's shards |
+| a reduction to one number; an inner product | on this rank's shards, and an allreduce |
+| anything else | as it is, on the whole arrays: an allgather of the operands that are shards |
+
+So the result is that of the function, whatever it does; the last row costs the bytes of the operands.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from jaxmpi import _jaxcompat, _world
+from jaxmpi._axis import EQUAL, equal_on_all_ranks
+from jaxmpi._collectives import tree_allreduce
+from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape
+from jaxmpi._program.reading import CALLS
+
+__all__ = ["on_shards"]
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
+    "complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or polygamma "
+    "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+)
+RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
+REDUCTIONS = {
+    "reduce_sum": "sum",
+    "reduce_prod": "prod",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "max",
+    "reduce_and": "min",
+}
+
+
+class _Splat:
+    """An array that is one number, everywhere."""
+
+    def __init__(self, number: Any, shape: tuple[int, ...]) -> None:
+        self.number, self.shape = number, shape
+
+
+def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
+    """`fun(*args)`, where leaves of `args` may be shards, and leaves of the result are, where they are computed on shards.
+
+    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as it is.
+
+    Collective: every rank calls it, with the same structure and shapes, and equal arrays where they are no shards.
+    Communication: see the table above.
+    """
+    if _world.size() == 1:
+        return fun(*args)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, Shard | jax.Array | np.ndarray)]
+
+    def flat(*xs: Any) -> Any:
+        full = list(leaves)
+        for i, x in zip(traced, xs, strict=True):
+            full[i] = x
+        return fun(*treedef.unflatten(full))
+
+    jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*(_type(leaves[i]) for i in traced))
+    outs = _run(jaxpr, *(leaves[i] for i in traced))
+    return jax.tree.structure(out).unflatten([_full(x) if isinstance(x, _Splat) else x for x in outs])
+
+
+def _run(jaxpr: Any, *args: Any) -> list[Any]:
+    """The outputs of a jaxpr: arrays, shards or splats."""
+    inner, consts = _jaxcompat.parts(jaxpr)
+    env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for eqn in inner.eqns:
+        env.update(zip(eqn.outvars, _equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in inner.outvars]
+
+
+def _equation(eqn: Any, xs: list[Any]) -> list[Any]:
+    name, shape = eqn.primitive.name, _shape(eqn.outvars[0].aval) if eqn.outvars else ()
+    if name == "broadcast_in_dim" and shape and _shape(xs[0]) == ():
+        return [_Splat(xs[0], shape)]
+    shards = [x for x in xs if is_shard(x)]
+    if not shards:
+        return _on_wholes(eqn, xs)
+    if name in CALLS:
+        return _run(eqn.params[CALLS[name]], *xs)
+    if name == "cond":
+        return _cond(eqn, xs)
+    if name == "optimization_barrier":
+        return _barrier(eqn, xs)
+    if name == "name" and eqn.params["name"] == EQUAL:  # a function of this rank's samples follows
+        return _on_wholes(eqn, xs)
+    if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
+        return [Shard(*_jaxcompat.bind(eqn, [_part(x) for x in xs]), shape, _known(eqn, xs))]
+    if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape):
+        return [Shard(shards[0].value.reshape(shard_shape(shape, _world.size())), shape, _known(eqn, xs))]
+    if all(x.whole is not None for x in shards):
+        return _on_wholes(eqn, xs)
+    if name in REDUCTIONS and prod(shape) == 1:
+        return [_reduced(eqn, shards[0]).reshape(shape)]
+    if name == "dot_general" and _is_inner_product(eqn, xs):
+        return [_inner_product(eqn, xs)]
+    return _on_wholes(eqn, xs)
+
+
+def _on_wholes(eqn: Any, xs: list[Any]) -> list[Any]:
+    """The equation as it is; what is a shard is gathered first."""
+    gathered([x for x in xs if is_shard(x)])
+    return _jaxcompat.bind(eqn, [_full(x) for x in xs])
+
+
+def _known(eqn: Any, xs: list[Any]) -> Any:
+    """The whole result of an equation with one output, if all whole operands are known without communication."""
+    if any(is_shard(x) and x.whole is None for x in xs):
+        return None
+    return _jaxcompat.bind(eqn, [_full(x) for x in xs])[0]
+
+
+def _reduced(eqn: Any, x: Shard) -> jax.Array:
+    """The reduction of all numbers of x."""
+    name = eqn.primitive.name
+    fill = masked(x, _identity(name, x.value.dtype))
+    (here,) = _jaxcompat.bind(eqn, [fill], axes=tuple(range(len(x.shape))))
+    return tree_allreduce(here, op=REDUCTIONS[name])
+
+
+def _identity(name: str, dtype: Any) -> Any:
+    """What a reduction does not change its result for."""
+    if name in ("reduce_max", "reduce_min"):
+        low = name == "reduce_max"
+        if jnp.issubdtype(dtype, jnp.floating):
+            return -jnp.inf if low else jnp.inf
+        return (jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max) if dtype != jnp.bool_ else not low
+    return name in ("reduce_prod", "reduce_and")
+
+
+def _is_inner_product(eqn: Any, xs: list[Any]) -> bool:
+    """Whether an equation multiplies two arrays of one shape, number by number, and adds up."""
+    (left, right), (batch, _) = eqn.params["dimension_numbers"]
+    shape = _shape(xs[0])
+    return not batch and shape == _shape(xs[1]) and len(left) == len(shape) and tuple(left) == tuple(right)
+
+
+def _inner_product(eqn: Any, xs: list[Any]) -> jax.Array:
+    shape = _shape(xs[0])
+    flat = [masked(Shard(_part(x), shape), 0).reshape(-1) for x in xs]
+    (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
+    return tree_allreduce(here, op="sum")
+
+
+def _barrier(eqn: Any, xs: list[Any]) -> list[Any]:
+    outs = _jaxcompat.bind(eqn, [x.value if is_shard(x) else _full(x) for x in xs])
+    return [Shard(y, x.shape) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
+
+
+def _cond(eqn: Any, xs: list[Any]) -> list[Any]:
+    """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
+    index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
+    traced = [jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands) for branch in eqn.params["branches"]]
+    kinds = [any(map(is_shard, outs)) for outs in zip(*(out for _, out in traced), strict=True)]
+
+    def branch(jaxpr: Any, out: list[Any]) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            outs = jax.tree.structure(out).unflatten(jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands)))
+            return [Shard(_part(x), _shape(x)) if kind else x for x, kind in zip(outs, kinds, strict=True)]
+
+        return run
+
+    with _jaxcompat.at_source(eqn):
+        return jax.lax.switch(equal_on_all_ranks(index), [branch(*pair) for pair in traced], *operands)
+
+
+def _settled(jaxpr: Any, *args: Any) -> list[Any]:
+    return [_full(x) if isinstance(x, _Splat) else x for x in _run(jaxpr, *args)]
+
+
+def _part(x: Any) -> Any:
+    if isinstance(x, _Splat):
+        return jnp.broadcast_to(x.number, shard_shape(x.shape, _world.size()))
+    return part(x)
+
+
+def _full(x: Any) -> Any:
+    """The whole array, which is known."""
+    if isinstance(x, _Splat):
+        return jnp.broadcast_to(x.number, x.shape)
+    return x.whole if is_shard(x) else x
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else ()
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the whole array."""
+    of = x.value if is_shard(x) else x
+    return jax.ShapeDtypeStruct(x.shape, of.dtype, weak_type=getattr(of, "weak_type", False))

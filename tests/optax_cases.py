@@ -1,0 +1,299 @@
+"""Every optimizer, transform and wrapper in optax's public namespace, and what its `update` needs.
+
+`check` trains with all of them on the ranks that there are, and compares with plain optax on the whole batch.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from optax import contrib
+
+import jaxmpi
+
+STEPS, SAMPLES = 6, 12  # 1, 2, 3 and 4 ranks divide the samples
+RATE = 0.05
+SINGLE_SAMPLES = ("contrib.differentially_private_aggregate", "contrib.dpsgd")  # take the gradients of single samples
+
+
+# what `update` gets beside gradients and parameters
+
+
+def nothing(loss, value, grads):
+    return {}
+
+
+def value_only(loss, value, grads):
+    return {"value": value}
+
+
+def search(loss, value, grads):
+    return {"value": value, "grad": grads, "value_fn": loss}
+
+
+def objective(loss, value, grads):
+    return {"obj_fn": loss}
+
+
+def gradient(loss, value, grads):
+    return {"grad_fn": lambda params, i: jax.grad(loss)(params)}
+
+
+# parameters
+
+
+def real():
+    """A small network. No number of ranks divides all of its arrays."""
+    rng = np.random.default_rng(7)
+    shapes = {"w": (5, 4), "b": (3,), "scale": ()}
+    return {name: jnp.asarray(0.4 * rng.normal(size=shape) + (shape == ())) for name, shape in shapes.items()}
+
+
+def without_scalar():
+    return {name: x for name, x in real().items() if x.ndim}
+
+
+def matrices():
+    return {name: x for name, x in real().items() if x.ndim > 1}
+
+
+def complex_numbers():
+    return {name: x + 0.5j * jnp.flip(x) for name, x in real().items()}
+
+
+def fast_and_slow():
+    return optax.LookaheadParams.init_synced(real())
+
+
+def loss_of(params, batch):
+    """A mean over the samples of a batch `[samples, 2]`: L = mean_s a_s² · Σ_i k_i |x_i - b_s·k_i|² + Σ_i |x_i|⁴ / 9."""
+    total = 0.0
+    for x in jax.tree.leaves(params.fast if isinstance(params, optax.LookaheadParams) else params):
+        k = 1 + np.arange(x.size).reshape(x.shape) / 7
+        a, b = batch.T.reshape(2, -1, *[1] * x.ndim)
+        total += jnp.mean(jnp.sum(a**2 * k * jnp.abs(x - b * k) ** 2 + jnp.abs(x) ** 4 / 9, axis=tuple(range(1, 1 + x.ndim))))
+    return total
+
+
+# transforms
+
+
+class Case(NamedTuple):
+    make: Callable[[], Any]
+    extra: Callable[..., dict[str, Any]] = nothing
+    params: Callable[[], Any] = real
+
+
+def down(transform):
+    """A transform that only scales gradients, as an optimizer."""
+    return optax.chain(transform, optax.scale(-RATE))
+
+
+def large(tree):
+    """A mask that looks at sizes."""
+    return jax.tree.map(lambda x: x.size > 4, tree)
+
+
+def is_large(updates, step, params):
+    skip = optax.tree.norm(updates) > 0.5
+    return skip, {"skip": skip}
+
+
+def late(step, **extra_args):
+    return step >= 3
+
+
+def cases_of(module, words, *args):
+    return {name: Case(lambda name=name: getattr(module, name)(*args)) for name in words.split()}
+
+
+def scales_of(module, words):
+    return {f"scale_by_{name}": Case(lambda name=name: down(getattr(module, f"scale_by_{name}")())) for name in words.split()}
+
+
+OPTAX = {
+    **cases_of(
+        optax,
+        "adabelief adadelta adagrad adam adamax adamaxw adan amsgrad fromage lamb lars lion nadam nadamw novograd "
+        "optimistic_adam optimistic_gradient_descent optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd signum yogi",
+        RATE,
+    ),
+    **scales_of(
+        optax,
+        "adadelta adam adamax adan amsgrad belief lion novograd optimistic_gradient param_block_norm param_block_rms radam rms rss "
+        "sign stddev trust_ratio yogi",
+    ),
+    "adafactor": Case(lambda: optax.adafactor(RATE, min_dim_size_to_factor=4)),
+    "adamw": Case(lambda: optax.adamw(RATE, weight_decay=0.1, mask=large)),
+    "adaptive_grad_clip": Case(lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(RATE))),
+    "add_decayed_weights": Case(lambda: down(optax.add_decayed_weights(0.1, mask=large))),
+    "add_noise": Case(lambda: down(optax.add_noise(0.1, 0.5, key=jax.random.key(3)))),
+    "apply_every": Case(lambda: optax.chain(optax.apply_every(2), optax.adam(RATE))),
+    "apply_if_finite": Case(lambda: optax.apply_if_finite(optax.adam(RATE), 2)),
+    "centralize": Case(lambda: down(optax.centralize())),
+    "chain": Case(lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adam(RATE))),
+    "clip": Case(lambda: down(optax.clip(0.1))),
+    "clip_by_block_rms": Case(lambda: down(optax.clip_by_block_rms(0.1))),
+    "clip_by_global_norm": Case(lambda: down(optax.clip_by_global_norm(0.3))),
+    "conditionally_mask": Case(lambda: optax.conditionally_mask(optax.lamb(RATE), late)),
+    "conditionally_transform": Case(lambda: down(optax.conditionally_transform(optax.clip_by_global_norm(0.2), late))),
+    "ema": Case(lambda: down(optax.ema(0.9))),
+    "flatten": Case(lambda: optax.flatten(optax.adam(RATE))),
+    "freeze": Case(lambda: optax.chain(optax.adam(RATE), optax.freeze({"w": True, "b": False, "scale": False}))),
+    "identity": Case(lambda: down(optax.identity())),
+    "inject_hyperparams": Case(
+        lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(RATE, 0.0, STEPS)),
+    ),
+    "inject_stateful_hyperparams": Case(lambda: optax.inject_stateful_hyperparams(optax.adam)(RATE)),
+    "keep_params_nonnegative": Case(lambda: optax.chain(optax.sgd(RATE), optax.keep_params_nonnegative())),
+    "lbfgs": Case(lambda: optax.lbfgs(memory_size=3), search),
+    "lookahead": Case(lambda: optax.lookahead(optax.adam(RATE), 2, 0.5), params=fast_and_slow),
+    "masked": Case(lambda: optax.chain(optax.masked(optax.adam(RATE), large), optax.scale(0.1))),
+    "measure_with_ema": Case(
+        lambda: optax.chain(optax.adam(RATE), optax.monitor({"norm": optax.measure_with_ema(optax.tree.norm, 0.9)}))
+    ),
+    "monitor": Case(lambda: optax.chain(optax.monitor({"mean": lambda tree: jnp.mean(tree["w"])}), optax.adam(RATE))),
+    "multi_transform": Case(
+        lambda: optax.multi_transform({True: optax.adam(RATE), False: optax.sgd(RATE)}, large),
+    ),
+    "MultiSteps": Case(
+        lambda: optax.MultiSteps(optax.lamb(RATE), 2, should_skip_update_fn=is_large).gradient_transformation(),
+    ),
+    "named_chain": Case(lambda: optax.named_chain(("clip", optax.clip(0.3)), ("adam", optax.adam(RATE)))),
+    "noisy_sgd": Case(lambda: optax.noisy_sgd(RATE, key=jax.random.key(3))),
+    "normalize_by_update_norm": Case(lambda: down(optax.normalize_by_update_norm())),
+    "partition": Case(lambda: optax.partition({True: optax.lamb(RATE), False: optax.sgd(RATE)}, large)),
+    "polyak_sgd": Case(lambda: optax.polyak_sgd(1.0), value_only),
+    "scale": Case(lambda: optax.scale(-RATE)),
+    "scale_by_backtracking_linesearch": Case(
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8, store_grad=True)), search
+    ),
+    "scale_by_distance_over_gradients": Case(
+        lambda: optax.scale_by_distance_over_gradients(param_dtype=jnp.float64, global_scale=-1.0)
+    ),
+    "scale_by_factored_rms": Case(lambda: down(optax.scale_by_factored_rms(min_dim_size_to_factor=4))),
+    "scale_by_lbfgs": Case(lambda: down(optax.scale_by_lbfgs(memory_size=3))),
+    "scale_by_learning_rate": Case(lambda: optax.scale_by_learning_rate(RATE)),
+    "scale_by_polyak": Case(lambda: optax.chain(optax.scale_by_polyak(), optax.scale(-1.0)), value_only),
+    "scale_by_rprop": Case(lambda: optax.chain(optax.scale_by_rprop(RATE), optax.scale(-1.0))),
+    "scale_by_schedule": Case(lambda: optax.scale_by_schedule(lambda step: -RATE / (1 + step))),
+    "scale_by_zoom_linesearch": Case(lambda: optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(8)), search),
+    "selective_transform": Case(lambda: optax.selective_transform(optax.adam(RATE), freeze_mask=large(real()))),
+    "set_to_zero": Case(optax.set_to_zero),
+    "snapshot": Case(lambda: optax.chain(optax.snapshot("max", lambda tree: jnp.max(tree["b"])), optax.adam(RATE))),
+    "sm3": Case(lambda: optax.sm3(RATE), params=without_scalar),
+    "scale_by_sm3": Case(lambda: down(optax.scale_by_sm3()), params=without_scalar),
+    "stateless": Case(lambda: optax.stateless(lambda updates, params: jax.tree.map(lambda u: -RATE * u / u.size, updates))),
+    "stateless_with_tree_map": Case(lambda: optax.stateless_with_tree_map(lambda u, p: -RATE * u * jnp.mean(p))),
+    "trace": Case(lambda: down(optax.trace(0.9, nesterov=True))),
+    "with_extra_args_support": Case(lambda: optax.with_extra_args_support(optax.adam(RATE)), search),
+    "zero_nans": Case(lambda: optax.chain(optax.zero_nans(), optax.adam(RATE))),
+}
+CONTRIB = {
+    **cases_of(
+        contrib,
+        "acprop ademamix adopt cocob dadapt_adamw dog dowg madgrad muon prodigy schedule_free_adamw schedule_free_sgd "
+        "simplified_ademamix",
+        RATE,
+    ),
+    **scales_of(contrib, "acprop ademamix adopt simplified_ademamix"),
+    "galore": Case(lambda: contrib.galore(RATE, rank=2, update_proj_gap=2)),
+    "hutchinson_estimator_diag_hessian": Case(lambda: down(contrib.hutchinson_estimator_diag_hessian()), objective),
+    "mechanize": Case(lambda: contrib.mechanize(optax.adam(RATE))),
+    "momo": Case(lambda: contrib.momo(RATE), value_only),
+    "momo_adam": Case(lambda: contrib.momo_adam(RATE), value_only),
+    "normalize": Case(lambda: down(contrib.normalize())),
+    "reduce_on_plateau": Case(
+        lambda: optax.chain(optax.adam(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.2)), value_only
+    ),
+    "sam": Case(lambda: contrib.sam(optax.sgd(RATE), optax.sgd(0.1), opaque_mode=True), gradient),
+    "scale_by_cocob": Case(contrib.scale_by_cocob),
+    "scale_by_galore": Case(lambda: down(contrib.scale_by_galore(rank=2, update_proj_gap=2))),
+    "scale_by_madgrad": Case(lambda: contrib.scale_by_madgrad(RATE)),
+    "scale_by_muon": Case(
+        lambda: down(contrib.scale_by_muon(weight_dimension_numbers={"w": contrib.MuonDimensionNumbers()})), params=matrices
+    ),
+    "schedule_free": Case(lambda: contrib.schedule_free(optax.adam(RATE), RATE)),
+    "sophia": Case(lambda: contrib.sophia(RATE, update_interval=2), objective),
+    "split_real_and_imaginary": Case(
+        lambda: contrib.split_real_and_imaginary(optax.adam(RATE)), params=complex_numbers
+    ),
+}
+CASES = OPTAX | {f"contrib.{name}": case for name, case in CONTRIB.items()}
+
+
+def names():
+    """What optax has that makes a transform: functions whose source names one, and `MultiSteps`."""
+    found = {"MultiSteps"}
+    for prefix, module in (("", optax), ("contrib.", contrib)):
+        for name, f in inspect.getmembers(module):
+            f = getattr(f, "func", f)  # of a `partial`
+            if not name.startswith("_") and inspect.isfunction(f) and "GradientTransformation" in inspect.getsource(f):
+                found.add(prefix + name)
+    return found - {"apply_updates", "init_empty_state"}
+
+
+# training
+
+
+def batches():
+    return list(np.random.default_rng(5).normal(size=(STEPS, SAMPLES, 2)))
+
+
+def train(chosen, wrap, jit, part):
+    """Parameters and states after some steps with each of the chosen cases; they all are one program."""
+    transforms = {name: wrap(optax.with_extra_args_support(CASES[name].make())) for name in chosen}
+
+    def start():
+        params = {name: CASES[name].params() for name in chosen}
+        return params, {name: transforms[name].init(params[name]) for name in chosen}
+
+    def step(params, states, batch):
+        out = {}
+        for name, tx in transforms.items():
+            loss, p = partial(loss_of, batch=part(batch)), params[name]
+            value, grads = jax.value_and_grad(loss)(p)
+            grads = grads.fast if isinstance(p, optax.LookaheadParams) else jax.tree.map(jnp.conj, grads)
+            updates, state = tx.update(grads, states[name], p, **CASES[name].extra(loss, value, grads))
+            out[name] = optax.apply_updates(p, updates), state
+        return {name: x for name, (x, _) in out.items()}, {name: x for name, (_, x) in out.items()}
+
+    def end(params, states):
+        return params, {name: jaxmpi.unshard(s).inner if hasattr(s, "layout") else s for name, s in states.items()}
+
+    params, states = jit(start)()
+    step = jit(step)
+    for batch in batches():
+        params, states = step(params, states, batch)
+    return jit(end)(params, states)
+
+
+@cache
+def reference(chosen):
+    """The same of plain optax."""
+    return jax.tree.map(_numpy, train(chosen, lambda tx: tx, jax.jit, lambda x: x))
+
+
+def check(chosen, wrap):
+    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch."""
+    with jax.enable_x64(True):
+        part = lambda x: x.reshape(jaxmpi.size(), -1, *x.shape[1:])[jaxmpi.rank()]
+        got = train(chosen, wrap, jaxmpi.jit, part)
+        want = reference(chosen)
+        wrong = {}
+        for kind, a, b in zip(("params", "state"), got, want, strict=True):
+            for name in chosen:
+                for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a[name]), jax.tree.leaves(b[name]), strict=True):
+                    if not np.allclose(_numpy(x), y, 1e-10, 1e-10, equal_nan=True):
+                        wrong[f"{name} {kind}{jax.tree_util.keystr(path)}"] = np.abs(_numpy(x) - y).max()
+        assert not wrong, wrong
+
+
+def _numpy(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key) else x)
