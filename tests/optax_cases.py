@@ -4,8 +4,9 @@
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,13 @@ import jaxmpi
 STEPS, SAMPLES = 6, 12  # 1, 2, 3 and 4 ranks divide the samples
 RATE = 0.05
 SINGLE_SAMPLES = ("contrib.differentially_private_aggregate", "contrib.dpsgd")  # take the gradients of single samples
+
+WRAPPERS = (  # send what the transforms or functions that they are made of need
+    *("chain", "named_chain", "masked", "partition", "multi_transform", "selective_transform", "with_extra_args_support"),
+    *("conditionally_mask", "conditionally_transform", "MultiSteps", "lookahead", "contrib.sam", "contrib.schedule_free"),
+    *("inject_hyperparams", "inject_stateful_hyperparams", "contrib.mechanize", "contrib.split_real_and_imaginary"),
+    *("monitor", "measure_with_ema", "snapshot", "stateless", "stateless_with_tree_map"),
+)
 
 
 # what `update` gets beside gradients and parameters
@@ -233,10 +241,26 @@ def names():
     found = {"MultiSteps"}
     for prefix, module in (("", optax), ("contrib.", contrib)):
         for name, f in inspect.getmembers(module):
-            f = getattr(f, "func", f)  # of a `partial`
-            if not name.startswith("_") and inspect.isfunction(f) and "GradientTransformation" in inspect.getsource(f):
+            if not name.startswith("_") and "GradientTransformation" in _source(f):
                 found.add(prefix + name)
     return found - {"apply_updates", "init_empty_state"}
+
+
+def trained():
+    """The cases to train with: all, but those that another one calls."""
+    sources = [_source(getattr(contrib if "." in name else optax, name.split(".")[-1])) for name in CASES if "scale_by" not in name]
+    called = [name for name in CASES if "scale_by" in name and any(f"{name.split('.')[-1]}(" in text for text in sources)]
+    return [name for name in CASES if name not in called]
+
+
+def groups(count):
+    """The cases to train with in some groups, each of which is one program."""
+    return [tuple(trained()[i::count]) for i in range(count)]
+
+
+def _source(f):
+    f = getattr(f, "func", f)  # of a `partial`
+    return inspect.getsource(f) if inspect.isfunction(f) else ""
 
 
 # training
@@ -246,23 +270,22 @@ def batches():
     return list(np.random.default_rng(5).normal(size=(STEPS, SAMPLES, 2)))
 
 
-def train(chosen, wrap, jit, part):
-    """Parameters and states after some steps with each of the chosen cases; they all are one program."""
-    transforms = {name: wrap(optax.with_extra_args_support(CASES[name].make())) for name in chosen}
+def train(transforms, jit, part):
+    """Parameters and states after some steps with each (case, transform); they all are one program."""
 
     def start():
-        params = {name: CASES[name].params() for name in chosen}
-        return params, {name: transforms[name].init(params[name]) for name in chosen}
+        params = {name: CASES[case].params() for name, (case, _) in transforms.items()}
+        return params, {name: tx.init(params[name]) for name, (_, tx) in transforms.items()}
 
     def step(params, states, batch):
-        out = {}
-        for name, tx in transforms.items():
+        new_params, new_states = {}, {}
+        for name, (case, tx) in transforms.items():
             loss, p = partial(loss_of, batch=part(batch)), params[name]
             value, grads = jax.value_and_grad(loss)(p)
             grads = grads.fast if isinstance(p, optax.LookaheadParams) else jax.tree.map(jnp.conj, grads)
-            updates, state = tx.update(grads, states[name], p, **CASES[name].extra(loss, value, grads))
-            out[name] = optax.apply_updates(p, updates), state
-        return {name: x for name, (x, _) in out.items()}, {name: x for name, (_, x) in out.items()}
+            updates, new_states[name] = tx.update(grads, states[name], p, **CASES[case].extra(loss, value, grads))
+            new_params[name] = optax.apply_updates(p, updates)
+        return new_params, new_states
 
     def end(params, states):
         return params, {name: jaxmpi.unshard(s).inner if hasattr(s, "layout") else s for name, s in states.items()}
@@ -274,26 +297,62 @@ def train(chosen, wrap, jit, part):
     return jit(end)(params, states)
 
 
-@cache
-def reference(chosen):
-    """The same of plain optax."""
-    return jax.tree.map(_numpy, train(chosen, lambda tx: tx, jax.jit, lambda x: x))
+def check(chosen, wraps=("distributed", "sharded")):
+    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch: parameters and states."""
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of optax's own
+        inner = {name: optax.with_extra_args_support(CASES[name].make()) for name in chosen}
+        want = _arrays(train({name: (name, tx) for name, tx in inner.items()}, jax.jit, lambda x: x))
+        transforms = {(wrap, name): (name, getattr(jaxmpi, wrap)(tx)) for wrap in wraps for name, tx in inner.items()}
+        got = _arrays(train(transforms, jaxmpi.jit, lambda x: x.reshape(jaxmpi.size(), -1, 2)[jaxmpi.rank()]))
+    wrong = {}
+    for wrap in wraps:
+        for kind, name, path in want:
+            a, b = got[kind, (wrap, name), path], want[kind, name, path]
+            if not np.allclose(a, b, 1e-10, 1e-10, equal_nan=True):
+                wrong[f"{wrap} {name} {kind}{path}"] = np.abs(a - b).max()
+    assert not wrong, wrong
 
 
-def check(chosen, wrap):
-    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch."""
-    with jax.enable_x64(True):
-        part = lambda x: x.reshape(jaxmpi.size(), -1, *x.shape[1:])[jaxmpi.rank()]
-        got = train(chosen, wrap, jaxmpi.jit, part)
-        want = reference(chosen)
-        wrong = {}
-        for kind, a, b in zip(("params", "state"), got, want, strict=True):
-            for name in chosen:
-                for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a[name]), jax.tree.leaves(b[name]), strict=True):
-                    if not np.allclose(_numpy(x), y, 1e-10, 1e-10, equal_nan=True):
-                        wrong[f"{name} {kind}{jax.tree_util.keystr(path)}"] = np.abs(_numpy(x) - y).max()
-        assert not wrong, wrong
+def _arrays(params_and_states):
+    """Each leaf as a NumPy array, by kind, name and path."""
+    arrays = {}
+    for kind, trees in zip(("params", "state"), params_and_states, strict=True):
+        for name, tree in trees.items():
+            for path, x in jax.tree_util.tree_leaves_with_path(tree):
+                key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+                arrays[kind, name, jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(x) if key else x)
+    return arrays
 
 
-def _numpy(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key) else x)
+def sends_more(name, ranks=3):
+    """What `sharded` sends beside the shards of gradients and updates: "nothing", "numbers" or "arrays"."""
+    case = CASES[name]
+    plain = optax.sgd(RATE) if case.params is not fast_and_slow else optax.lookahead(optax.sgd(RATE), 2, 0.5)
+    with jax.enable_x64(True), jaxmpi.simulate(ranks), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        params = case.params()
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+
+        def sent(wrap, inner):
+            tx, loss = wrap(optax.with_extra_args_support(inner)), partial(loss_of, batch=batches()[0])
+            step = lambda p, g: tx.update(g, tx.init(p), p, **case.extra(loss, loss(p), g))[0]
+            return np.array(_collectives(jax.make_jaxpr(step, axis_env=[(jaxmpi.AXIS, ranks)])(params, fast)))
+
+        more = [sent(jaxmpi.sharded, inner) - sent(jaxmpi.distributed, inner) for inner in (case.make(), plain)]
+    numbers, gathered = more[0] - more[1]
+    return "arrays" if gathered > 0 else "numbers" if numbers > 0 else "nothing"
+
+
+def _collectives(jaxpr):
+    """How many numbers are summed, and how many are gathered, in a jaxpr and in those inside of it."""
+    sums = gathered = 0
+    for eqn in jaxpr.eqns:
+        sums += sum(v.aval.size for v in eqn.outvars) if eqn.primitive.name in ("psum", "pmax", "pmin") else 0
+        gathered += sum(v.aval.size for v in eqn.outvars) if eqn.primitive.name == "all_gather" else 0
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if hasattr(inner, "eqns"):
+                    more = _collectives(inner)
+                    sums, gathered = sums + more[0], gathered + more[1]
+    return sums, gathered

@@ -100,16 +100,14 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     def init(params: Any) -> ShardedState:
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(masters, params)
-        shapes = [x.shape or None for x in jax.tree.leaves(wholes)]
-        state = jax.tree.leaves(jax.eval_shape(inner.init, wholes))
-        of_inner = [x.shape if x.shape in shapes and not is_key(x) else None for x in state]
+        layout = _layout(jax.eval_shape(inner.init, wholes), wholes)
 
         def start(params: Any) -> tuple[Any, Any]:
             shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), masters(params))
-            return _stored(on_shards(inner.init, shards), of_inner), () if master_dtype is None else _stored(shards, shapes)
+            state = _stored(on_shards(inner.init, shards), layout)
+            return state, () if master_dtype is None else jax.tree.map(part, shards, is_leaf=is_shard)
 
-        parts = anywhere(start, "sharded")(params)
-        return ShardedState.of(parts, Layout(_world.size(), (*of_inner, *shapes)))
+        return ShardedState.of(anywhere(start, "sharded")(params), layout)
 
     def update(
         updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -127,18 +125,20 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         means, local = _means(updates, given.local, weight)
         grads = map_floats("sharded", lambda g, x: shard(x.astype(master_dtype or g.dtype), g.shape), updates, means)
         local = map_floats("sharded", lambda x, mean: shard(mean, x.shape), given.local, local)
-        before, after = jax.tree.flatten(state.inner)
-        before = after.unflatten([x if s is None else shard(x, s) for x, s in zip(before, state.layout.shapes, strict=False)])
+        leaves, treedef = jax.tree.flatten(state.inner)
+        pairs = zip(leaves, state.layout.shapes, strict=False)
+        before = treedef.unflatten([x if shape is None else shard(x, shape) for x, shape in pairs])
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
         work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
         steps, after = on_shards(work, grads, *given.marked((before, theirs)), args)
-        after = _stored(after, state.layout.shapes)
+        layout = _layout(after, params)  # a state may get other leaves in a step
+        after = _stored(after, layout)
         if master_dtype is None:
-            return _gathered(steps), ShardedState.of((after, ()), state.layout)
+            return _gathered(steps), ShardedState.of((after, ()), layout)
         master = optax.apply_updates(state.master, jax.tree.map(part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: shard(m.astype(p.dtype), p.shape), master, params)
         out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, _gathered(rounded))
-        return out, ShardedState.of((after, master), state.layout)
+        return out, ShardedState.of((after, master), layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -229,10 +229,19 @@ def _gathered(tree: Any) -> Any:
     return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
 
 
-def _stored(tree: Any, shapes: Sequence[tuple[int, ...] | None]) -> Any:
-    """This rank's shards of the leaves that have a shape, and the others whole."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    pairs = list(zip(leaves, shapes, strict=False))
+def _layout(state: Any, params: Any) -> Layout:
+    """Which leaves of a state are sharded: arrays with the shape of a parameter, and the masters."""
+    shape_of = lambda x: tuple(getattr(x, "shape", ()))
+    shapes = [shape_of(x) or None for x in jax.tree.leaves(params)]
+    leaves = jax.tree.leaves(state, is_leaf=is_shard)
+    of_inner = [shape_of(x) if shape_of(x) in shapes and not is_key(x) else None for x in leaves]
+    return Layout(_world.size(), (*of_inner, *shapes))
+
+
+def _stored(state: Any, layout: Layout) -> Any:
+    """This rank's shards of the leaves that are sharded, and the others whole."""
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
+    pairs = list(zip(leaves, layout.shapes, strict=False))
     wholes = iter(gathered([x for x, shape in pairs if is_shard(x) and shape is None]))
     return treedef.unflatten([part(x) if shape else next(wholes) if is_shard(x) else x for x, shape in pairs])
 
