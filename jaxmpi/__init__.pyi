@@ -21,7 +21,7 @@ from ._leaves import PerRankState
 from ._meter import Rate, Throughput
 from ._objects import allgather_object, barrier, broadcast_object
 from ._optim.accumulate import accumulate
-from ._optim.average import average_gradients, distributed
+from ._optim.average import average_gradients, average_loss, distributed
 from ._optim.clip import clip_by_global_norm
 from ._optim.control import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.invariant import micro_batch_grads
@@ -56,6 +56,7 @@ __all__ = [
     "allgather_object",
     "any_rank",
     "average_gradients",
+    "average_loss",
     "average_metrics",
     "barrier",
     "batches",

@@ -134,8 +134,8 @@ OPTAX = {
     ),
     **scales_of(
         optax,
-        "adadelta adam adamax adan amsgrad belief lion novograd optimistic_gradient param_block_norm param_block_rms radam rms rss "
-        "sign stddev trust_ratio yogi",
+        "adadelta adam adamax adan amsgrad belief lion novograd optimistic_gradient param_block_norm param_block_rms radam rms "
+        "rss sign stddev trust_ratio yogi",
     ),
     "adafactor": Case(lambda: optax.adafactor(RATE, min_dim_size_to_factor=4)),
     "adamw": Case(lambda: optax.adamw(RATE, weight_decay=0.1, mask=large)),
@@ -229,9 +229,7 @@ CONTRIB = {
     ),
     "schedule_free": Case(lambda: contrib.schedule_free(optax.adam(RATE), RATE)),
     "sophia": Case(lambda: contrib.sophia(RATE, update_interval=2), objective),
-    "split_real_and_imaginary": Case(
-        lambda: contrib.split_real_and_imaginary(optax.adam(RATE)), params=complex_numbers
-    ),
+    "split_real_and_imaginary": Case(lambda: contrib.split_real_and_imaginary(optax.adam(RATE)), params=complex_numbers),
 }
 CASES = OPTAX | {f"contrib.{name}": case for name, case in CONTRIB.items()}
 
@@ -248,9 +246,10 @@ def names():
 
 def trained():
     """The cases to train with: all, but those that another one calls."""
-    sources = [_source(getattr(contrib if "." in name else optax, name.split(".")[-1])) for name in CASES if "scale_by" not in name]
-    called = [name for name in CASES if "scale_by" in name and any(f"{name.split('.')[-1]}(" in text for text in sources)]
-    return [name for name in CASES if name not in called]
+    short = {name: name.removeprefix("contrib.") for name in CASES}
+    modules = {name: optax if name == short[name] else contrib for name in CASES}
+    text = "".join(_source(getattr(modules[name], short[name])) for name in CASES if "scale_by" not in name)
+    return [name for name in CASES if "scale_by" not in name or f"{short[name]}(" not in text]
 
 
 def groups(count):

@@ -230,7 +230,7 @@ PROGRAM = (
     "cache",
 )
 OPTIM = (
-    *("trees", "clip", "adasum", "invariant", "average", "accumulate", "elementwise", "sharded", "local"),
+    *("trees", "clip", "adasum", "invariant", "shards", "objective", "average", "accumulate", "partition", "sharded", "local"),
     *("control", "noise", "replicas"),
 )
 BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "extension", "native", "transport", "xla")

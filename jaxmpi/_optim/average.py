@@ -21,7 +21,16 @@ from jaxmpi._optim.objective import Given, over_ranks
 from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
 from jaxmpi.codecs import Codec, check_codec
 
-__all__ = ["DistributedState", "average_gradients", "average_loss", "checked_weight", "distributed", "mean", "mean_of_all", "scaled"]
+__all__ = [
+    "DistributedState",
+    "average_gradients",
+    "average_loss",
+    "checked_weight",
+    "distributed",
+    "mean",
+    "mean_of_all",
+    "scaled",
+]
 
 
 class DistributedState(NamedTuple):
@@ -61,8 +70,8 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
         given = Given(extra_args, None)
         if local := [*given.local, *given.functions]:
             raise ValueError(
-                f"average_gradients: update got {' and '.join(local)}, and the rest of the chain would take this rank's own for "
-                "that of all. Use jaxmpi.distributed(inner) in its place, with the transforms that follow as inner."
+                f"average_gradients: update got {' and '.join(local)}, and the transforms that follow would take this rank's as "
+                "that of all ranks. Use jaxmpi.distributed(inner) in the place of average_gradients, with them as inner."
             )
         if params is not None:
             check_shapes("average_gradients", updates, params)

@@ -11,6 +11,7 @@ from jaxmpi._optim.trees import map_floats, wide
 
 __all__ = ["clip_by_global_norm"]
 
+
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` with the norm of short floats in float32, where their squares fit.
 

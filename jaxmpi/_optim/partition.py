@@ -13,7 +13,7 @@ on `size`) it decides as without shards. Then each equation of its jaxpr is eval
 So the result is that of the function, whatever it does; the last row costs the bytes of the operands.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -31,13 +31,17 @@ from jaxmpi._program.reading import CALLS
 
 __all__ = ["on_shards"]
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
-    "complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
-    "igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or polygamma "
-    "population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
+# fmt: off
+ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p",
+    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "real", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+}
+# fmt: on
 RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
 REDUCTIONS = {
     "reduce_sum": "sum",
@@ -50,7 +54,7 @@ REDUCTIONS = {
 
 
 class _Splat:
-    """An array that is one number, everywhere."""
+    """A scalar that was broadcast: an array of which every rank makes the part that it needs."""
 
     def __init__(self, number: Any, shape: tuple[int, ...]) -> None:
         self.number, self.shape = number, shape
@@ -84,7 +88,10 @@ def _run(jaxpr: Any, *args: Any) -> list[Any]:
     """The outputs of a jaxpr: arrays, shards or splats."""
     inner, consts = _jaxcompat.parts(jaxpr)
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
     for eqn in inner.eqns:
         env.update(zip(eqn.outvars, _equation(eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in inner.outvars]
@@ -106,8 +113,8 @@ def _equation(eqn: Any, xs: list[Any]) -> list[Any]:
     if name == "name" and eqn.params["name"] == EQUAL:  # a function of this rank's samples follows
         return _on_wholes(eqn, xs)
     if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
-        return [Shard(*_jaxcompat.bind(eqn, [_part(x) for x in xs]), shape, _known(eqn, xs))]
-    if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape):
+        return [Shard(_jaxcompat.bind(eqn, [_part(x) for x in xs])[0], shape, _known(eqn, xs))]
+    if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape) and not eqn.params.get("dimensions"):
         return [Shard(shards[0].value.reshape(shard_shape(shape, _world.size())), shape, _known(eqn, xs))]
     if all(x.whole is not None for x in shards):
         return _on_wholes(eqn, xs)
@@ -134,13 +141,13 @@ def _known(eqn: Any, xs: list[Any]) -> Any:
 def _reduced(eqn: Any, x: Shard) -> jax.Array:
     """The reduction of all numbers of x."""
     name = eqn.primitive.name
-    fill = masked(x, _identity(name, x.value.dtype))
-    (here,) = _jaxcompat.bind(eqn, [fill], axes=tuple(range(len(x.shape))))
+    numbers = masked(x, _neutral(name, x.dtype))
+    (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
     return tree_allreduce(here, op=REDUCTIONS[name])
 
 
-def _identity(name: str, dtype: Any) -> Any:
-    """What a reduction does not change its result for."""
+def _neutral(name: str, dtype: Any) -> Any:
+    """The number that does not change a reduction."""
     if name in ("reduce_max", "reduce_min"):
         low = name == "reduce_max"
         if jnp.issubdtype(dtype, jnp.floating):
@@ -171,6 +178,8 @@ def _barrier(eqn: Any, xs: list[Any]) -> list[Any]:
 def _cond(eqn: Any, xs: list[Any]) -> list[Any]:
     """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
+    if not isinstance(index, jax.core.Tracer):  # called eagerly
+        return _run(eqn.params["branches"][int(index)], *operands)
     traced = [jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands) for branch in eqn.params["branches"]]
     kinds = [any(map(is_shard, outs)) for outs in zip(*(out for _, out in traced), strict=True)]
 

@@ -1,6 +1,6 @@
-"""ZeRO-1: each rank keeps the optimizer's state for its share of the parameters."""
+"""ZeRO-1: each rank keeps the optimizer's state for its shards of the parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,7 +137,8 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
             return _gathered(steps), ShardedState.of((after, ()), layout)
         master = optax.apply_updates(state.master, jax.tree.map(part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: shard(m.astype(p.dtype), p.shape), master, params)
-        out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, _gathered(rounded))
+        there = _gathered(rounded)
+        out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, there)
         return out, ShardedState.of((after, master), layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -231,7 +232,10 @@ def _gathered(tree: Any) -> Any:
 
 def _layout(state: Any, params: Any) -> Layout:
     """Which leaves of a state are sharded: arrays with the shape of a parameter, and the masters."""
-    shape_of = lambda x: tuple(getattr(x, "shape", ()))
+
+    def shape_of(x: Any) -> tuple[int, ...]:
+        return tuple(getattr(x, "shape", ()))
+
     shapes = [shape_of(x) or None for x in jax.tree.leaves(params)]
     leaves = jax.tree.leaves(state, is_leaf=is_shard)
     of_inner = [shape_of(x) if shape_of(x) in shapes and not is_key(x) else None for x in leaves]
