@@ -40,6 +40,7 @@ __all__ = [
     "can_hide_effects",
     "compiling",
     "ffi_call_in_order",
+    "function_names",
     "gloo_listens_at",
     "in_library",
     "is_axis_effect",
@@ -143,6 +144,12 @@ def source_line(eqn: Any) -> str:
         if not frame.file_name.startswith(libraries):
             return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
     return ""
+
+
+def function_names(eqn: Any) -> list[str]:
+    """The qualified names of the functions that an equation comes from, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [frame.function_name for frame in traceback.frames] if traceback else []
 
 
 def caller_line() -> str:

@@ -102,11 +102,15 @@ def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own."""
+    """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
+
+    Keep what this returns: it holds what was compiled, and another one compiles again.
+    """
+    step = eager(fun, name)
 
     def call(*args: Any) -> Any:
         backend = _world.current(name)
         outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
-        return eager(fun, name)(*args) if outside else fun(*args)
+        return step(*args) if outside else fun(*args)
 
     return call

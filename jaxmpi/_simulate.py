@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from jaxmpi import _world
 from jaxmpi._backends.simulate import Simulated
@@ -37,9 +38,12 @@ def simulate(n: int) -> Iterator[_world.World]:
     before = _world._State.backend, _world._State.world
     if before[1] is not None and before[1].size > 1 and before[1].backend != "simulate":
         raise RuntimeError(f"simulate: this is one of {before[1].size} real ranks. Start a single process for simulated ones.")
-    backend = Simulated(n)
+    backend = _ranks(n)
     _world._State.backend, _world._State.world = backend, _world.World(*backend.place, backend="simulate")
     try:
         yield _world._State.world
     finally:
         _world._State.backend, _world._State.world = before
+
+
+_ranks = cache(Simulated)  # the same for every block of n ranks, so that what a step has compiled serves them all

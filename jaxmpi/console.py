@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
-from jaxmpi import _jaxcompat, _settings, _world
-from jaxmpi._collectives import tree_allreduce
-from jaxmpi._jit import eager
+from jaxmpi import _settings, _world
 from jaxmpi._leaves import as_array
+from jaxmpi._optim.weights import weighted_mean
 from jaxmpi._watch import guard
 from jaxmpi._watch.rounds import Key
 
@@ -28,26 +26,37 @@ T = TypeVar("T")
 _calls: Counter[tuple[str, int, str]] = Counter()
 
 
-def print(*values: Any, sep: str = " ") -> None:
+def print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = False) -> None:
     """Print on behalf of every rank that calls it, in the order of the ranks, each line with its time and `[rank/size]`.
 
     It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those of one call together. Ranks
     that do not call it are waited for at most 0.2 s, on rank 0 only. Before `init` the line is printed as it is, with the time.
 
-    **Communication:** one message from each rank to rank 0; nobody waits for an answer.
+    **Communication:** one message from each rank to rank 0; nobody waits for an answer. None for a file of the rank's own.
+
+    Args:
+      *values: as for Python's `print`.
+      sep: between the values.
+      end: after the last value; without a newline, what the next rank prints is on the same line.
+      file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0; any other file is this rank's own.
+      flush: for a file of the rank's own; what rank 0 prints is always flushed.
     """
-    lines = sep.join(map(str, values)).split("\n")
-    watch = guard.active()
     label = f"[{_world.rank()}/{_world.size()}] " if _world.initialized() else ""
-    text = "".join(f"{time.strftime('%H:%M:%S')} {label}{line}\n" for line in lines)
-    if watch is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    head = f"{time.strftime('%H:%M:%S')} {label}"
+    *lines, last = (sep.join(map(str, values)) + end).split("\n")
+    text = "".join(f"{head}{line}\n" for line in lines) + (last and head + last)
+    watch = guard.active()
+    own = file not in (None, sys.stdout, sys.stderr)
+    if watch is None or own:
+        stream = sys.stdout if file is None else file
+        stream.write(text)
+        if flush or not own:
+            stream.flush()
         return
     caller = sys._getframe(1)
     place = (caller.f_code.co_filename, caller.f_lineno, threading.current_thread().name)
     _calls[place] += 1  # no other thread has this key
-    watch.print(Key(*place, _calls[place]), text)
+    watch.print(Key(*place, _calls[place], "stderr" if file is sys.stderr else "stdout"), text)
 
 
 def get_logger(name: str, directory: str | None = None) -> logging.Logger:
@@ -109,13 +118,14 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
 
     Args:
       metrics: any pytree of real numbers or arrays.
-      weight: a non-negative scalar.
+      weight: one finite number, 0 or more.
 
     Returns:
       The same structure with floating-point arrays, equal on all ranks.
 
     Raises:
-      ValueError: the weight is no scalar.
+      ValueError: on all ranks, a weight of any rank that is something else. In traced code a negative, infinite or NaN weight
+        makes NaN of all metrics.
       TypeError: a leaf that is no real number, with its path.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
@@ -123,30 +133,11 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     """
     backend = _world.current("average_metrics")
     if backend.name != "simulate":  # whose leaves are stacks
-        _check(metrics, weight)
-    if backend.place.size == 1 or _jaxcompat.tracing():
-        return _average(metrics, weight)
-    return _eager_average(metrics, weight)
-
-
-def _average(metrics: Any, weight: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(metrics)
-    dtype = jnp.result_type(jnp.float32, *leaves)
-    w = jnp.asarray(weight, dtype)
-    summed = [jnp.where(w > 0, jnp.asarray(x).astype(dtype), 0) * w for x in leaves]
-    message = jnp.concatenate([w.reshape(1), *(x.reshape(-1) for x in summed)])
-    total, *parts = jnp.split(tree_allreduce(message, op="sum"), np.cumsum([1, *(x.size for x in summed)])[:-1])
-    return treedef.unflatten([part.reshape(x.shape) / total[0] for part, x in zip(parts, summed, strict=True)])
-
-
-def _check(metrics: Any, weight: Any) -> None:
-    if jnp.ndim(weight) != 0:
-        raise ValueError(f"average_metrics: weight has shape {list(jnp.shape(weight))}. Pass one number for the rank.")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-        as_array("average_metrics", path, leaf, "max")
-
-
-_eager_average = eager(lambda metrics, weight: _average(metrics, weight), "average_metrics")
+        for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+            as_array("average_metrics", path, leaf, "max")
+    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(metrics))
+    floats = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), metrics)
+    return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -101,7 +101,11 @@ def test_sums_and_others(ranks):
         largest = given(jaxmpi.distributed(recorder(), op="max"), value_fn=False, parameters=(3.0, 1.0))
         same(largest, {"value": mean * 5, "grad": [3 * ranks, ranks], "updates": [3 * ranks, ranks]})
         same(given(jaxmpi.distributed(recorder(), codec=jaxmpi.codecs.bf16()))["value"], mean * 5)
-        for name, options in (("op 'max'", {"op": "max"}), ("op 'adasum'", {"op": "adasum"}), ("micro_batches", {"micro_batches": 6})):
+        for name, options in (
+            ("op 'max'", {"op": "max"}),
+            ("op 'adasum'", {"op": "adasum"}),
+            ("micro_batches", {"micro_batches": 6}),
+        ):
             with pytest.raises(ValueError, match=f"distributed: value_fn does not go together with {name}"):
                 given(jaxmpi.distributed(recorder(), **options))
 
@@ -133,7 +137,10 @@ def test_micro_batches(ranks):
 def test_average_gradients_takes_none(give):
     tx = optax.chain(jaxmpi.average_gradients(), optax.sgd(0.1))
     for ranks in (1, 2):
-        with jaxmpi.simulate(ranks), pytest.raises(ValueError, match=f"average_gradients: update got {next(iter(give))}.*distributed"):
+        with (
+            jaxmpi.simulate(ranks),
+            pytest.raises(ValueError, match=f"average_gradients: update got {next(iter(give))}.*distributed"),
+        ):
             jaxmpi.jit(lambda w: tx.update(w, tx.init(w), w, **give))(jnp.ones(2))
 
 
@@ -157,7 +164,9 @@ def test_no_message_more():
         step = lambda g: tx.update(g, tx.init(g), g, **(args if "grad" not in args else args | {"grad": g}))
         return jaxmpi.explain(jaxmpi.jit(step), {"w": jnp.ones(5), "b": jnp.ones(3)})
 
-    plain, value, both = (sent(jaxmpi.distributed(recorder()), **args) for args in ({}, {"value": 1.0}, {"value": 1.0, "grad": 0}))
+    plain, value, both = (
+        sent(jaxmpi.distributed(recorder()), **args) for args in ({}, {"value": 1.0}, {"value": 1.0, "grad": 0})
+    )
     print(plain, value, both)
     assert 0
 
@@ -182,7 +191,9 @@ def test_average_loss_and_its_derivatives(ranks):
             value, push = jax.linearize(f, w)
             (back,) = jax.linear_transpose(push, w)(1.0)
             checkpointed = jax.grad(jax.checkpoint(f))(w)
-            scanned = jax.lax.scan(lambda c, _: (jax.tree.map(lambda x, g: x - 0.1 * g, c, jax.grad(f)(c)), None), w, None, 2)[0]
+            scanned = jax.lax.scan(lambda c, _: (jax.tree.map(lambda x, g: x - 0.1 * g, c, jax.grad(f)(c)), None), w, None, 2)[
+                0
+            ]
             return value, jax.grad(f)(w), back, checkpointed, push(w), hessian_times, scanned
 
         value, *gradients, pushed, hessian_times, scanned = derivatives(w)
@@ -204,7 +215,9 @@ def test_a_rank_without_weight_does_not_count():
 
         def f(w):
             r = jaxmpi.rank()
-            fun = jaxmpi.average_loss(lambda w: jnp.where(r == 1, jnp.nan, r + 1.0) * w**2, weight=jnp.asarray([1.0, 0.0, 3.0])[r])
+            fun = jaxmpi.average_loss(
+                lambda w: jnp.where(r == 1, jnp.nan, r + 1.0) * w**2, weight=jnp.asarray([1.0, 0.0, 3.0])[r]
+            )
             return jax.value_and_grad(fun)(w)
 
         value, grad = jaxmpi.jit(f)(2.0)

@@ -84,7 +84,9 @@ def check(names):
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
             wide = np.complex128 if b.dtype != np.bool_ else np.bool_
-            np.testing.assert_allclose(np.asarray(a, wide), np.asarray(b, wide), 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
+            np.testing.assert_allclose(
+                np.asarray(a, wide), np.asarray(b, wide), 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path)
+            )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -167,7 +169,9 @@ DECIDING = {
     "decay by size": lambda: optax.masked(optax.add_decayed_weights(0.5), big),
     "decay of matrices": lambda: optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     "labels by path": lambda: optax.partition({True: optax.lamb(0.1), False: optax.adam(0.1)}, by_path),
-    "a factor of the shape": lambda: optax.stateless(lambda u, p: jax.tree.map(lambda x: x / np.sqrt(max(x.shape, default=1)), u)),
+    "a factor of the shape": lambda: optax.stateless(
+        lambda u, p: jax.tree.map(lambda x: x / np.sqrt(max(x.shape, default=1)), u)
+    ),
     "by the mean": scaled_by_mean,
     "clips late": lambda: clip_from(3),
     "lamb late": lambda: optax.lamb(optax.piecewise_constant_schedule(0.0, {3: 1.0})),

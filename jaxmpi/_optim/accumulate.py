@@ -8,8 +8,8 @@ import optax
 
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._leaves import PerRankState
-from jaxmpi._optim.average import checked_weight, scaled
-from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
+from jaxmpi._optim.trees import check_transform, either, equal_types, map_floats, wide
+from jaxmpi._optim.weights import as_weight, scaled
 
 __all__ = ["AccumulateState", "accumulate"]
 
@@ -66,27 +66,27 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     def update(
         updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, AccumulateState]:
-        w = checked_weight("accumulate", 1 if weight is None else weight)
+        w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)  # NaN tells the other ranks, in inner
         gradients, weights = state.sums.per_rank
         new = scaled("accumulate", updates, w)
         sums = map_floats("accumulate", _add, gradients, new)
         total = weights + w.astype(weights.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
-        def go() -> tuple[Any, Any]:
+        def go(total: jax.Array) -> tuple[Any, Any]:
             safe = jnp.where(total != 0, total, 1)
             mean = map_floats("accumulate", lambda s, x: (s / safe.astype(s.dtype)).astype(x.dtype), sums, updates)
             given = {} if weight is None else {"weight": total}
             out, after = inner.update(mean, state.inner, params, **given, **extra_args)
             return out, equal_types(after, state.inner)
 
-        shapes, _ = jax.eval_shape(go)
+        shapes, _ = jax.eval_shape(go, total)
 
-        def wait() -> tuple[Any, Any]:
+        def wait(total: jax.Array) -> tuple[Any, Any]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state.inner
 
         full = calls == every
-        out, after = jax.lax.cond(full, go, wait)
+        out, after = either(full, go, wait, total)
         calls, sums, total = jax.tree.map(lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total))
         return out, AccumulateState(calls, PerRankState((sums, total)), after)
 

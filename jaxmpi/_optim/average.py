@@ -16,21 +16,13 @@ from jaxmpi import _world
 from jaxmpi._collectives import OPS, tree_allreduce
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
-from jaxmpi._optim.invariant import canonical_mean
+from jaxmpi._optim.invariant import canonical_mean, invariant_update
 from jaxmpi._optim.objective import Given, over_ranks
-from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
+from jaxmpi._optim.trees import check_shapes, check_transform, map_floats
+from jaxmpi._optim.weights import as_weight, check_total, divided, scaled, weighted_mean
 from jaxmpi.codecs import Codec, check_codec
 
-__all__ = [
-    "DistributedState",
-    "average_gradients",
-    "average_loss",
-    "checked_weight",
-    "distributed",
-    "mean",
-    "mean_of_all",
-    "scaled",
-]
+__all__ = ["DistributedState", "average_gradients", "average_loss", "distributed", "mean", "mean_of_all"]
 
 
 class DistributedState(NamedTuple):
@@ -122,9 +114,9 @@ def distributed(
     it and the parameters start equal: see `synchronize`. With a codec the state is a `DistributedState`.
 
     `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the number of samples, or tokens,
-    that rank r has averaged its gradient over: the exact mean over all samples, however unevenly they are spread. A rank with
-    weight 0 does not count, whatever its gradients are; where all weights are 0, so are the gradients. Short floats travel as
-    float32 then. A weight is no Python branch: all ranks pass one, or none does.
+    that rank r has averaged its gradient over: the exact mean over all samples, however unevenly they are spread. It is one
+    finite number, 0 or more; all ranks pass one, or none does. A rank with weight 0 does not count, whatever its gradients are;
+    where all weights are 0, so are the gradients. Short floats travel as float32 then.
 
     `update` takes what optax's transforms take beside the gradients, as this rank has it: `value`, the loss, and `grad` become
     means over the ranks, too; functions of the parameters, such as `value_fn` of a line search, become `average_loss` of
@@ -140,12 +132,14 @@ def distributed(
         "adasum" (Maleki et al. 2020, "Scaling distributed training with adaptive summation"), leaf by leaf.
       codec: one of `jaxmpi.codecs`, which says what is sent for a mean; on one rank nothing is, and it changes nothing.
       micro_batches: M, for the same bits on any number of ranks: the gradients have another first axis, of this rank's M/p
-        micro-batches, as `jaxmpi.micro_batch_grads` returns them, and their mean is formed in one order.
+        micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their mean, and the sums of `inner`, are formed in one
+        order; an `inner` that multiplies matrices, such as Muon, is refused.
 
     Raises:
       ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; a function
         with micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of single samples; when
-        called eagerly, a negative weight (in a traced step it makes NaN of everything); a weight that is no scalar.
+        called with micro-batches, an `inner` that multiplies matrices; when called eagerly, on all ranks, a weight of any rank
+        that is not one finite number of 0 or more. In a traced step it makes NaN of everything, on all ranks.
       TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged, with its path.
 
     >>> import jax.numpy as jnp
@@ -200,7 +194,8 @@ def distributed(
             grads, local = reduced(updates, given.local, weight)
         total = partial(tree_allreduce, op="sum")
         over = (lambda f: over_ranks(f, total)) if op == "sum" else lambda f: mean_of_all("distributed", f, weight)
-        out, after = inner.update(grads, *given.marked((before, params)), **given.reduced(grads, local, over))
+        step = invariant_update(inner) if micro_batches else inner.update
+        out, after = step(grads, *given.marked((before, params)), **given.reduced(grads, local, over))
         check_shapes("distributed", grads, out)
         return out, DistributedState(after, PerRankState(sent)) if codec else after
 
@@ -209,43 +204,18 @@ def distributed(
 
 def mean_of_all(function: str, fun: Callable[..., Any], weight: Any) -> Callable[..., Any]:
     """`average_loss`, for a function that says its name in errors."""
-    counts = None if weight is None else checked_weight(function, weight) != 0
+    counts = None if weight is None else as_weight(function, weight, ())[0] != 0
     return over_ranks(fun, lambda out: mean(function, out, weight), counts)
 
 
-def checked_weight(function: str, weight: Any) -> jax.Array:
-    """A weight as an array, or an error that says what is wrong with it; NaN if it is negative in a traced step."""
-    w = jnp.asarray(weight)
-    if w.shape != () or not (jnp.issubdtype(w.dtype, jnp.number) or w.dtype == jnp.bool_):
-        raise ValueError(
-            f"{function}: weight has shape {list(w.shape)} and dtype {w.dtype}. Pass one number, such as this rank's samples."
-        )
-    w = w.astype(wide(w.dtype))
-    if not isinstance(w, jax.core.Tracer):
-        if w < 0:
-            raise ValueError(f"{function}: weight is {float(w)}. Pass the number of samples of this rank, 0 or more.")
-        return w
-    return jnp.where(w < 0, jnp.nan, w)
-
-
-def scaled(function: str, tree: Any, w: jax.Array) -> Any:
-    """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
-    return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
-
-
 def mean(function: str, updates: Any, weight: Any) -> Any:
-    if weight is None:
-        return tree_allreduce(updates, op="mean")
-    w = checked_weight(function, weight)
-    total, sums = tree_allreduce((w, scaled(function, updates, w)), op="sum")
-    return _divided(function, sums, total, updates)
+    """The mean over the ranks, weighted where there is a weight, in the dtypes of `updates`."""
+    means = weighted_mean(function, updates, weight)
+    return means if weight is None else _rounded(function, means, updates)
 
 
-def _divided(function: str, sums: Any, total: jax.Array, like: Any) -> Any:
-    """Sums / total in the dtypes of `like`; zero where the total is."""
-    some = total != 0
-    safe = jnp.where(some, total, 1)
-    return map_floats(function, lambda s, x: jnp.where(some, s / safe.astype(wide(x.dtype)), 0).astype(x.dtype), sums, like)
+def _rounded(function: str, means: Any, like: Any) -> Any:
+    return map_floats(function, lambda mean, x: mean.astype(x.dtype), means, like)
 
 
 def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, Any]:
@@ -254,8 +224,9 @@ def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, An
         return mean("distributed", updates, weight), state
     if weight is None:
         return codec.mean(updates, state)
-    w = checked_weight("distributed", weight)
-    mean_weight = tree_allreduce(w, op="mean")
+    w, problem = as_weight("distributed", weight, updates)
+    total = tree_allreduce(w, op="mean")
     means, sent = codec.mean(scaled("distributed", updates, w), state)
-    kept = jax.tree.map(lambda new, old: jnp.where(mean_weight != 0, new, old), sent, state)
-    return _divided("distributed", means, mean_weight, updates), kept
+    check_total("distributed", total, problem)
+    kept = jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), sent, state)
+    return _rounded("distributed", divided("distributed", means, total), updates), kept

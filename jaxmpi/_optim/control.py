@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allreduce
-from jaxmpi._optim.trees import check_transform, equal_types, map_floats, wide
+from jaxmpi._optim.trees import check_transform, computed_once, equal_types, map_floats, wide
+from jaxmpi._optim.weights import as_weight
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 
@@ -62,7 +64,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_))
 
     def update(updates: Any, state: SkipState, params: Any = None, **extra_args: Any) -> tuple[Any, SkipState]:
-        bad = any_rank(~_finite(updates, extra_args.get("weight")))
+        bad = computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
         out, after = inner.update(updates, state.inner, params, **extra_args)
         out, after = _unless(bad, out, after, state.inner)
         return out, SkipState(after, state.skipped + bad, bad)
@@ -135,10 +137,15 @@ def _finite(updates: Any, weight: Any) -> jax.Array:
     """Whether all numbers are; those of a rank without samples do not count."""
     leaves = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])) if leaves else jnp.array(True)
-    return finite if weight is None else (finite & (jnp.asarray(weight) >= 0)) | (jnp.asarray(weight) == 0)
+    if weight is None:
+        return finite
+    w, _ = as_weight("skip_nonfinite", weight, updates)
+    return (finite & jnp.isfinite(w)) | (w == 0)
 
 
 def _unless(bad: jax.Array, out: Any, after: Any, before: Any) -> tuple[Any, Any]:
     """The updates and the state after a step, or zero and the state before it."""
-    still = map_floats("skip_nonfinite", lambda x: jnp.where(bad, jnp.zeros_like(x), x), out)
-    return still, jax.tree.map(lambda new, old: jnp.where(bad, old, new), equal_types(after, before), before)
+    still = map_floats("skip_nonfinite", lambda x: lax.select(bad, jnp.zeros_like(x), x), out)
+    return still, jax.tree.map(
+        lambda new, old: lax.select(bad, jnp.asarray(old), jnp.asarray(new)), equal_types(after, before), before
+    )

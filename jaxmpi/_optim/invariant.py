@@ -1,7 +1,8 @@
 """The same bits for any number of ranks: fixed micro-batches, and sums in one order.
 
 A global batch is cut into M micro-batches, whatever the number of ranks. Each is differentiated by itself, in a loop with the
-same body everywhere, and the M gradients are added in one binary tree: neighbours first.
+same body everywhere, and the M gradients are added in one binary tree: neighbours first. Within a micro-batch and within the
+optimizer, sums have one order for any number of threads of a rank (`ordered`).
 """
 
 from collections.abc import Callable
@@ -12,13 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmpi import _world
+from jaxmpi import _jaxcompat, _world
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_alltoall
 from jaxmpi._leaves import leaf_name
+from jaxmpi._optim.ordered import equations, in_one_order
 from jaxmpi._optim.trees import map_floats, wide
+from jaxmpi._program.reading import communicates, subjaxprs
 
-__all__ = ["canonical_mean", "micro_batch_grads"]
+__all__ = ["canonical_mean", "invariant_update", "micro_batch_grads"]
+
+MATRIX_PRODUCTS = (
+    *("dot_general", "ragged_dot_general", "conv_general_dilated", "cholesky", "eig", "eigh", "geqrf", "hessenberg"),
+    *("householder_product", "lu", "qr", "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
+)
 
 
 def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[..., Any]:
@@ -27,10 +35,14 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
         grads = jaxmpi.micro_batch_grads(jax.grad(loss), 8)(params, batch)  # leaves [8 / size, ...]
         updates, state = jaxmpi.distributed(optax.adam(1e-3), micro_batches=8).update(grads, state, params)
 
+    Sums in `fun` have one order for any number of threads. Long matrix products on CPUs do not: give the ranks of all runs as
+    many threads, as `jaxmpi run --threads 1` does, or NPROC=1.
+
     **Collective:** no.
 
     Args:
-      fun: (params, batch, *rest) -> any pytree, such as `jax.grad` of a loss that averages over its batch.
+      fun: (params, batch, *rest) -> any pytree, such as `jax.grad` of a loss that averages over its batch. It does not
+        communicate: the batch statistics of all ranks would depend on their number.
       micro_batches: M, of all ranks together.
 
     Returns:
@@ -38,7 +50,8 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
       results, `[M/p, ...]`.
 
     Raises:
-      ValueError: when called, if the ranks do not divide M, or M/p does not divide the batch, with the leaf.
+      ValueError: when called, if the ranks do not divide M, or M/p does not divide the batch, with the leaf; if `fun`
+        communicates, with the source line.
     """
 
     def grads(params: Any, batch: Any, *rest: Any) -> Any:
@@ -53,7 +66,7 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
             return jnp.reshape(x, (here, len(x) // here, *jnp.shape(x)[1:]))
 
         parts = jax.tree_util.tree_map_with_path(split, batch)
-        return lax.map(lambda part: fun(params, part, *rest), parts)
+        return lax.map(in_one_order(lambda part: fun(params, part, *rest), _check_silent), parts)
 
     return grads
 
@@ -91,6 +104,41 @@ def canonical_mean(stacks: Any, micro_batches: int) -> Any:
         return (total.reshape(-1)[:n] / micro_batches).reshape(x.shape[1:]).astype(x.dtype)
 
     return _opaque(map_floats("distributed", finish, stacks, sums))
+
+
+def invariant_update(inner: Any) -> Any:
+    """`inner.update` with the same bits for any number of threads.
+
+    Raises:
+      ValueError: it multiplies matrices, which has no order that does not depend on them.
+    """
+
+    def update(updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+        return in_one_order(lambda *args: inner.update(*args, **extra_args), _check_orderable)(updates, state, params)
+
+    return update
+
+
+def _check_silent(jaxpr: Any) -> None:
+    for *callers, eqn in equations(jaxpr):
+        if eqn.primitive.name == "jaxmpi_collective" or (not list(subjaxprs(eqn)) and communicates(eqn)):
+            line = next(filter(None, map(_jaxcompat.source_line, (eqn, *reversed(callers)))), "a line of a library")
+            raise ValueError(
+                f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that its results depend on the "
+                "number of ranks. Use BatchNorm without axis_name, and reduce what fun returns after the loop."
+            )
+
+
+def _check_orderable(jaxpr: Any) -> None:
+    for path in equations(jaxpr):
+        if path[-1].primitive.name in MATRIX_PRODUCTS:
+            names = (name for eqn in reversed(path) for name in _jaxcompat.function_names(eqn))
+            transform = next((name.split(".<locals>")[0] for name in names if ".<locals>.update" in name), "the optimizer")
+            raise ValueError(
+                f"distributed: micro_batches gives the same bits on any number of ranks, and {transform} in inner multiplies "
+                f"matrices ({path[-1].primitive.name}), whose sums depend on the threads of a rank. Use an optimizer without "
+                "matrix products, such as Adam, LAMB or Adafactor, or leave micro_batches out."
+            )
 
 
 def _mine(function: str, micro_batches: int) -> int:

@@ -19,7 +19,7 @@ class NoiseScaleState(NamedTuple):
     Attributes:
       signal: |G|², the square of the true gradient, averaged over steps.
       noise: tr Σ of one rank's batch, averaged over steps.
-      steps: how many steps they are of.
+      steps: how many steps they are of; 0 on one rank, where nothing is measured.
       decay: of the averages.
     """
 
@@ -29,12 +29,13 @@ class NoiseScaleState(NamedTuple):
     decay: jax.Array
 
     def scale(self, batch_size: int = 1) -> jax.Array:
-        """B = tr Σ / |G|², in samples; a float32, infinite while no gradient is found in the noise.
+        """B = tr Σ / |G|², in samples; a float32, infinite while no gradient is found in the noise, NaN before it is measured.
 
         Args:
           batch_size: the samples of one rank's batch; 1 for a result in such batches.
         """
-        return jnp.where(self.signal > 0, batch_size * self.noise / jnp.where(self.signal > 0, self.signal, 1), jnp.inf)
+        scale = batch_size * self.noise / jnp.where(self.signal > 0, self.signal, 1)
+        return jnp.where(self.signal > 0, scale, jnp.where(self.steps > 0, jnp.inf, jnp.nan))
 
 
 def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
@@ -43,7 +44,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     With g_r the gradient of rank r's batch and ḡ their mean over p ranks, |G|² ≈ (p·|ḡ|² - mean |g_r|²) / (p - 1) and tr Σ ≈
     (mean |g_r|² - |ḡ|²) · p / (p - 1); B = tr Σ / |G|² is about the batch size beyond which more samples in a step stop helping
     (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1). All ranks' batches must be
-    equally large.
+    equally large. On one rank there is nothing to compare: the updates stay as they are, and the scale is NaN.
 
     tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3)); state[0].scale(samples_of_a_rank)
 
@@ -54,7 +55,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
       decay: of the averages of |G|² and tr Σ over steps, 0 to 1.
 
     Raises:
-      ValueError: a decay out of this range; when called, on one rank, where there is nothing to compare, or with a weight.
+      ValueError: a decay out of this range; when called, a weight.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1.")
@@ -71,9 +72,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
             raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
         size = _world.size()
         if size == 1:
-            raise ValueError(
-                "measure_noise_scale: one rank has no other gradient to compare with. Use average_gradients there."
-            )
+            return updates, state
         mean, small = tree_allreduce((updates, _square(updates)), op="mean")
         large = _square(mean)
         signal, noise = (size * large - small) / (size - 1), (small - large) * size / (size - 1)

@@ -11,7 +11,7 @@ from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives import tree_allgather
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_own, leaf_name
-from jaxmpi._optim.trees import check_transform
+from jaxmpi._optim.trees import check_transform, either
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
 
@@ -64,7 +64,7 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
             raise ValueError("watch_replicas: update needs the parameters. Call update(grads, state, params).")
         out, after = inner.update(updates, state.inner, params, **extra_args)
         step = equal_on_all_ranks(state.step)
-        leaf, rank = jax.lax.cond(step % every == 0, lambda: _compare(params), _nothing)
+        leaf, rank = either(step % every == 0, lambda: _compare(params), _nothing)
         compared, differs = step % every == 0, leaf >= 0
         since = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)
         last = ((since, state.found), (leaf, state.leaf), (rank, state.rank))
@@ -73,25 +73,51 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def check_replicas(state: ReplicaState, params: Any) -> None:
+def check_replicas(state: Any, params: Any) -> None:
     """Raise an error if `watch_replicas` has found a difference; call it now and then, outside of the step.
 
     **Collective:** no; but every rank has the same state, and raises.
 
     Args:
-      state: of `watch_replicas`.
+      state: of `watch_replicas`, or of a transform around it, such as `optax.chain`.
       params: the parameters, for the name of the array.
 
     Raises:
       RankMismatchError: with the array, the rank and the step.
+      TypeError: no state of `watch_replicas` in `state`.
+      ValueError: `params` are others than those of `update`.
+      RuntimeError: called in traced code.
     """
-    if (step := int(np.asarray(state.found))) < 0:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+        raise RuntimeError("check_replicas was called inside a traced function, where nothing runs yet. Call it outside.")
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
+    if not found:
+        raise TypeError(
+            f"check_replicas: state is a {type(state).__name__} without a state of jaxmpi.watch_replicas. Wrap the optimizer, "
+            "tx = jaxmpi.watch_replicas(tx), and pass its state."
+        )
+    for watched in found:
+        _check(watched, params)
+
+
+def _is_watched(x: Any) -> bool:
+    return isinstance(x, ReplicaState)
+
+
+def _check(state: ReplicaState, params: Any) -> None:
+    step, leaf, rank = (int(np.asarray(x)) for x in (state.found, state.leaf, state.rank))
+    if step < 0:
         return
-    path, _ = jax.tree_util.tree_leaves_with_path(params)[int(np.asarray(state.leaf))]
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    if leaf >= len(paths):
+        raise ValueError(
+            f"check_replicas: params has {len(paths)} leaves, and leaf number {leaf} differs between the ranks. Pass the "
+            "parameters that update gets."
+        )
     raise RankMismatchError(
-        f"check_replicas: leaf {leaf_name(path)} of the parameters on rank {int(np.asarray(state.rank))} was found to differ "
-        f"from that of the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and look for what "
-        "is not reduced over the ranks, or for memory that fails."
+        f"check_replicas: leaf {leaf_name(paths[leaf][0])} of the parameters on rank {rank} was found to differ from that of "
+        f"the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and look for what is not "
+        "reduced over the ranks, or for memory that fails."
     )
 
 

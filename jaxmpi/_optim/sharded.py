@@ -10,14 +10,15 @@ import optax
 
 from jaxmpi import _world
 from jaxmpi._axis import with_parameters
-from jaxmpi._collectives import tree_allgather, tree_reduce_scatter
+from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit import anywhere
 from jaxmpi._leaves import PerRankState, is_key
-from jaxmpi._optim.average import checked_weight, mean, mean_of_all, scaled
+from jaxmpi._optim.average import mean_of_all
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.shards import gathered, is_shard, joined, own, part, rows, shard, shard_shape
 from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
+from jaxmpi._optim.weights import weighted_mean
 
 __all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "unshard"]
 
@@ -97,17 +98,19 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     def masters(params: Any) -> Any:
         return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
+    def start(params: Any) -> tuple[Any, Any]:
+        wholes = masters(params)
+        shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), wholes)
+        state = on_shards(inner.init, shards)
+        master = () if master_dtype is None else jax.tree.map(part, shards, is_leaf=is_shard)
+        return _stored(state, _layout(state, wholes)), master
+
+    started = anywhere(start, "sharded")
+
     def init(params: Any) -> ShardedState:
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(masters, params)
-        layout = _layout(jax.eval_shape(inner.init, wholes), wholes)
-
-        def start(params: Any) -> tuple[Any, Any]:
-            shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), masters(params))
-            state = _stored(on_shards(inner.init, shards), layout)
-            return state, () if master_dtype is None else jax.tree.map(part, shards, is_leaf=is_shard)
-
-        return ShardedState.of(anywhere(start, "sharded")(params), layout)
+        return ShardedState.of(started(params), _layout(jax.eval_shape(inner.init, wholes), wholes))
 
     def update(
         updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
@@ -157,20 +160,8 @@ def unshard(state: ShardedState) -> ShardedState:
       ValueError: the state was made for another number of ranks.
     """
     _check_ranks("unshard", state)
-    layout = state.layout
-
-    def join(x: Any, shape: tuple[int, ...] | None) -> Any:
-        return x if shape is None else joined(x, shape)
-
-    def whole(tree: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(tree)
-        shards = {i: x for i, x in enumerate(leaves) if layout.shapes[i] is not None}
-        for i, x in tree_allgather(shards).items():
-            leaves[i] = join(x, layout.shapes[i])
-        return treedef.unflatten(leaves)
-
-    parts = anywhere(whole, "unshard")(state.parts) if layout.ranks > 1 else state.parts
-    return ShardedState.of(parts, layout._replace(ranks=1))
+    parts = _whole_parts(state) if state.layout.ranks > 1 else state.parts
+    return ShardedState.of(parts, state.layout._replace(ranks=1))
 
 
 def reshard(state: ShardedState) -> ShardedState:
@@ -185,42 +176,45 @@ def reshard(state: ShardedState) -> ShardedState:
     if state.layout.ranks != 1:
         raise ValueError(f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard.")
 
-    def cut(tree: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, state.layout.shapes, strict=False)
-        return treedef.unflatten([x if shape is None else own(x) for x, shape in pairs])
+    return ShardedState.of(_own_parts(state), state.layout._replace(ranks=_world.size()))
 
-    return ShardedState.of(anywhere(cut, "reshard")(state.parts), state.layout._replace(ranks=_world.size()))
+
+@partial(anywhere, name="unshard")
+def _whole_parts(state: ShardedState) -> Any:
+    leaves, treedef = jax.tree.flatten(state.parts)
+    wholes = {i: shape for i, shape in enumerate(state.layout.shapes[: len(leaves)]) if shape is not None}
+    for i, x in tree_allgather({i: leaves[i] for i in wholes}).items():
+        leaves[i] = joined(x, wholes[i])
+    return treedef.unflatten(leaves)
+
+
+@partial(anywhere, name="reshard")
+def _own_parts(state: ShardedState) -> Any:
+    leaves, treedef = jax.tree.flatten(state.parts)
+    pairs = zip(leaves, state.layout.shapes, strict=False)
+    return treedef.unflatten([x if shape is None else own(x) for x, shape in pairs])
 
 
 # shards
 
 
 def _means(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
-    """This rank's shards of the means, and the means of scalars, which all ranks must have with the same bits."""
+    """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
-    leaves, treedef = jax.tree.flatten((updates, local))
-    scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
-    means = _mean_shards({i: x for i, x in enumerate(leaves) if i not in scalars}, weight)
-    if scalars:
-        means |= mean("sharded", scalars, weight)
-    return treedef.unflatten([means[i] for i in range(len(leaves))])
+    means = weighted_mean("sharded", (updates, local) if local else updates, weight, _mean_shards)
+    return means if local else (means, {})
 
 
-def _mean_shards(updates: Any, weight: Any) -> Any:
+def _mean_shards(function: str, tree: Any) -> Any:
+    """This rank's shards of the mean over the ranks, and the whole mean of a scalar, which has the same bits on all."""
     size = _world.size()
-    if weight is None:
-        stacks = map_floats("sharded", lambda x: rows(x, size), updates)
-        return updates if size == 1 else _no_floats(tree_reduce_scatter, stacks, op="mean")
-    w = checked_weight("sharded", weight)
-    sums = scaled("sharded", updates, w)
     if size == 1:
-        total = w
-    else:
-        stacks = map_floats("sharded", lambda x: rows(x, size), sums)
-        total, sums = _no_floats(tree_reduce_scatter, (jnp.full(size, w), stacks), op="sum")
-    safe = jnp.where(total != 0, total, 1)
-    return map_floats("sharded", lambda s: jnp.where(total != 0, s / safe.astype(s.dtype), 0), sums)
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
+    stacks = map_floats(function, lambda x: rows(x, size), {i: x for i, x in enumerate(leaves) if i not in scalars})
+    means = _no_floats(tree_reduce_scatter, stacks, op="mean") | tree_allreduce(scalars, op="mean")
+    return treedef.unflatten([means[i] for i in range(len(leaves))])
 
 
 def _gathered(tree: Any) -> Any:

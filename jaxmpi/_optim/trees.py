@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jaxmpi._leaves import leaf_name
 
-__all__ = ["check_shapes", "check_transform", "equal_types", "floats", "map_floats", "wide"]
+__all__ = ["check_shapes", "check_transform", "computed_once", "either", "equal_types", "floats", "map_floats", "wide"]
 
 
 def check_transform(function: str, name: str, transform: Any) -> None:
@@ -90,3 +91,19 @@ def floats(function: str, tree: Any) -> tuple[list[Any], Callable[[list[Any]], A
 def equal_types(new: Any, old: Any) -> Any:
     """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
     return jax.tree.map(lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)), new, old)
+
+
+def computed_once(flag: Any) -> jax.Array:
+    """A boolean that follows from all leaves, for use on every leaf: XLA computes it once.
+
+    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves take n² instructions to
+    compile. It does not fuse a sort; an `optimization_barrier` is gone before it fuses.
+    """
+    return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
+
+
+def either(which: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: Any) -> Any:
+    """`lax.cond`; called eagerly, one of the two functions is called eagerly, as it may communicate."""
+    if isinstance(which, jax.core.Tracer):
+        return lax.cond(which, yes, no, *args)
+    return (yes if which else no)(*args)

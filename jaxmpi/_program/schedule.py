@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import Collective
 from jaxmpi._program.reading import communicates, follows_from, kind, other_effects
+from jaxmpi._program.riders import share_messages
 from jaxmpi._program.translate import Translation, translate
 
 __all__ = ["Group", "Level", "folded", "schedule"]
@@ -71,7 +72,7 @@ def _groups(eqns: list[Any], size: int, together: bool) -> list[Group]:
             group = groups.setdefault(translation.call if together else i, Group(translation.call, [], []))
             group.eqns.append(eqn)
             group.translations.append(translation)
-    return list(groups.values())
+    return share_messages(list(groups.values()), size) if together else list(groups.values())
 
 
 def _needed(jaxpr: Any) -> Iterator[Any]:

@@ -5,7 +5,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TextIO
 
 from jaxmpi._watch import words
 
@@ -21,6 +22,7 @@ class Key(NamedTuple):
     line: int
     thread: str
     call: int
+    stream: str = "stdout"  # or "stderr": where rank 0 writes it
 
 
 class Rounds:
@@ -28,7 +30,7 @@ class Rounds:
 
     def __init__(self, size: int, write: Callable[[str], object] | None = None) -> None:
         self._size = size
-        self._write = write or self._show
+        self._write = write
         self._failed = False  # to write the last one
         self._texts: dict[Key, dict[int, str]] = defaultdict(dict)
         self._since: dict[Key, float] = {}
@@ -56,16 +58,17 @@ class Rounds:
 
     def _flush(self, key: Key) -> None:
         del self._since[key]
-        self._write("".join(text for _, text in sorted(self._texts.pop(key).items())))
+        write = self._write or partial(self._show, getattr(sys, key.stream))
+        write("".join(text for _, text in sorted(self._texts.pop(key).items())))
 
-    def _show(self, text: str) -> None:
-        """Write to stdout what it can show; another rank's text must not end this one."""
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    def _show(self, stream: TextIO | None, text: str) -> None:
+        """Write what a stream can show; another rank's text must not end this one."""
+        encoding = getattr(stream, "encoding", None) or "utf-8"
         try:
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            sys.stdout.flush()
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # type: ignore[union-attr]
+            stream.flush()  # type: ignore[union-attr]
             self._failed = False
         except (OSError, ValueError, AttributeError) as error:  # a full disk, a closed stream, none
             if not self._failed:
-                words.say(f"jaxmpi: a line of jaxmpi.print cannot be written to stdout ({error}):\n{text}")
+                words.say(f"jaxmpi: a line of jaxmpi.print cannot be written ({error}):\n{text}")
             self._failed = True

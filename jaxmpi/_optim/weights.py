@@ -1,0 +1,147 @@
+"""Weighted means over the ranks: one rule for every function that takes a weight.
+
+out = Σ_r w_r·x_r / Σ_r w_r
+
+A weight is what the values of this rank count: its number of samples or tokens.
+
+- It is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite, and 0 or more. Called eagerly, a
+  weight of any rank that is something else is a ValueError on every rank. In traced code the values of a weight are not known:
+  one that is negative, infinite or NaN makes NaN of everything, on every rank.
+- A rank with weight 0 does not count, whatever its values are, NaN included.
+- Where all weights are 0 there is no mean. Gradients are 0 then, and metrics are NaN.
+- All ranks pass a weight, or none does.
+- Products and sums are formed in 32 bits at least, the weight in the widest dtype among the values.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import _jaxcompat, _world
+from jaxmpi._agreement import in_words
+from jaxmpi._collectives import tree_allreduce
+from jaxmpi._jit import anywhere
+from jaxmpi._optim.trees import map_floats, wide
+from jaxmpi._program.function import is_per_rank
+
+__all__ = ["as_weight", "check_total", "divided", "over_all_ranks", "scaled", "weighted_mean"]
+
+MeanOverRanks = Callable[[str, Any], Any]  # of a function's name and a tree
+
+
+def over_all_ranks(function: str, tree: Any) -> Any:
+    """The mean of every leaf, on every rank."""
+    return tree_allreduce(tree, op="mean")
+
+
+def weighted_mean(
+    function: str, tree: Any, weight: Any, over_ranks: MeanOverRanks = over_all_ranks, *, empty: float = 0.0
+) -> Any:
+    """The mean over the ranks; with a weight, in 32 bits at least, in one message that has the weight, too.
+
+    Args:
+      function: for errors.
+      tree: this rank's values; with a weight, real or complex ones.
+      weight: of this rank, or None for a plain mean.
+      over_ranks: forms the means of the weights and the products; it may return this rank's part of them only.
+      empty: the result where all weights are 0.
+    """
+    if weight is None:
+        return over_ranks(function, tree)
+    w, problem = as_weight(function, weight, tree)
+    total, out = _mean_of(function, over_ranks, empty)(w, tree)
+    check_total(function, total, problem)
+    return out
+
+
+@cache
+def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+    """The mean of the weights, and that of a tree: called eagerly, one program."""
+
+    def mean(w: jax.Array, tree: Any) -> tuple[jax.Array, Any]:
+        total, means = over_ranks(function, (w, scaled(function, tree, w)))
+        return total, divided(function, means, total, empty)
+
+    return anywhere(mean, function)
+
+
+def as_weight(function: str, weight: Any, tree: Any) -> tuple[Any, str]:
+    """A weight in the dtype of the sums of `tree`, NaN where it is no weight; and what is wrong with it, as far as known.
+
+    Raises:
+      ValueError: it is wrong, where no other rank has to be told: on one rank, and in traced code.
+    """
+    dtype = jnp.result_type(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
+    problem = _problem(weight)
+    if problem and (_world.size() == 1 or _jaxcompat.tracing()):
+        raise ValueError(_message(function, problem))
+    if problem:
+        return jnp.full((), jnp.nan, dtype), problem
+    if isinstance(weight, jax.core.Tracer):
+        w = weight.astype(dtype)
+        return jnp.where((w >= 0) & (w < jnp.inf), w, jnp.nan), ""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), weight), ""  # which may be a PerRank
+
+
+def check_total(function: str, total: Any, problem: str) -> None:
+    """Raise on all ranks if the weight of one of them was no weight, now that `total` has told them.
+
+    Args:
+      function: for the error.
+      total: the mean of the weights; nothing is raised in traced code.
+      problem: what is wrong with the weight of this rank, of `as_weight`.
+    """
+    if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total)).all():
+        return
+    problems = _world.current(function).allgather_object(problem)
+    ranks = [rank for rank, said in enumerate(problems) if said]
+    raise ValueError(_message(function, problems[ranks[0]], ranks) if ranks else _message(function, "is too large for a sum"))
+
+
+def scaled(function: str, tree: Any, w: Any) -> Any:
+    """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
+    return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
+
+
+def divided(function: str, means: Any, total: Any, empty: float = 0.0) -> Any:
+    """Means of products / mean of weights; `empty` where that is zero, and NaN where it is not finite."""
+    some = total != 0
+    safe = jnp.where(some & jnp.isfinite(total), total, jnp.where(some, jnp.nan, 1))
+    return map_floats(function, lambda x: jnp.where(some, x / safe.astype(x.dtype), empty), means)
+
+
+def _problem(weight: Any) -> str:
+    """What is wrong with a weight, in words; "" if nothing is, or it is not known yet."""
+    x = weight.stack if is_per_rank(weight) else weight
+    try:
+        shape, dtype = jnp.shape(x)[is_per_rank(weight) :], jnp.result_type(x)
+    except (TypeError, ValueError):
+        return f"is a {type(weight).__name__}"
+    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
+        return f"has shape {list(shape)} and dtype {dtype}"
+    if isinstance(x, jax.core.Tracer):
+        return ""
+    values = np.asarray(x, np.float64).reshape(-1)
+    wrong = values[~((values >= 0) & (values < np.inf))]
+    return f"is {wrong[0]}" if wrong.size else ""
+
+
+def _message(function: str, problem: str, ranks: list[int] | None = None) -> str:
+    where = f"; {in_words(ranks)} did not" if ranks else ""
+    return f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number of 0 or more{where}."
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_per_rank)
+
+
+def _array(x: Any) -> Any:
+    return x.stack if is_per_rank(x) else x
+
+
+def _inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
