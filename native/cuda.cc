@@ -35,9 +35,8 @@ Cuda::Cuda(const std::string& library) {
 }
 
 Cuda::Current::Current(const Cuda& cuda, Stream stream) : cuda_(cuda) {
-  void* context = nullptr;
-  cuda.check(cuda.stream_get_ctx_(stream, &context), "cuStreamGetCtx");
-  cuda.check(cuda.ctx_push_(context), "cuCtxPushCurrent");
+  cuda.check(cuda.stream_get_ctx_(stream, &context_), "cuStreamGetCtx");
+  cuda.check(cuda.ctx_push_(context_), "cuCtxPushCurrent");
 }
 
 Cuda::Current::~Current() {

@@ -22,8 +22,11 @@ class Cuda {
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
 
+    void* context() const { return context_; }
+
    private:
     const Cuda& cuda_;
+    void* context_ = nullptr;
   };
 
   // All of these act in the current context, and throw std::runtime_error with the driver's words.

@@ -44,9 +44,10 @@ Transport& current() {
   return *transport;
 }
 
+// Marks a message as the last one, from when this rank is ready to communicate; under the mutex.
 class Entered {
  public:
-  Entered(int64_t word, int64_t bytes) : lock_(one_at_a_time), event_(events[started % kEvents]) {
+  Entered(int64_t word, int64_t bytes) : event_(events[started % kEvents]) {
     event_.word = word;
     event_.bytes = bytes;
     event_.met = event_.end = 0;
@@ -60,7 +61,6 @@ class Entered {
   }
 
  private:
-  std::lock_guard<std::mutex> lock_;
   Event& event_;
 };
 
@@ -113,14 +113,16 @@ std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return arrays;
 }
 
+// run(transport, arrays, begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
 ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
   try {
     std::vector<Array> arrays = arrays_of(args, rets);
     int64_t bytes = 0;
     for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
-    const Entered entered(word, bytes);
-    run(current(), std::move(arrays));
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    std::optional<Entered> entered;
+    run(current(), std::move(arrays), [&] { entered.emplace(word, bytes); });
     return ffi::Error::Success();
   } catch (const Disagreement&) {
   } catch (const std::exception& error) {
@@ -130,15 +132,16 @@ ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t 
 }
 
 ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
-  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays) {
+  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+    begin();
     transport.run(static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, std::move(arrays));
   });
 }
 
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
                   int64_t word) {
-  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays) {
-    staging->run(transport, static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, arrays, stream);
+  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+    staging->run(transport, static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, arrays, stream, begin);
   });
 }
 
@@ -214,6 +217,7 @@ auto last_events() {
 
 std::pair<int64_t, int64_t> meet(int64_t word) {
   nb::gil_scoped_release release;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   const Entered entered(word, 0);
   const Extremes words = current().meet(word);
   return {words.smallest, words.largest};

@@ -23,7 +23,7 @@ struct Staging::Batch {
 };
 
 void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t word, const std::vector<Array>& arrays,
-                  Cuda::Stream stream) {
+                  Cuda::Stream stream, const std::function<void()>& begin) {
   const int64_t size = transport.size();
   const int64_t rows_in = kind == Kind::ReduceScatter ? size : 1, rows_out = kind == Kind::Allgather ? size : 1;
   const bool in_place = kind == Kind::Allreduce;
@@ -43,27 +43,25 @@ void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t w
   }
 
   const Cuda::Current current(cuda_, stream);
-  for (int i = 0; i < 2 && !copied_[i]; ++i) {
-    memory_[i] = cuda_.pinned(kBatchBytes + 2 * kAlign);
-    copied_[i] = cuda_.event();
-  }
+  const Buffers& buffers = buffers_of(current.context());
+  auto memory = [&](size_t k) { return buffers.memory[k % 2]; };
   // Rows of a piece follow each other in pinned memory; on the GPU they are a whole array apart.
   auto to_host = [&](size_t k) {
     for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
       const int64_t item = size_of(array->type);
       for (int64_t row = 0; row < rows_in; ++row) {
-        cuda_.copy(memory_[k % 2] + in + row * columns * item, array->in + (row * array->columns + column) * item,
-                   columns * item, stream);
+        cuda_.copy(memory(k) + in + row * columns * item, array->in + (row * array->columns + column) * item, columns * item,
+                   stream);
       }
     }
-    cuda_.record(copied_[k % 2], stream);
+    cuda_.record(buffers.copied[k % 2], stream);
   };
   auto to_gpu = [&](size_t k) {
     for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
       const int64_t item = size_of(array->type);
       for (int64_t row = 0; row < rows_out; ++row) {
-        cuda_.copy(array->out + (row * array->columns + column) * item, memory_[k % 2] + out + row * columns * item,
-                   columns * item, stream);
+        cuda_.copy(array->out + (row * array->columns + column) * item, memory(k) + out + row * columns * item, columns * item,
+                   stream);
       }
     }
   };
@@ -72,10 +70,11 @@ void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t w
     to_host(0);
     for (size_t k = 0; k < batches.size(); ++k) {
       if (k + 1 < batches.size()) to_host(k + 1);
-      cuda_.wait(copied_[k % 2]);
+      cuda_.wait(buffers.copied[k % 2]);
+      if (k == 0) begin();
       std::vector<Array> staged;
       for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
-        staged.push_back({array->type, memory_[k % 2] + in, memory_[k % 2] + out, columns});
+        staged.push_back({array->type, memory(k) + in, memory(k) + out, columns});
       }
       transport.run(kind, op, divisor, word, std::move(staged));
       to_gpu(k);
@@ -85,6 +84,16 @@ void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t w
     throw;
   }
   cuda_.finish(stream);  // the next message may come on another stream
+}
+
+// Those of the context, which is current: made when it is first seen.
+Staging::Buffers& Staging::buffers_of(void* context) {
+  Buffers& buffers = buffers_[context];
+  for (int i = 0; i < 2; ++i) {
+    if (!buffers.memory[i]) buffers.memory[i] = cuda_.pinned(kBatchBytes + 2 * kAlign);
+    if (!buffers.copied[i]) buffers.copied[i] = cuda_.event();
+  }
+  return buffers;
 }
 
 }  // namespace jaxmpi

@@ -2,6 +2,8 @@
 // one is reduced.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -15,14 +17,20 @@ class Staging {
   explicit Staging(const std::string& libcuda) : cuda_(libcuda) {}
 
   // As Transport::run, for arrays of the GPU of `stream`: after what is on the stream before, and before what comes after.
+  // Calls `begin` once the GPU has done what is before, and this rank is ready to communicate.
   void run(Transport& transport, Kind kind, Op op, int divisor, int64_t word, const std::vector<Array>& arrays,
-           Cuda::Stream stream);
+           Cuda::Stream stream, const std::function<void()>& begin);
 
  private:
   struct Batch;
+  struct Buffers {
+    char* memory[2] = {};        // of the batches in turn
+    Cuda::Event copied[2] = {};  // to the host
+  };
+  Buffers& buffers_of(void* context);
+
   Cuda cuda_;
-  char* memory_[2] = {};        // of the batches in turn
-  Cuda::Event copied_[2] = {};  // to the host
+  std::map<void*, Buffers> buffers_;  // of each context: an event is of the one in which it was made
 };
 
 }  // namespace jaxmpi

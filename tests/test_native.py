@@ -327,10 +327,8 @@ import jaxmpi
 import jaxmpi._native as extension
 from jaxmpi._backends import native, transport
 
-jax.ffi.register_ffi_target("jaxmpi_collective", extension.handler("rehearsal"), platform="cpu")
-extension.handler = lambda name: None
-register = jax.ffi.register_ffi_target
-jax.ffi.register_ffi_target = lambda name, handler, **options: handler and register(name, handler, **options)
+handler = extension.handler
+extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
 native.on_host = lambda: False
 transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
 w = jaxmpi.init()
@@ -382,9 +380,9 @@ def stand_in_for_cuda(tmp_path_factory):
     return str(library)
 
 
-@pytest.mark.parametrize("environ", [{}, {"CUDA_HURRIES": "1"}])
+@pytest.mark.parametrize("environ", [{"CUDA_CONTEXTS": "2"}, {"CUDA_HURRIES": "1"}])
 def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
-    """With copies that happen as late, and as early, as a GPU's may."""
+    """With copies that happen as late, and as early, as a GPU's may; with two contexts in turn."""
     done = run(3, STAGED.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine on") == 3 and done.stdout.count("caught on") == 3
@@ -395,6 +393,76 @@ def test_an_error_of_the_gpu_is_one_of_the_step(stand_in_for_cuda, tmp_path):
     done = run(2, code, tmp_path, CUDA_FAILS_AFTER="3")
     assert done.returncode != 0
     assert "cuMemcpyAsync failed: unspecified launch failure" in done.stdout + done.stderr
+
+
+WORKS = """
+import importlib, os, sys, threading, time
+import jax.numpy as jnp
+import jaxmpi
+from jaxmpi._backends import native, transport
+
+extension = importlib.import_module("jaxmpi._native")
+handler = extension.handler
+extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
+native.on_host = lambda: False
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+world = jaxmpi.init()
+slow = world.rank == world.size - 1
+step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
+step(jnp.ones(1000)).block_until_ready()
+jaxmpi.barrier()
+os.environ["CUDA_WORKS_MS"] = "600" if slow else "0"
+inside = []
+thread = threading.Thread(target=lambda: [inside.append(extension.messages()) or time.sleep(0.02) for _ in range(20)])
+thread.start()
+step(jnp.ones(1000)).block_until_ready()
+thread.join()
+_, _, _, start, met, end = extension.events()[-1]
+waited = (met - start) / 1e9
+print("waited", waited, flush=True)
+assert (waited < 0.2) if slow else (waited > 0.3), waited
+assert not slow or all(started == ended for started, ended in inside), inside
+jaxmpi.print("fine")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_work_of_a_gpu_is_no_waiting(stand_in_for_cuda, ranks, tmp_path):
+    """A message begins when the GPU has done what comes before it: for the flight recorder, and for the stall watch."""
+    done = run(ranks, WORKS.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path)
+    assert done.returncode == 0 and done.stdout.count("fine") == ranks, done.stdout + done.stderr
+
+
+BOTH = """
+import importlib
+import jax, jax.numpy as jnp, numpy as np
+import jaxmpi
+from jaxmpi._backends import native, transport
+
+extension = importlib.import_module("jaxmpi._native")
+native.on_host = lambda: False
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+registered, register = [], jax.ffi.register_ffi_target
+def noted(name, handler, platform="cpu", **options):
+    registered.extend([platform] * (name == "jaxmpi_collective"))
+    register(name, handler, platform=platform, **options)
+jax.ffi.register_ffi_target = noted
+world = jaxmpi.init()
+assert registered == ["cpu", "CUDA"], registered
+n = world.size
+total = jaxmpi.tree_allreduce(jnp.arange(5.0) + world.rank, "sum")
+np.testing.assert_array_equal(total, n * np.arange(5.0) + n * (n - 1) / 2)
+with jax.default_device(jax.devices("cpu")[0]):
+    mean = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))(jnp.full(3, float(world.rank)))
+np.testing.assert_array_equal(mean, np.full(3, (n - 1) / 2))
+jaxmpi.print("fine")
+"""
+
+
+def test_arrays_of_the_host_in_a_job_of_gpus(stand_in_for_cuda, tmp_path):
+    """They go straight through shared memory; nothing is copied by the GPU's driver, which fails here."""
+    done = run(2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0")
+    assert done.returncode == 0 and done.stdout.count("fine") == 2, done.stdout + done.stderr
 
 
 # ends

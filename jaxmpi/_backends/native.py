@@ -61,8 +61,9 @@ class Native(Mpi):
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()
         self._alone = not host or self._mpi4jax is None  # whether mpi4jax carries nothing
-        platform, handler = ("cpu", "host") if host else ("CUDA", "gpu")
-        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler(handler), platform=platform)
+        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("host"), platform="cpu")  # also in a job of GPUs
+        if not host:
+            jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
         self._others: Any = None  # the communicator of the owners with this local rank
         self._open()
 
