@@ -9,6 +9,7 @@ import jax
 
 from jaxmpi import _agreement
 from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint.fitting import difference
 from jaxmpi._checkpoint.manifest import Leaf, Manifest
 from jaxmpi._checkpoint.reading import newest, read
 from jaxmpi._checkpoint.together import check_equal, checked, each_ranks_values, meet, ranks_here, together
@@ -135,7 +136,7 @@ def restore(directory: str | os.PathLike, like: Any, step: int | None = None) ->
             which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
             raise CheckpointError(f"restore: there is {which} in {directory}. {wrong or 'Look where it was saved.'}")
         folder, manifest = whole
-        if different := parts.difference(manifest.leaves, leaves, out):
+        if different := difference(manifest.leaves, leaves, out):
             raise CheckpointError(f"restore: {folder}: {different}. Build the model and the optimizer as they were.")
         saved = {leaf.name: leaf for leaf in manifest.leaves}
         try:

@@ -251,7 +251,10 @@ LAYERS = [
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
     {
         "_checkpoint",
-        *(f"_checkpoint.{name}" for name in ("manifest", "parts", "files", "folders", "together", "writing", "reading")),
+        *(
+            f"_checkpoint.{name}"
+            for name in ("manifest", "parts", "fitting", "files", "folders", "together", "writing", "reading")
+        ),
     },
     {"_run", *(f"_run.{name}" for name in RUN)},
     {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "records", "timeline"))},

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmpi._backends import Backend
 from jaxmpi._checkpoint import folders, parts
 from jaxmpi._checkpoint.files import Archive
+from jaxmpi._checkpoint.fitting import fitted
 from jaxmpi._checkpoint.manifest import Leaf, Manifest, dtype_of
 from jaxmpi._checkpoint.together import busy, ranks_here, together
 
@@ -57,7 +58,7 @@ def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: parts.
     if not saved.plain and not saved.stored:
         return _empty(leaf, size)
     here = ranks_here(backend) if leaf.part != "all" else [backend.place.rank]
-    rows = [parts.fitted(saved, leaf, parts.part_of(leaf, rank, size, saved, ranks, stored)) for rank in here]
+    rows = [fitted(saved, leaf, parts.part_of(leaf, rank, size, saved, ranks, stored)) for rank in here]
     return rows[0] if all(parts.bits(row) == parts.bits(rows[0]) for row in rows) else np.stack(rows)
 
 

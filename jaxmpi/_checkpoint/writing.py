@@ -40,7 +40,12 @@ def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
                 "to a file system that all hosts share, or gather the state with jaxmpi.unshard first."
             )
 
-    together(backend, look)
+    try:
+        together(backend, look)
+    except CheckpointError:
+        if lock:
+            lock.close()
+        raise
     return folder, lock
 
 
