@@ -54,7 +54,7 @@ test-loaders: $(VENV)/.test-installed
 
 matrix: $(VENV)/.test-installed
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
-	@$(BIN)/python -m pytest -m matrix tests/test_laws.py
+	@$(BIN)/python -m pytest -m matrix tests/test_laws.py tests/test_gloo.py
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
 
 disagreements: $(VENV)/.test-installed

@@ -56,7 +56,8 @@ def tree_bcast(tree: Any, root: int = 0) -> Any:
     out = tree_root. For parameters and optimizer states `synchronize` is the safe way: it checks the structure first.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and root.
-    **Communication:** each leaf's bytes once, from root.
+    **Communication:** that of a sum of as many bytes, `tree_allreduce(tree, "sum")`: the other ranks add zeros. Under plain
+    `jax.jit`, mpi4jax sends each leaf's bytes once, from root.
 
     Raises:
       ValueError: root is not a rank.

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 from jax._src import core, dispatch, source_info_util, xla_bridge
+from jax._src.lax import parallel
 from jax._src.lax.lax import _convert_element_type
+from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.ffi import ffi_lowering
 from jax.interpreters import mlir
@@ -32,18 +34,23 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "TESTED",
+    "allow_in_checkpoint",
     "as_weak",
     "at_source",
     "at_top_level",
+    "axis_effect",
     "bind",
+    "call_site",
     "caller_line",
     "can_hide_effects",
     "compiling",
+    "failed_collective",
     "ffi_call_in_order",
     "function_names",
     "gloo_listens_at",
     "in_library",
     "is_axis_effect",
+    "is_reference",
     "lower_with_tokens",
     "module_text",
     "ordered_effect",
@@ -112,9 +119,19 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def axis_effect(name: str) -> Any:
+    """The effect that says that an axis of this name must be bound."""
+    return core.NamedAxisEffect(name)
+
+
 def is_axis_effect(effect: Any, name: str) -> bool:
     """Whether it says no more than that an axis of this name must be bound."""
     return isinstance(effect, core.NamedAxisEffect) and effect.name == name
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether it is the type of a reference, as `jax.new_ref` makes them, and not of an array."""
+    return isinstance(aval, AbstractRef)
 
 
 @contextlib.contextmanager
@@ -135,6 +152,12 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     with at_source(eqn):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def call_site(eqn: Any) -> tuple[tuple[str, int, int], ...]:
+    """The call that an equation comes from: its frames outside of JAX. That of a derivative is that of what it is one of."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
 
 
 def source_line(eqn: Any) -> str:
@@ -158,6 +181,20 @@ def caller_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def failed_collective(error: BaseException) -> tuple[str, dict[str, Any], str]:
+    """The function of JAX's collectives that an error was raised in, its arguments, and the user's line; "" for no such."""
+    libraries, line, traceback = _library_folders(), "", error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        file = frame.f_code.co_filename
+        if file == parallel.__file__:
+            return frame.f_code.co_name.lstrip("_"), dict(frame.f_locals), line
+        if not file.startswith(libraries):
+            line = f"{os.path.basename(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return "", {}, ""
 
 
 def in_library(file: str) -> bool:
@@ -197,7 +234,14 @@ def ordered_effect() -> Any:
     kinds = (effects.ordered_effects, effects.lowerable_effects)
     for allowed in (*kinds, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects):
         allowed.add_type(InOrder)
-    return InOrder()
+    return allow_in_checkpoint(InOrder())
+
+
+def allow_in_checkpoint(effect: Any) -> Any:
+    """The same effect, of which JAX knows that `jax.checkpoint` may carry out its primitives again: all ranks do."""
+    if effects is not None:
+        effects.remat_allowed_effects.add_type(type(effect))
+    return effect
 
 
 def ffi_call_in_order(

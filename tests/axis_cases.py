@@ -254,6 +254,23 @@ def gradient_through_extremes_and_products(n):
 
 
 @case
+def linear_transpose_of_tree_functions(n):
+    """y ↦ x̄ of the table in docs/derivatives.md, without a function that is differentiated."""
+    x, y, stacks = values(n, n, 3), values(n, n, 3, seed=1), values(n, n, n, 3, seed=2)
+
+    def fun(x, y, stacks):
+        cotangents = ((lambda x: jaxmpi.tree_bcast(x, n - 1), y), (jaxmpi.tree_allreduce, y), (jaxmpi.tree_allgather, stacks))
+        more = ((lambda x: jaxmpi.tree_reduce_scatter(x, "sum"), y[0]), (jaxmpi.tree_alltoall, y))
+        transposed = [jax.linear_transpose(f, x)(ct)[0] for f, ct in (*cotangents, *more)]
+        return *transposed, jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)(y * 1j)[0]
+
+    from_last = np.where(np.arange(n)[:, None, None] == n - 1, y.sum(0), 0)
+    from_first = np.where(np.arange(n)[:, None, None] == 0, y.sum(0), 0)
+    want = from_last, repeat(y.mean(0), n), stacks.sum(0), repeat(y[:, 0], n), y.swapaxes(0, 1), from_first * 1j
+    return fun, (x, y, stacks), want
+
+
+@case
 def custom_vjp_that_averages(n):
     @jax.custom_vjp
     def averaged(w):

@@ -214,6 +214,8 @@ PROGRAM = (
     "function",
     "reading",
     "text",
+    "refuse",
+    "lanes",
     "translate",
     "trace",
     "schedule",
@@ -233,7 +235,7 @@ OPTIM = (
     *("trees", "clip", "adasum", "invariant", "shards", "objective", "average", "accumulate", "partition", "sharded", "local"),
     *("control", "noise", "replicas"),
 )
-BACKENDS = ("carriers", "single", "simulate", "named", "job", "mpi", "extension", "native", "transport", "xla")
+BACKENDS = ("carriers", "single", "simulate", "named", "on_axis", "job", "mpi", "extension", "native", "transport", "xla")
 RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},

@@ -1,6 +1,6 @@
 """Every dtype of JAX in one that MPI knows, and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ from jax import lax
 
 from jaxmpi._backends import Collective
 
-__all__ = ["LOCAL_REDUCE", "from_carrier", "reduce_rows", "to_carrier"]
+__all__ = ["LOCAL_REDUCE", "from_carrier", "mean_as_sum", "reduce_rows", "to_carrier"]
+
+Run = Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
 
 LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
@@ -65,8 +67,17 @@ def _is_sub_byte(dtype: np.dtype) -> bool:
     return numbers is not None and numbers(dtype).bits < 8
 
 
+def mean_as_sum(run: Run, call: Collective, xs: Sequence[jax.Array], size: int) -> list[jax.Array]:
+    """Carry out a mean of floats with what only sums: short ones in float32, which the sum fits, divided, then rounded."""
+    total = call._replace(op="sum")
+    sums = run(total, [to_carrier(x, Collective("allreduce", op="sum")) for x in xs])
+    return [(y / size).astype(x.dtype) for x, y in zip(xs, sums, strict=True)]
+
+
 def reduce_rows(x: jax.Array, op: str) -> jax.Array:
-    """Reduce `[size, ...]` over its first axis: 16-bit floats in float32, every dtype as itself otherwise."""
+    """Reduce `[size, ...]` over its first axis: short floats in float32, every dtype as itself otherwise."""
     wide = to_carrier(x, Collective("allreduce", op="sum"))
-    reduced = LOCAL_REDUCE[op](wide, axis=0, **({"dtype": wide.dtype} if op in ("sum", "prod") else {}))
-    return reduced.astype(x.dtype)
+    if op in ("sum", "prod", "mean"):
+        reduced = LOCAL_REDUCE["sum" if op == "mean" else op](wide, axis=0, dtype=wide.dtype)
+        return (reduced / len(x) if op == "mean" else reduced).astype(x.dtype)
+    return LOCAL_REDUCE[op](wide, axis=0).astype(x.dtype)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _devices, _plan
+from jaxmpi import _devices, _jaxcompat, _plan
 from jaxmpi._backends import Collective
-from jaxmpi._backends.carriers import from_carrier, reduce_rows, to_carrier
+from jaxmpi._backends.carriers import from_carrier, mean_as_sum, reduce_rows, to_carrier
 from jaxmpi._backends.job import Job
 from jaxmpi._errors import MPIError
 
@@ -50,7 +50,7 @@ class Mpi(Job):
     def effects(self) -> frozenset[Hashable]:
         """mpi4jax's ordered effect, which keeps all its calls in program order."""
         probe = jax.make_jaxpr(lambda x: self._mpi4jax.bcast(x, 0, comm=self._programs))
-        return frozenset(probe(jax.ShapeDtypeStruct((), np.float32)).effects)
+        return frozenset(map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects))
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
@@ -61,6 +61,8 @@ class Mpi(Job):
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall"), xs)
             return [reduce_rows(x, call.op) for x in rows]
+        if call.op == "mean":
+            return mean_as_sum(self.run, call, xs, self.place.size)
         size = self.place.size
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast", "permute") else size

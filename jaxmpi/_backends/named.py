@@ -1,17 +1,22 @@
-"""The collectives in JAX's own words, over the bound axis: what XLA's backends and simulated ranks run."""
+"""The collectives in JAX's own words, over the bound axis: what stands in a traced function until it is differentiated."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
 
-__all__ = ["run"]
+__all__ = ["bcast_p", "from_root", "run"]
+
+bcast_p = Primitive("jaxmpi_bcast")
 
 REDUCE: dict[str, Callable[[Any, str], Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
@@ -31,29 +36,6 @@ def _allreduce(op: str, xs: Sequence[jax.Array]) -> list[jax.Array]:
     carried = tuple(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x for x in xs)
     sums = REDUCE[op](carried, AXIS)
     return [y.astype(x.dtype) if x.dtype == jnp.bool_ else y for x, y in zip(xs, sums, strict=True)]
-
-
-def _bcast(call: Collective, x: jax.Array) -> jax.Array:
-    return _from_root(call.root, x)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _from_root(root: int, x: jax.Array) -> jax.Array:
-    """A sum of bits, which are zero on all ranks but root: a sum of floats would make 0.0 of -0.0."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_from_root(root, x.real), _from_root(root, x.imag))
-    if x.dtype == jnp.bool_:
-        return _from_root(root, x.astype(jnp.uint8)).astype(jnp.bool_)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return lax.psum(jnp.where(lax.axis_index(AXIS) == root, x, 0), AXIS)
-    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(_from_root(root, bits), x.dtype)
-
-
-@_from_root.defjvp
-def _from_root_jvp(root: int, primals: Any, tangents: Any) -> Any:
-    (x,), (dx,) = primals, tangents
-    return _from_root(root, x), lax.psum(jnp.where(lax.axis_index(AXIS) == root, dx, 0), AXIS)
 
 
 def _reduce_scatter(call: Collective, x: jax.Array) -> jax.Array:
@@ -80,9 +62,47 @@ def _each_ranks_own(x: jax.Array) -> jax.Array:
 
 
 _ONE: dict[str, Callable[[Collective, jax.Array], jax.Array]] = {
-    "bcast": _bcast,
+    "bcast": lambda call, x: bcast_p.bind(x, root=call.root),
     "allgather": lambda call, x: lax.all_gather(x, AXIS),
     "reduce_scatter": _reduce_scatter,
     "alltoall": lambda call, x: lax.all_to_all(_each_ranks_own(x), AXIS, 0, 0),
     "permute": _permute,
 }
+
+
+# The broadcast is a primitive, as the sum of bits that carries it out has no derivative. (`lax.pbroadcast` has one for scalars
+# only, and no code for CPUs.) `trace` puts `from_root` in its place once everything is differentiated.
+
+
+def from_root(root: int, x: jax.Array) -> jax.Array:
+    """The array of rank `root`: a sum of bits, which are zero on all other ranks. A sum of floats would make 0.0 of -0.0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(from_root(root, x.real), from_root(root, x.imag))
+    if x.dtype == jnp.bool_:
+        return from_root(root, x.astype(jnp.uint8)).astype(jnp.bool_)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.psum(jnp.where(lax.axis_index(AXIS) == root, x, 0), AXIS)
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(from_root(root, bits), x.dtype)
+
+
+def _abstract(x: Any, *, root: int) -> tuple[ShapedArray, Any]:
+    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), {_jaxcompat.axis_effect(AXIS)}
+
+
+def _transpose(ct: Any, x: Any, *, root: int) -> list[jax.Array]:
+    (total,) = run(Collective("allreduce", op="sum"), [ct])
+    return [jnp.where(lax.axis_index(AXIS) == root, total, jnp.zeros_like(total))]
+
+
+def _batch(axis: Any, xs: Any, dims: Any, *, root: int) -> tuple[jax.Array, int | None]:
+    (x,), (dim,) = xs, dims
+    if axis.name == AXIS:  # the ranks themselves
+        return (x, None) if dim is None else (lax.index_in_dim(x, root, dim, keepdims=False), None)
+    return bcast_p.bind(x, root=root), dim
+
+
+bcast_p.def_effectful_abstract_eval(_abstract)
+ad.deflinear2(bcast_p, _transpose)
+batching.fancy_primitive_batchers[bcast_p] = _batch
+mlir.register_lowering(bcast_p, mlir.lower_fun(lambda x, *, root: from_root(root, x), multiple_results=False))

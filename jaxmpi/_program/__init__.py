@@ -2,8 +2,9 @@
 
 `trace` traces it once, with the axis bound: from here on, differentiation, batching and rematerialization are over, and the
 derivatives of the collectives are JAX's own. It also opens the calls that contain a collective (jit, checkpoint, custom_vjp,
-...). `reading` says what an equation has to do with the ranks, `translate` which collective it is, `schedule` which of them
-travel together, `fold` which divisions are done on the way, `variation` which values differ between the ranks, `steering` which
+...), and writes out the loops whose lanes end on their own (`lanes`). `reading` says what an equation has to do with the
+ranks, `refuse` which are refused, `translate` which collective it is, `schedule` which of them travel together, `riders` which
+share a message, `fold` which divisions are done on the way, `variation` which values differ between the ranks, `steering` which
 equations must be the same on all ranks, `listing` and `costs` what will be sent; `signature` makes of these what the ranks
 compare, with `text` for the words; `rewrite` puts a backend's collectives in the place of JAX's, and `build` makes of that what
 `jax.jit` compiles.

@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec
 
 from jaxmpi import _jaxcompat, _primitive
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective, named
+from jaxmpi._backends import Collective, on_axis
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._program.reading import has_collective
+from jaxmpi._program.refuse import refuse_references
 from jaxmpi._program.rewrite import Target, rewrite
 from jaxmpi._program.trace import make
 from jaxmpi._program.variation import varying
@@ -53,6 +54,8 @@ def build(
     Returns:
       The program, and what is done to its outputs.
     """
+    if backend.name in ("simulate", "xla") and backend.place.size > 1:
+        refuse_references(jaxpr, backend.name)
     if backend.name == "simulate":
         differ = varying(jaxpr, stacked, check=False)
         return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
@@ -104,14 +107,14 @@ def _behind_a_meeting(program: ClosedJaxpr, backend: Any, word: int) -> ClosedJa
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
-    target = Target(backend.place.size, named.run, lambda: lax.axis_index(AXIS), together(backend))
+    target = Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS), together(backend))
     program = jaxpr_as_fun(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _simulated(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool]) -> Flat:
-    program = jaxpr_as_fun(rewrite(jaxpr, Target(backend.place.size, named.run, lambda: lax.axis_index(AXIS))))
+    program = jaxpr_as_fun(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
     axes = tuple(0 if own else None for own in stacked)
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
 

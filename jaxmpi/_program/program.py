@@ -136,8 +136,8 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
                 raise
             varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
             outside = [_from_outside(x) for x in constants]
-    if hide and size > 1 and backend.name == "mpi" and backend.divides:  # what is not hidden may be differentiated yet
-        jaxpr = fold(jaxpr, size)
+    if hide and size > 1:  # what is not hidden may be differentiated yet
+        jaxpr = fold(jaxpr, size, divides=backend.name == "mpi" and backend.divides)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
     entries = list(listing(jaxpr, size, together=build.together(backend))) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
@@ -195,6 +195,11 @@ def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             f"jaxmpi.jit: {_argument(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
             "Name the argument in static_argnames, or take it out."
         ) from error
+    if _jaxcompat.is_reference(aval):
+        raise TypeError(
+            f"jaxmpi.jit: {_argument(path)} of {function.title} is a reference, which cannot be an argument. "
+            "Pass its value, ref[...], and return the new one."
+        )
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 

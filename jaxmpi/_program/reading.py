@@ -9,15 +9,18 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 
 __all__ = [
+    "BROADCASTS",
     "CALLS",
     "LOOPS",
     "MOVE",
     "REDUCE",
     "calls_python",
     "communicates",
+    "equations",
     "follows_from",
     "has_collective",
     "kind",
+    "line",
     "map_subjaxprs",
     "other_effects",
     "subjaxprs",
@@ -37,6 +40,8 @@ CALLS = {
 LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
 MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
+BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}  # by the parameter that holds the rank; `trace` opens them
+MESHES = ("shard_map", "xla_pmap")  # with devices of their own
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
@@ -66,7 +71,7 @@ def map_subjaxprs(eqn: Any, function: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def kind(eqn: Any) -> str:
-    """How an equation has to be treated: "" (it is local), "index", "collective", "call" or "loop" (that contain one).
+    """How an equation has to be treated: "" (it is local), "index", "collective", "bcast", "call" or "loop" (that contain one).
 
     Raises:
       NotImplementedError: it communicates in a way that is not known here, with the primitive and the source line.
@@ -79,15 +84,16 @@ def kind(eqn: Any) -> str:
             return "index"
         if name in REDUCE or name in MOVE:
             return "collective"
-    elif not any(_over_ranks(e) for jaxpr in inside for e in _equations(jaxpr)):
+        if name in BROADCASTS:
+            return "bcast"
+    elif not any(_over_ranks(e) for jaxpr in inside for e in equations(jaxpr)):
         return ""
     elif name in CALLS:
         return "call"
     elif name in LOOPS:
         return "loop"
-    where = _jaxcompat.source_line(eqn) or "a line of a library"
     raise NotImplementedError(
-        f"jaxmpi.jit: {name} at {where} communicates over {AXIS!r}, which is not supported. "
+        f"jaxmpi.jit: {name} at {line(eqn)} communicates over {AXIS!r}, which is not supported. "
         f"Move the collective out of it, or use {', '.join((*REDUCE, *MOVE))}."
     )
 
@@ -99,22 +105,22 @@ def has_collective(jaxpr: Any) -> bool:
 
 def communicates(eqn: Any) -> bool:
     """Whether it sends something, or contains what does; this rank's number alone is no message."""
-    inner = [e for jaxpr in subjaxprs(eqn) for e in _equations(jaxpr)]
+    inner = [e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr)]
     return any(kind(e) == "collective" for e in (eqn, *inner))
 
 
 def calls_python(eqn: Any) -> bool:
     """Whether it asks the host, or contains what does."""
-    inner = (e for jaxpr in subjaxprs(eqn) for e in _equations(jaxpr))
+    inner = (e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr))
     return any("callback" in e.primitive.name or "ffi" in e.primitive.name for e in (eqn, *inner))
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, inner ones included."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield eqn
         for inner in subjaxprs(eqn):
-            yield from _equations(inner)
+            yield from equations(inner)
 
 
 def _over_ranks(eqn: Any) -> bool:
@@ -122,6 +128,11 @@ def _over_ranks(eqn: Any) -> bool:
     if AXIS in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)):
         return True
     return not any(True for _ in subjaxprs(eqn)) and any(_jaxcompat.is_axis_effect(e, AXIS) for e in eqn.effects)
+
+
+def line(eqn: Any) -> str:
+    """The user's line that an equation comes from, in words."""
+    return _jaxcompat.source_line(eqn) or "a line of a library"
 
 
 def follows_from(known: Container[Any], eqn: Any) -> bool:

@@ -19,6 +19,12 @@ from jaxmpi._program.translate import Translation, translate
 
 __all__ = ["Group", "Level", "folded", "schedule"]
 
+# what makes constants of constants, of any shape
+UNIFORM = (
+    *("mul", "div", "neg", "add", "add_any", "sub", "convert_element_type", "copy", "copy_p"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"),
+)
+
 
 class Group(NamedTuple):
     """Collectives that are one call: the same `call` on the operand of each equation."""
@@ -87,19 +93,24 @@ def _needed(jaxpr: Any) -> Iterator[Any]:
 
 
 def folded(jaxpr: Any) -> set[int]:
-    """The sums, by id, in derivatives of what follows from literals alone: nothing is sent for them.
+    """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
 
-    The gradient of a mean has one. Elsewhere a literal may be a Python number that every rank has its own of, and is sent; of
-    these the ranks compare the text (`steering`).
+    The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python number that each rank has its
+    own of, and so the ranks compare the text of what these sums follow from (`steering`). That text has no shapes: what depends
+    on one, such as a count of samples, is sent, as is a number that is summed as it stands.
     """
-    known: set[Any] = set()
+    constant: set[Any] = set()
+    quotients: set[int] = set()  # these, by id
     found = set()
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        if not follows_from(known, eqn):
+        name = eqn.primitive.name
+        if not follows_from(constant, eqn):
             continue
-        if kind(eqn) == "":
-            known.update(eqn.outvars)
-        elif eqn.primitive.name in ("psum", "pmax", "pmin") and "transpose(" in str(eqn.source_info.name_stack):
-            known.update(eqn.outvars)
+        if name in UNIFORM:
+            constant.update(eqn.outvars)
+            if name == "div" or not quotients.isdisjoint(map(id, eqn.invars)):
+                quotients.update(map(id, eqn.outvars))
+        elif name == "psum" and kind(eqn) == "collective" and not quotients.isdisjoint(map(id, eqn.invars)):
+            constant.update(eqn.outvars)
             found.add(id(eqn))
     return found

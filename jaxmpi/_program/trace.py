@@ -9,7 +9,10 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._program.reading import CALLS, kind, map_subjaxprs
+from jaxmpi._backends.named import from_root
+from jaxmpi._program.lanes import batched_predicate, with_scalar_predicate
+from jaxmpi._program.reading import BROADCASTS, CALLS, kind, map_subjaxprs
+from jaxmpi._program.refuse import explained, refuse_meshes
 from jaxmpi._program.text import is_note, parameters
 
 __all__ = ["Reader", "evaluate", "make", "opened", "trace"]
@@ -24,8 +27,10 @@ def trace(
       The program; the arrays that the function had from outside, which are the first of the program's arguments; what
       `text.parameters` finds.
     """
-    traced = make(function, size, avals)
+    traced = make(explained(function), size, avals)
     inner, captured = _jaxcompat.parts(traced)
+    if size > 1:
+        refuse_meshes(inner)
     arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
     return make(lambda *args: _open(inner, size, *args), size, arguments), captured, [*parameters(inner)]
 
@@ -53,7 +58,14 @@ def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
                 with _jaxcompat.at_source(eqn):
                     return _open(eqn.params[CALLS[eqn.primitive.name]], size, *xs)
             case "loop":
-                return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, size)))
+                inside = map_subjaxprs(eqn, lambda inner: opened(inner, size))
+                if batched_predicate(eqn):
+                    with _jaxcompat.at_source(eqn):
+                        return with_scalar_predicate({**eqn.params, **inside}, xs)
+                return _jaxcompat.bind(eqn, xs, **inside)
+            case "bcast":
+                with _jaxcompat.at_source(eqn):
+                    return [from_root(eqn.params[BROADCASTS[eqn.primitive.name]], xs[0])]
             case _:
                 return xs if is_note(eqn) else _jaxcompat.bind(eqn, xs)
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS
 from jaxmpi._backends import Collective
 from jaxmpi._backends.carriers import LOCAL_REDUCE
 from jaxmpi._program.reading import REDUCE
+from jaxmpi._program.refuse import refuse
 
 __all__ = ["Translation", "translate"]
 
@@ -33,7 +32,7 @@ class Translation(NamedTuple):
 
 
 def translate(eqn: Any, size: int) -> Translation:
-    """The collective that an equation of kind "collective" stands for, on `size` ranks."""
+    """The collective that an equation of kind "collective" stands for, on `size` ranks; raises as `refuse` does."""
     call, before, after = plain = _translate(eqn, size)
     key = eqn.invars[0].aval
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -48,16 +47,16 @@ def translate(eqn: Any, size: int) -> Translation:
 
 def _translate(eqn: Any, size: int) -> Translation:
     params = eqn.params
-    _refuse_groups(eqn)
+    refuse(eqn, size)
     name = eqn.primitive.name
     if name in REDUCE:
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
-        return Translation(
-            Collective("allreduce", op=params.get("op", REDUCE[name])), partial(_reduce, name, dims) if dims else _same, _same
-        )
+        before = partial(_reduce, name, dims) if dims else _same
+        if name != "psum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):  # which no transport orders
+            return Translation(Collective("allgather"), before, lambda y: _reduce(name, (0,), y))
+        return Translation(Collective("allreduce", op=params.get("op", REDUCE[name])), before, _same)
     if name == "ppermute":
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
-        _check_pairs(eqn, pairs, size)
         return Translation(Collective("permute", pairs=pairs), _same, _same)
     tiled = params["tiled"] if name != "all_to_all" else True  # the primitive itself always is
     if name == "all_gather":
@@ -91,23 +90,3 @@ def _merge(y: Array, axis: int, tiled: bool) -> Array:
     """`[n, .., k, ..]` to `[.., n·k, ..]`; untiled, `[n, ..]` to `[.., n, ..]`."""
     y = jnp.moveaxis(y, 0, axis)
     return y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :]) if tiled else y
-
-
-def _check_pairs(eqn: Any, pairs: tuple[tuple[int, int], ...], size: int) -> None:
-    for side in zip(*pairs, strict=True):
-        if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):
-            raise ValueError(
-                f"jaxmpi.jit: ppermute at {_jaxcompat.source_line(eqn)} has pairs {list(pairs)} on {size} ranks. "
-                "Every rank may stand at most once on either side."
-            )
-
-
-def _refuse_groups(eqn: Any) -> None:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    named = [axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int)]
-    if eqn.params.get("axis_index_groups") is None and named == [AXIS]:
-        return
-    raise NotImplementedError(
-        f"jaxmpi.jit: {eqn.primitive.name} at {_jaxcompat.source_line(eqn)} is over a part of the ranks, or another axis, too. "
-        "Only collectives over all ranks are supported."
-    )

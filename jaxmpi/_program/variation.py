@@ -6,6 +6,7 @@ varying and replicated; here it is found on the traced program afterwards.)
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +15,13 @@ from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
-from jaxmpi._program.reading import CALLS, calls_python, communicates, follows_from, kind, subjaxprs
+from jaxmpi._program.reading import CALLS, calls_python, communicates, follows_from, kind, line, subjaxprs
 
 __all__ = ["varying"]
 
 EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
+
+Sums = dict[Any, list[tuple[Any, bool]]]  # by the call that they come from: the equation, and whether it changes anything
 
 
 def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: bool = True, warn: bool = True) -> list[bool]:
@@ -29,14 +32,25 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: b
       ins: for each input.
       constants: whether the arrays that the program itself holds vary.
       check: whether to raise and warn.
-      warn: False inside of derivatives: the transpose of a sum is a sum, often of what is equal on all ranks.
+      warn: whether to warn.
 
     Raises:
       ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait in it for ever.
 
     Warns:
-      UserWarning: a sum or mean of what is equal on all ranks already.
+      UserWarning: a sum or mean of what is equal on all ranks already. The transpose of a sum is a sum, too, often of such
+        values, and comes from the same call: it is the calls that are warned of, if all sums that come from one are such.
     """
+    sums: Sums = defaultdict(list)
+    outs = _varying(jaxpr, ins, constants, check, sums)
+    for of_call in sums.values():
+        if check and warn and not any(needed for _, needed in of_call):
+            _warn_of_reduction(of_call[0][0])
+    return outs
+
+
+def _varying(jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums: Sums) -> list[bool]:
+    """The same; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
     varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
     literal: set[Any] = set()
@@ -45,10 +59,9 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: b
         known = follows_from(literal, eqn)
         if known and kind(eqn) == "":
             literal.update(eqn.outvars)
-        warns = warn and "transpose(" not in str(eqn.source_info.name_stack)
-        if check and warns and not known and not any(xs):
-            _warn_of_reduction(eqn)
-        inside = partial(varying, constants=constants, check=check, warn=warns)
+        if check and eqn.primitive.name == "psum" and kind(eqn) == "collective":
+            sums[_jaxcompat.call_site(eqn)].append((eqn, known or any(xs)))
+        inside = partial(_varying, constants=constants, check=check, sums=sums)
         varies.update(zip(eqn.outvars, _outs(eqn, xs, inside, check), strict=True))
     return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
 
@@ -109,31 +122,26 @@ def _cond(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
 
 
 def _refuse(eqn: Any, name: str, what: str) -> None:
-    inside = next(line for jaxpr in subjaxprs(eqn) for line in _collective_lines(jaxpr))
+    inside = next(found for jaxpr in subjaxprs(eqn) for found in _collective_lines(jaxpr))
     raise ValueError(
-        f"jaxmpi.jit: {name} at {_line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
+        f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
         "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
         "'min'), or say with replicated_argnums which arguments are equal on all ranks."
     )
-
-
-def _line(eqn: Any) -> str:
-    return _jaxcompat.source_line(eqn) or "a line of a library"
 
 
 def _collective_lines(jaxpr: Any) -> list[str]:
     lines = []
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if kind(eqn) == "collective":
-            lines.append(f"{eqn.primitive.name} at {_line(eqn)}")
-        lines.extend(line for inner in subjaxprs(eqn) for line in _collective_lines(inner))
+            lines.append(f"{eqn.primitive.name} at {line(eqn)}")
+        lines.extend(found for inner in subjaxprs(eqn) for found in _collective_lines(inner))
     return lines
 
 
 def _warn_of_reduction(eqn: Any) -> None:
-    if eqn.primitive.name == "psum" and kind(eqn) == "collective":
-        warnings.warn(
-            f"jaxmpi.jit: what is summed or averaged at {_line(eqn)} is equal on all ranks already. "
-            "A mean is not needed there, and a sum multiplies it by the number of ranks.",
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"jaxmpi.jit: what is summed or averaged at {line(eqn)} is equal on all ranks already. "
+        "A mean is not needed there, and a sum multiplies it by the number of ranks.",
+        stacklevel=3,
+    )
