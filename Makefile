@@ -6,6 +6,7 @@
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: half an hour
 # make disagreements  300 random programs of which one rank deviates, on 2 and 3 ranks, each transport and backend: ten minutes
 # make faults  every fault in every place, on 2 to 4 ranks, each transport and backend: half an hour
+# make environments  a job in a hundred environments: quarter of an hour
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
 # make docs    the documentation as a site, in build/site
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults soak bench package docs lint clean
+.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -66,6 +67,13 @@ faults: $(VENV)/.test-installed
 	@rm -f build/faults.jsonl; mkdir -p build
 	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/test_faults.py; \
 	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
+
+environments: $(VENV)/.test-installed
+	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
+	@rm -f build/environments.jsonl; mkdir -p build
+	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m 'environments or not environments' \
+	  tests/test_environments.py; status=$$?; \
+	  $(BIN)/python tests/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
 
 soak: $(VENV)/.test-installed
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"

@@ -166,6 +166,20 @@ def test_launched_by_another_mpi_says_so():
     assert "Start the job with the mpirun of that MPI" in done.stderr
 
 
+def test_a_second_try_after_mpi_has_ended_says_so():
+    code = """
+import jaxmpi
+for _ in range(2):
+    try:
+        jaxmpi.init()
+    except jaxmpi.MPIError as error:
+        print(error)
+"""
+    done = python(code, PMI_SIZE="3")
+    first, second = done.stdout.splitlines()
+    assert "each of them is alone" in first and "MPI has ended in this process already. Start a new one." in second
+
+
 def test_mpi4jax_of_another_mpi_says_so(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path), JAXMPI_TRANSPORT="mpi4jax")
@@ -236,7 +250,10 @@ OPTIM = (
     *("control", "noise", "replicas"),
 )
 BACKENDS = ("carriers", "single", "simulate", "named", "on_axis", "job", "mpi", "extension", "native", "transport", "xla")
-RUN = ("mpiexec", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker", "notebook")
+RUN = (
+    *("mpiexec", "environment", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker"),
+    "notebook",
+)
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
     {"_data", "_data.sources", "_data.prefetch"},

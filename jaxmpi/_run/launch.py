@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jaxmpi._run.environment import prepare
 from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
 from jaxmpi._run.plan import check_counts, command, plan, survey
 from jaxmpi._run.relay import open_streams, say
@@ -24,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
     open_streams()
     try:
+        prepare(os.environ)
         request = parse(arguments)
         check_counts(request, os.environ)
         launcher = identify(find_launcher(request.mpiexec, os.environ))

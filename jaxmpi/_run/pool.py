@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
+from jaxmpi._run.environment import socket_folder
 from jaxmpi._run.task import ADDRESS, Call, Result, Task
 
 __all__ = ["Pool", "RankFailure", "pool"]
 
 START_SECONDS = 60.0
+NAME_BYTES = len("/jaxmpi-pool-12345678/socket")  # in the temporary folder
 GONE = "the rank is gone: it exited, crashed or was killed"
 GRACE_SECONDS = 3.0  # after one rank failed, the others may be waiting for it
 
@@ -53,7 +55,7 @@ class Pool:
         self._ended = False
         self._turn = threading.Lock()  # of the threads that call `run`
         self._printed = ""
-        self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-")
+        self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-", dir=socket_folder(NAME_BYTES))
         self._log = open(Path(self._directory.name, "log"), "a+b")
         address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
