@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmpi import _jaxcompat, _world
-from jaxmpi._program.function import Function, choose_arguments
+from jaxmpi._program.function import Function, choose_arguments, is_per_rank
 from jaxmpi._step import Step
 
-__all__ = ["anywhere", "describe", "eager", "jit", "local"]
+__all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
 
 
 def jit(
@@ -86,13 +87,13 @@ def local(tree: Any) -> Any:
     return jax.tree.map(backend.unwrap, tree) if backend.name == "xla" else tree
 
 
-def eager(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[..., Any]:
     """A function of this module's callers as a step of its own: compiled once for each kind of arguments.
 
     What it returns are arrays of this rank alone, on every backend.
     """
     fun.__name__ = name
-    step = jit(fun)
+    step = jit(fun, **jit_kwargs)
 
     def call(*args: Any) -> Any:
         _world.current(name)  # for an error that names the function
@@ -114,3 +115,28 @@ def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
         return step(*args) if outside else fun(*args)
 
     return call
+
+
+def compiled(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """As `anywhere`, for a function with loops and branches of its own: called eagerly, it is a step on one rank, too.
+
+    Its arguments may have leaves that are no arrays, which are constants of the step.
+    """
+    step = eager(lambda structure, arrays: fun(*_joined(structure, arrays)), name, static_argnums=0)
+
+    def call(*args: Any) -> Any:
+        if _jaxcompat.tracing():
+            return fun(*args)
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_per_rank)
+        arrays = [isinstance(x, jax.Array | np.ndarray | np.generic) or is_per_rank(x) for x in leaves]
+        constants = tuple(None if is_array else x for x, is_array in zip(leaves, arrays, strict=True))
+        given = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
+        return step((treedef, tuple(arrays), constants), given)
+
+    return call
+
+
+def _joined(structure: Any, given: Sequence[Any]) -> Any:
+    treedef, arrays, constants = structure
+    left = iter(given)
+    return treedef.unflatten([next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)])

@@ -162,7 +162,7 @@ def topk(fraction: float) -> Codec:
         places = {i: jax.lax.top_k(jnp.abs(v), math.ceil(fraction * v.size))[1].astype(jnp.int32) for i, v in vectors.items()}
         values = {i: vectors[i][places[i]] for i in filled}
         coded = {i: jnp.stack([places[i], jax.lax.bitcast_convert_type(values[i], jnp.int32)]) for i in filled}
-        outs, kept = list(leaves), list(state)
+        outs, kept = [jnp.zeros_like(x) for x in leaves], list(state)  # of an empty array nothing is sent
         for i, rows in tree_allgather(coded).items():
             total = jnp.zeros_like(vectors[i])
             for row in rows:  # in the order of the ranks, on GPUs, too

@@ -14,6 +14,7 @@ import optax
 
 from jaxmpi import _world
 from jaxmpi._collectives import OPS, tree_allreduce
+from jaxmpi._jit import compiled
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.invariant import canonical_mean, invariant_update
@@ -183,7 +184,7 @@ def distributed(
         if functions and (micro_batches or op not in ("mean", "sum")):
             raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def step(updates: Any, state: Any, params: Any, weight: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         given = Given(extra_args, updates)
         check(weight, given.functions)
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
@@ -194,10 +195,15 @@ def distributed(
             grads, local = reduced(updates, given.local, weight)
         total = partial(tree_allreduce, op="sum")
         over = (lambda f: over_ranks(f, total)) if op == "sum" else lambda f: mean_of_all("distributed", f, weight)
-        step = invariant_update(inner) if micro_batches else inner.update
-        out, after = step(grads, *given.marked((before, params)), **given.reduced(grads, local, over))
+        apply = invariant_update(inner) if micro_batches else inner.update
+        out, after = apply(grads, *given.marked((before, params)), **given.reduced(grads, local, over))
         check_shapes("distributed", grads, out)
         return out, DistributedState(after, PerRankState(sent)) if codec else after
+
+    whole_step = compiled(step, "distributed") if micro_batches else step
+
+    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        return whole_step(updates, state, params, weight, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

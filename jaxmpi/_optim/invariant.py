@@ -16,6 +16,7 @@ from jax import lax
 from jaxmpi import _jaxcompat, _world
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_alltoall
+from jaxmpi._jit import compiled
 from jaxmpi._leaves import leaf_name
 from jaxmpi._optim.ordered import equations, in_one_order
 from jaxmpi._optim.trees import map_floats, wide
@@ -68,7 +69,7 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
         parts = jax.tree_util.tree_map_with_path(split, batch)
         return lax.map(in_one_order(lambda part: fun(params, part, *rest), _check_silent), parts)
 
-    return grads
+    return compiled(grads, "micro_batch_grads")
 
 
 def canonical_mean(stacks: Any, micro_batches: int) -> Any:
@@ -106,11 +107,11 @@ def canonical_mean(stacks: Any, micro_batches: int) -> Any:
     return _opaque(map_floats("distributed", finish, stacks, sums))
 
 
-def invariant_update(inner: Any) -> Any:
+def invariant_update(inner: Any) -> Callable[..., Any]:
     """`inner.update` with the same bits for any number of threads.
 
     Raises:
-      ValueError: it multiplies matrices, which has no order that does not depend on them.
+      ValueError: `inner` multiplies matrices, which has no order that does not depend on the threads of a rank.
     """
 
     def update(updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:

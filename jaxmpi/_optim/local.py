@@ -10,7 +10,7 @@ from jaxmpi import _world
 from jaxmpi._axis import equal_on_all_ranks, with_parameters
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._leaves import PerRankState
-from jaxmpi._optim.trees import check_transform, equal_types, map_floats
+from jaxmpi._optim.trees import check_transform, either, equal_types, map_floats
 from jaxmpi.codecs import Codec, check_codec
 
 __all__ = ["LocalSGDState", "local_sgd"]
@@ -114,7 +114,7 @@ def local_sgd(
         def alone() -> Any:
             return equal_types(own_updates, params), tuple(state[2:])
 
-        out, after = jax.lax.cond(calls == every, together, alone)
+        out, after = either(calls == every, together, alone)
         return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)
 
     return optax.GradientTransformationExtraArgs(init, update)

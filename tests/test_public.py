@@ -1,0 +1,512 @@
+"""Every public function on every row: one rank, ranks of mpi and of xla, simulated ranks; a second call compiles nothing.
+
+The names come from the modules' `__all__`: a new one fails until it has a row here. A row is a function that returns a call; the
+call checks what it gets, or that it is refused as documented, and is made twice.
+"""
+
+import contextlib
+import io
+import logging
+import tempfile
+
+import chex
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmpi
+from jaxmpi.testing import run_ranks
+
+MODULES = ("checkpoint", "codecs", "console", "data", "diagnose", "nn", "testing")
+COMPILED = []  # the names of the programs that this process has compiled, or found in the persistent cache
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **about: COMPILED.append(about) if event == "/jax/core/compile/backend_compile_duration" else None
+)
+ROWS = {}
+
+
+def public():
+    """All public names; what stands in two places, such as `jaxmpi.save` and `checkpoint.save`, once."""
+    names = {name: getattr(jaxmpi, name) for name in jaxmpi.__all__}
+    for module in MODULES:
+        of_module = getattr(jaxmpi, module)
+        names |= {f"{module}.{name}": getattr(of_module, name) for name in of_module.__all__}
+    objects = {}
+    for name, x in names.items():
+        if not isinstance(x, type(jaxmpi)):  # a module's functions have rows of their own
+            objects.setdefault(x if isinstance(x, str) else id(x), name)
+    return set(objects.values())
+
+
+def row(*names):
+    return lambda function: ROWS.update(dict.fromkeys(names, function)) or function
+
+
+def simulated():
+    return jaxmpi._world.current("test").name == "simulate"
+
+
+def each(of_rank):
+    """This rank's value of a function of the rank; simulated ranks have all of them."""
+    if not simulated():
+        return of_rank(jaxmpi.rank())
+    return jax.tree.map(lambda *xs: jaxmpi.PerRank(np.stack(xs)), *map(of_rank, range(jaxmpi.size())))
+
+
+def assert_each(got, want):
+    """Every rank here has got `want(rank)`."""
+    is_own = lambda x: isinstance(x, jaxmpi.PerRank)
+    for rank in range(jaxmpi.size()) if simulated() else [jaxmpi.rank()]:
+        mine = jax.tree.map(lambda x, rank=rank: x[rank] if is_own(x) else x, got, is_leaf=is_own)
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, mine), jax.tree.map(np.asarray, want(rank)), rtol=1e-5, atol=1e-6)
+
+
+def tree(rank):
+    return {"w": np.arange(6, dtype=np.float32).reshape(2, 3) + rank, "b": np.float32(rank)}
+
+
+def mean(size):
+    return tree((size - 1) / 2)
+
+
+@contextlib.contextmanager
+def refused(condition, error, match):
+    """What stands under it is refused if the condition holds."""
+    with pytest.raises(error, match=match) if condition else contextlib.nullcontext():
+        yield
+
+
+# collectives
+
+
+@row("tree_allreduce", "tree_reduce", "tree_bcast", "tree_allgather", "tree_reduce_scatter", "tree_alltoall")
+def collectives():
+    n = jaxmpi.size()
+    rows = lambda rank: {"x": np.arange(4 * n, dtype=np.float32).reshape(n, 4) + 100 * rank}
+    all_rows = np.stack([rows(rank)["x"] for rank in range(n)])  # [from, row, 4]
+
+    def both(function, x, want):
+        step = jaxmpi.jit(function)
+        return lambda: [assert_each(run(each(x)), want) for run in (function, step)]
+
+    calls = [
+        both(lambda t: jaxmpi.tree_allreduce(t, op="sum"), rows, lambda rank: {"x": all_rows.sum(0)}),
+        both(jaxmpi.tree_bcast, rows, lambda rank: {"x": all_rows[0]}),
+        both(jaxmpi.tree_reduce, rows, lambda rank: {"x": all_rows.mean(0) if rank == 0 else all_rows[rank]}),
+        both(jaxmpi.tree_allgather, rows, lambda rank: {"x": all_rows}),
+        both(jaxmpi.tree_reduce_scatter, rows, lambda rank: {"x": all_rows.mean(0)[rank]}),
+        both(jaxmpi.tree_alltoall, rows, lambda rank: {"x": all_rows[:, rank]}),
+    ]
+    return lambda: [call() for call in calls]
+
+
+@row("broadcast_object", "allgather_object", "barrier", "synchronize")
+def objects():
+    def call():
+        r, n = jaxmpi.rank(), jaxmpi.size()
+        assert jaxmpi.broadcast_object({"rank": r}) == {"rank": 0}
+        assert jaxmpi.allgather_object(("rank", r)) == [("rank", 0 if simulated() else q) for q in range(n)]
+        jaxmpi.barrier()
+        chex.assert_trees_all_equal(
+            jaxmpi.synchronize({"x": jnp.full(3, r), "y": np.float32(r)}), {"x": jnp.zeros(3, int), "y": np.float32(0)}
+        )
+
+    return call
+
+
+@row("any_rank")
+def votes():
+    step, last = jaxmpi.jit(jaxmpi.any_rank), jaxmpi.size() - 1
+
+    def call():
+        for vote in (jaxmpi.any_rank, step):
+            assert_each(vote(each(lambda rank: np.bool_(rank == last))), lambda rank: np.bool_(True))
+            assert_each(vote(each(lambda rank: np.bool_(rank > last))), lambda rank: np.bool_(False))
+
+    return call
+
+
+# optimizers
+
+
+def updates_of(make, want, *, eager=True, weight=None, params=tree):
+    """A transform's updates for the gradients `tree(rank)`: in a step, and, for equal gradients, called eagerly."""
+    tx, n = make(), jaxmpi.size()
+    params = jax.tree.map(jnp.asarray, params(0))
+    step = jaxmpi.jit(lambda g, s, p, w: tx.update(g, s, p, **({} if weight is None else {"weight": w})))
+
+    def call():
+        w = each(lambda rank: np.float32(1 if weight is None else weight(rank)))
+        assert_each(step(each(tree), tx.init(params), params, w)[0], lambda rank: want)
+        if eager:  # in simulation, arrays outside of a step are those of all ranks
+            grads, weights = (
+                (mean(n), 1.0) if simulated() else (tree(jaxmpi.rank()), 1.0 if weight is None else weight(jaxmpi.rank()))
+            )
+            out, _ = tx.update(
+                jax.tree.map(jnp.asarray, grads), tx.init(params), params, **({} if weight is None else {"weight": weights})
+            )
+            if not simulated() or weight is None:
+                assert_each(out, lambda rank: want)
+
+    return call
+
+
+def negative(x):
+    return jax.tree.map(lambda x: -x, x)
+
+
+@row("distributed", "average_gradients", "sharded", "clip_by_global_norm", "skip_nonfinite", "dynamic_loss_scale", "accumulate")
+def transforms():
+    n, sgd = jaxmpi.size(), optax.sgd(1.0)
+    weight = lambda rank: rank + 1.0
+    weighted = negative(tree(sum(r * (r + 1.0) for r in range(n)) / sum(r + 1.0 for r in range(n))))
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in mean(n).values()))
+    clipped = lambda: optax.chain(jaxmpi.clip_by_global_norm(1.0), sgd)
+    calls = [
+        updates_of(lambda: jaxmpi.distributed(sgd), negative(mean(n))),
+        updates_of(lambda: jaxmpi.distributed(sgd), weighted, weight=weight),
+        updates_of(lambda: optax.chain(jaxmpi.average_gradients(), sgd), weighted, weight=weight),
+        updates_of(lambda: jaxmpi.sharded(sgd), weighted, weight=weight),
+        updates_of(lambda: jaxmpi.sharded(sgd, master_dtype=jnp.float32), negative(mean(n))),
+        updates_of(lambda: jaxmpi.sharded(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n)))),
+        updates_of(lambda: jaxmpi.distributed(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n)))),
+        updates_of(lambda: jaxmpi.skip_nonfinite(jaxmpi.distributed(sgd)), weighted, weight=weight),
+        updates_of(lambda: jaxmpi.dynamic_loss_scale(jaxmpi.distributed(sgd), initial=1.0), negative(mean(n))),
+        updates_of(lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 1), negative(mean(n))),
+        updates_of(lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 2), jax.tree.map(np.zeros_like, mean(n)), weight=weight),
+    ]
+    return lambda: [call() for call in calls]
+
+
+@row("codecs.bf16", "codecs.f16", "codecs.int8", "codecs.powersgd", "codecs.topk", "codecs.Codec", "codecs.check_codec")
+def codecs():
+    made = [jaxmpi.codecs.bf16(), jaxmpi.codecs.f16(), jaxmpi.codecs.int8(), jaxmpi.codecs.powersgd(2), jaxmpi.codecs.topk(1.0)]
+    assert all(isinstance(codec, jaxmpi.codecs.Codec) for codec in made)
+    shift = mean(jaxmpi.size())["b"]
+    exact = {"w": np.asarray(tree(0)["w"]) + shift, "b": np.float32(shift)}  # int8 has the largest number of a block, 127 steps
+    calls = []
+    for codec in made:
+        tx = jaxmpi.distributed(optax.sgd(1.0), codec=codec)
+        params = jax.tree.map(jnp.zeros_like, tree(0))
+        step = jaxmpi.jit(lambda g, s, tx=tx: tx.update(g, s))
+
+        def call(tx=tx, step=step, params=params, codec=codec):
+            jaxmpi.codecs.check_codec("test", codec)
+            updates, _ = step(each(tree), tx.init(params))
+            close = lambda rank: jax.tree.map(lambda x: np.round(x, 0), negative(exact))
+            rounded = jax.tree.map(lambda x: x, updates)
+            assert_each(jax.tree.map(lambda x: jnp.round(x * 2) / 2, rounded), lambda rank: negative(exact))
+            tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
+
+        calls.append(call)
+    with pytest.raises(TypeError, match="codec is a int"):
+        jaxmpi.codecs.check_codec("test", 8)
+    return lambda: [call() for call in calls]
+
+
+@row("measure_noise_scale")
+def noise():
+    n, tx = jaxmpi.size(), jaxmpi.measure_noise_scale()
+    step = jaxmpi.jit(lambda g, s: tx.update(g, s))
+
+    def call():
+        out, state = step(each(tree), tx.init(tree(0)))
+        assert_each(out, lambda rank: mean(n))
+        assert np.isnan(state.scale(8)) if n == 1 else float(state.scale(8)) > 0
+        tx.update(jax.tree.map(jnp.asarray, mean(n)), tx.init(tree(0)))
+
+    return call
+
+
+@row("local_sgd")
+def local_steps():
+    n = jaxmpi.size()
+    alone = updates_of(lambda: jaxmpi.local_sgd(optax.sgd(1.0), 2, optax.sgd(1.0)), None, eager=False)
+    tx = jaxmpi.local_sgd(optax.sgd(1.0), 1)
+    params = jax.tree.map(jnp.asarray, tree(0))
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+    del alone
+
+    def call():
+        assert_each(step(each(tree), tx.init(params), params)[0], lambda rank: negative(mean(n)))
+        out, _ = tx.update(jax.tree.map(jnp.asarray, mean(n) if simulated() else tree(jaxmpi.rank())), tx.init(params), params)
+        assert_each(out, lambda rank: negative(mean(n)))
+
+    return call
+
+
+@row("watch_replicas", "check_replicas")
+def replicas():
+    n, tx = jaxmpi.size(), jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(1.0)), 1)
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+    params = jax.tree.map(jnp.asarray, tree(0))
+
+    def call():
+        out, state = step(each(tree), tx.init(params), params)
+        assert_each(out, lambda rank: negative(mean(n)))
+        jaxmpi.check_replicas(state, params)
+        _, state = step(each(tree), tx.init(params), each(tree))
+        with refused(n > 1, jaxmpi.RankMismatchError, r"leaf \['b'\] of the parameters on rank 1"):
+            jaxmpi.check_replicas({"optimizer": (state, 1)}, params)
+        _, state = tx.update(jax.tree.map(jnp.asarray, mean(n)), tx.init(params), params)
+        jaxmpi.check_replicas(state, params)
+        with pytest.raises(TypeError, match="check_replicas: state is a tuple without a state of jaxmpi.watch_replicas"):
+            jaxmpi.check_replicas(optax.adam(1.0).init(params), params)
+
+    return call
+
+
+@row("micro_batch_grads")
+def micro_batches():
+    n = jaxmpi.size()
+    loss = lambda p, x: jnp.mean(x @ p)
+    grads, tx = jaxmpi.micro_batch_grads(jax.grad(loss), 2 * n), jaxmpi.distributed(optax.sgd(1.0), micro_batches=2 * n)
+    params, rows = jnp.ones(3), lambda rank: np.arange(12, dtype=np.float32).reshape(4, 3) + rank
+    run = lambda p, s, x: tx.update(grads(p, x), s, p)
+    step = jaxmpi.jit(run)
+
+    def call():
+        want = lambda rank: -(rows(0).mean(0) + (n - 1) / 2)
+        assert_each(step(params, tx.init(params), each(rows))[0], want)
+        if not simulated():
+            assert_each(run(params, tx.init(params), jnp.asarray(rows(jaxmpi.rank())))[0], want)
+
+    return call
+
+
+@row("unshard", "reshard")
+def whole_states():
+    n, tx = jaxmpi.size(), jaxmpi.sharded(optax.adam(0.1))
+    params = jax.tree.map(jnp.asarray, tree(0))
+    step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
+
+    def call():
+        _, state = step(each(tree), tx.init(params), params)
+        whole = jaxmpi.unshard(state)
+        assert_each(whole.inner[0].mu, lambda rank: jax.tree.map(lambda x: 0.1 * x, mean(n)))
+        again = jaxmpi.unshard(jaxmpi.reshard(whole))
+        assert_each(again.inner[0].mu, lambda rank: jax.tree.map(lambda x: 0.1 * x, mean(n)))
+
+    return call
+
+
+# steps
+
+
+@row("jit", "local", "AXIS")
+def steps():
+    n = jaxmpi.size()
+    step = jaxmpi.jit(lambda x: (lax.psum(x, jaxmpi.AXIS), 2 * x))
+
+    def call():
+        total, double = step(each(lambda rank: np.float32(rank)))
+        assert_each((total, double), lambda rank: (np.float32(n * (n - 1) / 2), np.float32(2 * rank)))
+        assert float(jaxmpi.local(total) + jnp.float32(1)) == n * (n - 1) / 2 + 1
+
+    return call
+
+
+@row("nn.jit", "nn.average_batch_stats")
+def models():
+    n = jaxmpi.size()
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jaxmpi.distributed(optax.sgd(0.0)), wrt=nnx.Param)
+
+    @jaxmpi.nn.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x)))(model)
+        optimizer.update(model, grads)
+        return jaxmpi.tree_allreduce(loss)
+
+    kernel = np.asarray(model.kernel[...])
+
+    def call():
+        got = step(model, optimizer, each(lambda rank: np.full((3, 2), rank, np.float32)))
+        assert_each(got, lambda rank: np.float32((n - 1) / 2 * kernel.sum()))
+        stats = each(lambda rank: {"mean": np.full(2, rank, np.float32), "var": np.ones(2, np.float32)})
+        if simulated():
+            stats = {"mean": jnp.full(2, (n - 1) / 2), "var": jnp.full(2, 1 + np.var(np.arange(n)))}
+        stats = jaxmpi.nn.average_batch_stats(jax.tree.map(jnp.asarray, stats))
+        want = {"mean": np.full(2, (n - 1) / 2, np.float32), "var": np.full(2, 1 + np.var(np.arange(n)), np.float32)}
+        assert_each(stats, lambda rank: want)
+
+    return call
+
+
+@row("explain", "diagnose.Explanation")
+def explanations():
+    step = jaxmpi.jit(lambda x: lax.pmean(x, jaxmpi.AXIS))
+
+    def call():
+        with contextlib.redirect_stdout(io.StringIO()):
+            plan = jaxmpi.explain(step, np.ones(10, np.float32))
+        assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (jaxmpi.size() > 1)
+
+    return call
+
+
+@row("simulate", "PerRank", "testing.assert_equivalent")
+def simulation():
+    several = jaxmpi.size() > 1 and not simulated()
+    step = jaxmpi.jit(lambda x: lax.psum(x, jaxmpi.AXIS))
+
+    def call():
+        with refused(several, RuntimeError, "simulate: this is one of"), jaxmpi.simulate(3):
+            assert float(step(jaxmpi.PerRank(np.arange(3.0)))) == 3.0
+
+    return call
+
+
+# data
+
+
+@row("batches", "prefetch", "data.Batches", "data.Shard", "shard", "rank_key")
+def data():
+    n, samples = jaxmpi.size(), np.arange(12.0)
+
+    def call():
+        with refused(simulated(), RuntimeError, "shard: simulated ranks take one step together"):
+            part = jaxmpi.shard(samples)
+            assert isinstance(part, jaxmpi.data.Shard) and len(part) == 12 // n
+        batches = jaxmpi.batches(samples, 4)
+        assert simulated() or isinstance(batches, jaxmpi.data.Batches)
+        first = next(iter(jaxmpi.prefetch(batches)))
+        assert_each(first, lambda rank: np.arange(4.0).reshape(n, -1)[rank].astype(np.float32))
+        key = jax.random.key(0)
+        data = jax.random.key_data(jaxmpi.rank_key(key).stack[0] if simulated() else jaxmpi.rank_key(key))
+        np.testing.assert_array_equal(data, jax.random.key_data(jax.random.fold_in(key, 0 if simulated() else jaxmpi.rank())))
+
+    return call
+
+
+@row("save", "restore", "latest")
+def checkpoints():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    state = {"w": jnp.arange(3.0), "step": 4}
+
+    def call():
+        jaxmpi.save(directory, 4, state)
+        assert jaxmpi.latest(directory) == 4
+        chex.assert_trees_all_equal(jaxmpi.restore(directory, {"w": jnp.zeros(3), "step": 0}), state)
+
+    return call
+
+
+# console
+
+
+@row("average_metrics", "print", "progress", "get_logger", "Throughput", "Rate")
+def console():
+    n = jaxmpi.size()
+    meter = jaxmpi.Throughput()
+
+    def call():
+        weights = [rank + 1.0 for rank in range(n)]
+        got = jaxmpi.average_metrics(each(lambda rank: {"loss": np.float32(rank)}), each(lambda rank: np.float32(rank + 1)))
+        assert_each(got, lambda rank: {"loss": np.float32(np.average(np.arange(n), weights=weights))})
+        with contextlib.redirect_stdout(io.StringIO()):
+            jaxmpi.print("a", 1, sep="-", end="")
+        assert list(jaxmpi.progress([1, 2])) == [1, 2]
+        assert isinstance(jaxmpi.get_logger("jaxmpi-public"), logging.Logger)
+        meter.add(3)
+        assert isinstance(meter.read(), jaxmpi.Rate)
+
+    return call
+
+
+# the job
+
+
+@row("init", "initialized", "World", "rank", "size", "local_rank", "local_size", "preempted")
+def worlds():
+    def call():
+        world = jaxmpi.init()
+        assert isinstance(world, jaxmpi.World) and jaxmpi.initialized()
+        assert (world.rank, world.size) == (jaxmpi.rank(), jaxmpi.size())
+        assert (world.local_rank, world.local_size) == (jaxmpi.local_rank(), jaxmpi.local_size())
+        assert jaxmpi.preempted() is False
+
+    return call
+
+
+@row("launch")
+def launches():
+    several = jaxmpi.size() > 1 and not simulated()
+
+    def call():
+        with refused(several, RuntimeError, "launch: this is one of 2 ranks"):
+            assert jaxmpi.launch(lambda x: x + jaxmpi.rank(), 1, 41) == [41]
+
+    return call
+
+
+@row("finalize")
+def endings():
+    return lambda: None
+
+
+@row("CheckpointError", "MPIError", "NotInitializedError", "RankMismatchError", "testing.RankFailure")
+def errors():
+    kinds = (jaxmpi.CheckpointError, jaxmpi.MPIError, jaxmpi.RankMismatchError, jaxmpi.testing.RankFailure)
+    return lambda: [str(kind("text")) for kind in kinds]
+
+
+@row("testing.run_ranks")
+def tests():
+    def call():
+        @jaxmpi.testing.run_ranks(1, 2)
+        def test_nothing():
+            pass
+
+        assert test_nothing.pytestmark[0].args == ("ranks", (1, 2))
+
+    return call
+
+
+# all of them
+
+
+def check_all():
+    problems = []
+    for function in dict.fromkeys(ROWS.values()):
+        try:
+            call = function()
+            call()
+            COMPILED.clear()
+            call()
+            assert not COMPILED, f"the second call has compiled {COMPILED}"
+        except Exception as error:
+            import traceback
+
+            problems.append(f"{function.__name__}: {error!r}\n{traceback.format_exc()[-1500:]}")
+    assert not problems, "\n".join(problems)
+
+
+def test_every_public_name_has_a_row():
+    assert public() == ROWS.keys()
+
+
+def test_on_one_rank():
+    jaxmpi.init()
+    check_all()
+
+
+def test_on_simulated_ranks():
+    jaxmpi.init()
+    with jaxmpi.simulate(2):
+        check_all()
+
+
+@run_ranks(2)
+def test_on_ranks_of_mpi():
+    check_all()
+
+
+@run_ranks(2, backend="xla")
+def test_on_ranks_of_xla():
+    check_all()
