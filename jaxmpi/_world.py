@@ -193,6 +193,8 @@ def initialized() -> bool:
 def finalize() -> None:
     """Forget the World, so that `init` can be called again; not needed at the end of a script.
 
+    On the xla backend `init` cannot be called again: JAX's processes join each other once.
+
     **Collective:** every rank calls it.
     """
     if _State.backend is not None:

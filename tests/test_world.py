@@ -231,6 +231,7 @@ PROGRAM = (
     "refuse",
     "lanes",
     "translate",
+    "riders",
     "trace",
     "schedule",
     "fold",
@@ -247,9 +248,11 @@ PROGRAM = (
 )
 OPTIM = (
     *("trees", "clip", "adasum", "invariant", "shards", "objective", "average", "accumulate", "partition", "sharded", "local"),
-    *("control", "noise", "replicas"),
+    *("control", "noise", "ordered", "replicas", "weights"),
 )
-BACKENDS = ("carriers", "single", "simulate", "named", "on_axis", "job", "mpi", "extension", "native", "transport", "xla")
+BACKENDS = (
+    *("carriers", "single", "simulate", "named", "on_axis", "packing", "job", "mpi", "extension", "native", "transport", "xla"),
+)
 RUN = (
     *("mpiexec", "environment", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker"),
     "notebook",

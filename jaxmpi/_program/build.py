@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmpi import _jaxcompat, _primitive
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective, on_axis
+from jaxmpi._backends import Collective, packing
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._program.reading import has_collective
@@ -107,7 +107,7 @@ def _behind_a_meeting(program: ClosedJaxpr, backend: Any, word: int) -> ClosedJa
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
-    target = Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS), together(backend))
+    target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), together(backend))
     program = jaxpr_as_fun(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)

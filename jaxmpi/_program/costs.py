@@ -1,11 +1,11 @@
 """What the collectives of a program cost: messages and bytes, counted."""
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxmpi._backends import packing
 from jaxmpi._program.listing import Entry
 
 __all__ = ["Cost", "cost", "table"]
@@ -26,8 +26,7 @@ def cost(entry: Entry, backend: Any) -> Cost:
     if backend.name == "mpi":  # which packs, splits and widens as its transport needs
         sent = backend.messages(entry.call, arrays)
     else:
-        total = sum(prod(x.shape) * x.dtype.itemsize for x in arrays)
-        sent = [total] if kind == "allreduce" else [total / len(arrays)] * len(arrays)
+        sent = packing.messages(entry.call, arrays, size)
     return Cost(len(sent), share * sum(sent))
 
 

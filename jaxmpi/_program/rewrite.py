@@ -64,7 +64,7 @@ def _carry_out(group: Group, target: Target, read: Reader) -> None:
         same: dict[Any, list[int]] = {}  # an array that several equations reduce is sent once
         for i, eqn in enumerate(group.eqns):
             same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
-        operands = [group.translations[i].before(read(group.eqns[i].invars)[0]) for i, *_ in same.values()]
+        operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
         outs = target.run(group.call, operands)
         for indices, out in zip(same.values(), outs, strict=True):
             for i in indices:

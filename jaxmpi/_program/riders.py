@@ -2,10 +2,10 @@
 
 A flag, a loss, a number of samples: alone, each would cost a message.
 
-| the collective | the numbers in it |
+| the collective | the numbers x in it |
 |---|---|
-| an allreduce that sums | those of a mean, divided on arrival |
-| a reduce_scatter | rows `[size, ...]`, one for each rank |
+| an allreduce that sums | those of a mean are divided on arrival |
+| a reduce_scatter | column r of `[size, size, ...]`, else zeros: every rank gets all ranks' x, and adds them in one order |
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from jaxmpi._program.translate import Translation
 __all__ = ["share_messages"]
 
 FEW_BYTES = 1024  # of one collective's arrays together
+FEW_ROWS_BYTES = 16 * 1024  # the same in a reduce_scatter
 
 
 def share_messages(groups: list[Any], size: int) -> list[Any]:
@@ -30,8 +31,9 @@ def share_messages(groups: list[Any], size: int) -> list[Any]:
     """
     kept = sorted(groups, key=lambda group: group.call.op != "mean")  # what carries a sum can carry a mean, too
     for group in list(kept):
-        host = next((other for other in kept if other is not group and _carries(other.call, group.call)), None)
-        if host is not None and _is_small(group):
+        hosts = (other for other in kept if other is not group and _carries(other.call, group.call))
+        host = next((other for other in hosts if _is_small(group, other.call, size)), None)
+        if host is not None:
             host.eqns.extend(group.eqns)
             host.translations.extend(_inside(host.call, translation, size) for translation in group.translations)
             kept.remove(group)
@@ -44,20 +46,29 @@ def _carries(host: Collective, call: Collective) -> bool:
     return host.op == "sum" if call.op == "mean" and host.op != "mean" else host.op == call.op
 
 
-def _is_small(group: Any) -> bool:
+def _is_small(group: Any, host: Collective, size: int) -> bool:
     avals = [t.operand(eqn.invars[0].aval) for eqn, t in zip(group.eqns, group.translations, strict=True)]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals) <= FEW_BYTES
+    total = sum(aval.size * aval.dtype.itemsize for aval in avals)
+    return total <= FEW_BYTES and (host.kind == "allreduce" or total * size * size <= FEW_ROWS_BYTES)
 
 
-def _inside(host: Collective, translation: Translation, size: int) -> Translation:
+def _inside(host: Collective, inner: Translation, size: int) -> Translation:
     """The same collective as a part of `host`."""
-    call, before, after = translation
-    divides = call.op == "mean" and host.op == "sum"
+    divisor = size if inner.call.op == "mean" and host.op == "sum" else 1
 
-    def rows(x: jax.Array) -> jax.Array:
-        x = before(x)
-        if divides and x.dtype.itemsize < 4:
-            x = x.astype(jnp.float32)
-        return jnp.broadcast_to(x, (size, *x.shape)) if host.kind == "reduce_scatter" else x
+    def widened(x: jax.Array) -> jax.Array:
+        x = inner.before(x)
+        short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return x.astype(jnp.float32) if short else x  # a mean is rounded once
 
-    return Translation(host, rows, lambda y: after(y / size if divides else y))
+    def column(x: jax.Array, rank: Any) -> jax.Array:
+        x = widened(x)
+        mine = jnp.arange(size).reshape(size, *[1] * x.ndim) == rank
+        return jnp.broadcast_to(jnp.where(mine, x, jnp.zeros_like(x)), (size, size, *x.shape))
+
+    def divided(y: jax.Array) -> jax.Array:
+        return inner.after(y / divisor if divisor > 1 else y)
+
+    if host.kind == "allreduce":
+        return Translation(host, widened, divided)
+    return Translation(host, column, lambda y: divided(jnp.sum(y, axis=0, dtype=y.dtype)), needs_rank=True)

@@ -18,22 +18,27 @@ Array = jax.Array
 
 
 class Translation(NamedTuple):
-    """A collective of JAX: y = after(call(before(x)))."""
+    """A collective of JAX: y = after(call(before(x))), or after(call(before(x, rank)))."""
 
     call: Collective
-    before: Callable[[Array], Array]
+    before: Callable[..., Array]
     after: Callable[[Array], Array]
+    needs_rank: bool = False
 
     def operand(self, aval: Any) -> Any:
         """Shape and dtype of `before(x)`, for x like `aval`."""
         if self.before is _same:
             return aval
-        return jax.eval_shape(self.before, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return jax.eval_shape(lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+    def carried(self, x: Array, rank: Callable[[], Any]) -> Array:
+        """What the collective gets for x on this rank."""
+        return self.before(x, rank()) if self.needs_rank else self.before(x)
 
 
 def translate(eqn: Any, size: int) -> Translation:
     """The collective that an equation of kind "collective" stands for, on `size` ranks; raises as `refuse` does."""
-    call, before, after = plain = _translate(eqn, size)
+    call, before, after, _ = plain = _translate(eqn, size)
     key = eqn.invars[0].aval
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return plain

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxmpi import _world
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Call
 
@@ -39,10 +40,13 @@ def launch(
     Raises:
       RankFailure: with every failing rank's traceback and output, if the function fails on any, or takes too long.
       ValueError: `ranks` below 1.
+      RuntimeError: this process is one of several ranks.
       ModuleNotFoundError: cloudpickle is not installed.
     """
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
+    if _world.initialized() and _world.current("launch").name in ("mpi", "xla") and _world.size() > 1:
+        raise RuntimeError(f"launch: this is one of {_world.size()} ranks. Call it in a process that is none, such as a notebook.")
     try:
         import cloudpickle
     except ImportError as error:
