@@ -10,13 +10,13 @@ from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, source_info_util, xla_bridge
+from jax._src import ad_checkpoint, core, dispatch, source_info_util, xla_bridge
 from jax._src.lax import parallel
 from jax._src.lax.lax import _convert_element_type
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.ffi import ffi_lowering
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 try:
     from jax._src import effects
@@ -67,6 +67,9 @@ __all__ = [
 
 TESTED = ("0.10.2", "0.11.2", "0.12.0.1")
 
+
+# The identities of `_axis` may stand in a linear function, such as the derivative of a mean; JAX has no rule for that.
+ad.primitive_transposes.setdefault(ad_checkpoint.name_p, lambda cotangent, x, *, name: [cotangent])
 
 at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller stands outside of traced functions
 

@@ -16,12 +16,12 @@ LOSSES = (  # L-BFGS has a zoom line search
 )
 
 
-@run_ranks(3)
+@run_ranks(3, timeout_seconds=400)
 def test_transforms_that_take_the_loss():
     check(LOSSES, ("distributed",))
 
 
-@run_ranks(2, backend="xla")
+@run_ranks(2, backend="xla", timeout_seconds=400)
 def test_transforms_that_take_the_loss_on_xla():
     check(LOSSES, ("distributed",))
 
@@ -33,8 +33,8 @@ def test_transforms_that_take_the_loss_on_simulated_ranks(ranks):
 
 
 @pytest.mark.matrix
-@run_ranks(1, 2, 4)
-def test_matrix_of_transforms_that_take_the_loss(ranks_of="mpi"):
+@run_ranks(1, 2, 4, timeout_seconds=400)
+def test_matrix_of_transforms_that_take_the_loss():
     check(LOSSES)
 
 
@@ -68,7 +68,8 @@ def given(tx, weights=None, parameters=(3.0, -1.0), jit=jaxmpi.jit, **only):
         if weights is not None:
             args["weight"] = jnp.asarray(weights)[jaxmpi.rank()]
         state = tx.update(grad, tx.init(w), w, **args)[1]
-        return state.inner if hasattr(state, "layout") or hasattr(state, "codec") else state
+        state = jaxmpi.unshard(state) if hasattr(state, "layout") else state
+        return getattr(state, "inner", state)
 
     return jit(step)(jnp.asarray(parameters))
 
@@ -99,7 +100,7 @@ def test_sums_and_others(ranks):
         total, mean = ranks * (ranks + 1) / 2, (ranks + 1) / 2
         same(given(jaxmpi.distributed(recorder(), op="sum")), expected(total))
         largest = given(jaxmpi.distributed(recorder(), op="max"), value_fn=False, parameters=(3.0, 1.0))
-        same(largest, {"value": mean * 5, "grad": [3 * ranks, ranks], "updates": [3 * ranks, ranks]})
+        same(largest, {"value": mean * 5, "grad": np.array([3, 1]) * ranks, "updates": np.array([3, 1]) * ranks})
         same(given(jaxmpi.distributed(recorder(), codec=jaxmpi.codecs.bf16()))["value"], mean * 5)
         for name, options in (
             ("op 'max'", {"op": "max"}),
@@ -113,9 +114,9 @@ def test_sums_and_others(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards(ranks):
     with jaxmpi.simulate(ranks):
-        got = given(jaxmpi.sharded(recorder()))
-        want = expected((ranks + 1) / 2)
-        same((got["value"], got["value_fn"]), (want["value"], want["value_fn"]))
+        same(given(jaxmpi.sharded(recorder())), expected((ranks + 1) / 2))
+        weights = np.arange(ranks) + 1.0
+        same(given(jaxmpi.sharded(recorder()), weights), expected(np.sum(weights**2) / weights.sum()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -130,7 +131,7 @@ def test_micro_batches(ranks):
             return tx.update(grad, {}, w, value=value)[1]
 
         got = jaxmpi.jit(step)(jnp.ones(2), jnp.arange(12.0))
-    same(got, {"value": 11.0, "updates": [5.5, 5.5]})
+    same(got, {"value": 11.0, "updates": np.array([5.5, 5.5])})
 
 
 @pytest.mark.parametrize("give", [{"value": 1.0}, {"grad": jnp.ones(2)}, {"value_fn": loss}, {"obj_fn": loss}])
@@ -145,30 +146,35 @@ def test_average_gradients_takes_none(give):
 
 
 def test_each_rank_of_local_sgd_has_its_own():
-    """With the loss of its own samples it takes steps of its own; at the meeting the parameters are their mean."""
+    """A rate of the rank's own loss, value / |grad|² = a² · 5 / 10 a²; the parameters meet at their mean."""
     tx = jaxmpi.local_sgd(optax.polyak_sgd(1.0), every=1)
 
     def step(w):
-        value, grad = jax.value_and_grad(loss)(w, jaxmpi.rank() + 1.0)
-        return tx.update(grad, tx.init(w), w, value=value)[0]
+        a = jaxmpi.rank() + 1.0
+        return tx.update(jax.grad(loss)(w, a), tx.init(w), w, value=a**2 * 5)[0]
 
     with jaxmpi.simulate(2):
-        same(jaxmpi.jit(step)(jnp.asarray([3.0, -1.0])), [-1.125, 0.375])  # rate / a = f_r / |f'_r|² = 1 / 2a, up to 1
+        updates = np.asarray(jaxmpi.jit(step)(jnp.asarray([3.0, -1.0])))
+    np.testing.assert_allclose(updates, [[-2.25, 0.75]] * 2)
 
 
 @run_ranks(2)
-def test_no_message_more():
-    """`value` travels with the gradients, and `grad` that is the gradients does not travel again."""
+def test_value_travels_with_the_gradients():
+    """And `grad` does not travel again where it is the gradients."""
 
-    def sent(tx, **args):
-        step = lambda g: tx.update(g, tx.init(g), g, **(args if "grad" not in args else args | {"grad": g}))
+    def explained(*names, weight=None):
+        tx = jaxmpi.distributed(recorder())
+
+        def step(g):
+            args = {name: g if name == "grad" else 1.0 for name in names}
+            return tx.update(g, tx.init(g), g, **args, **({} if weight is None else {"weight": weight}))[0]
+
         return jaxmpi.explain(jaxmpi.jit(step), {"w": jnp.ones(5), "b": jnp.ones(3)})
 
-    plain, value, both = (
-        sent(jaxmpi.distributed(recorder()), **args) for args in ({}, {"value": 1.0}, {"value": 1.0, "grad": 0})
-    )
-    print(plain, value, both)
-    assert 0
+    for names, numbers in (((), 8), (("value",), 9), (("value", "grad"), 9)):
+        for weight in (None, 2.0):
+            plan = explained(*names, weight=weight)
+            assert (plan.messages, plan.sent_bytes) == (1, 4 * (numbers + (weight is not None))), (names, weight)
 
 
 # average_loss
@@ -239,9 +245,9 @@ def test_optax_without_distributed():
     step = jaxmpi.jit(step, replicated_argnums=(0, 1), replicated_outnums=(0, 1))
     w = jnp.asarray([9.0, 7.0])
     state = tx.init(w)
-    for _ in range(5):
+    for _ in range(8):
         w, state = step(w, state)
-    np.testing.assert_allclose(w, [1.0, 1.0], atol=1e-4)
+    np.testing.assert_allclose(w, [1.0, 1.0], atol=1e-3)
     assert len(set(jaxmpi.allgather_object(np.asarray(w).tobytes()))) == 1
 
 

@@ -31,21 +31,21 @@ def test_simulated_ranks_do_what_plain_optax_does(group):
         check(group)
 
 
-@run_ranks(2)
+@run_ranks(2, timeout_seconds=400)
 @pytest.mark.parametrize("group", ON_MPI, ids=lambda group: group[0])
 def test_ranks_do_what_plain_optax_does(group):
     check(group)
 
 
 @pytest.mark.matrix
-@run_ranks(2, 3, 4)
+@run_ranks(2, 3, 4, timeout_seconds=900)
 @pytest.mark.parametrize("group", groups(6), ids=lambda group: group[0])
 def test_matrix(group):
     check(group)
 
 
 @pytest.mark.matrix
-@run_ranks(2, 3, backend="xla")
+@run_ranks(2, 3, backend="xla", timeout_seconds=900)
 @pytest.mark.parametrize("group", groups(6), ids=lambda group: group[0])
 def test_matrix_of_xla(group):
     check(group)

@@ -13,7 +13,7 @@ from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit import anywhere
 from jaxmpi._leaves import PerRankState, is_key
-from jaxmpi._optim.average import mean_of_all
+from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.shards import gathered, is_shard, joined, own, part, rows, shard, shard_shape
@@ -201,6 +201,8 @@ def _own_parts(state: ShardedState) -> Any:
 def _means(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
     """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
+    if _world.size() == 1:
+        return mean("sharded", updates, weight), local
     means = weighted_mean("sharded", (updates, local) if local else updates, weight, _mean_shards)
     return means if local else (means, {})
 
