@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmpi import _jaxcompat, _primitive
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective, packing
+from jaxmpi._backends import Collective, on_axis, packing
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._program.reading import has_collective
