@@ -1,6 +1,7 @@
 """The one file that touches `jax._src`; `TESTED` names the versions of JAX that it was tested with."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -51,6 +52,7 @@ __all__ = [
     "in_library",
     "is_axis_effect",
     "is_reference",
+    "leave_as_it_is",
     "lower_with_tokens",
     "module_text",
     "ordered_effect",
@@ -298,6 +300,14 @@ def compiling(thread: int | None) -> bool:
     while frame and frame.f_code.co_name not in ("backend_compile_and_load", "backend_compile"):
         frame = frame.f_back
     return frame is not None
+
+
+def leave_as_it_is() -> None:
+    """Keep JAX's objects when this process, a forked child, ends: they would wait for threads that only its parent has."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("jax", "jaxlib"):
+            for value in list(vars(module).values()):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def wait_for_effects() -> None:

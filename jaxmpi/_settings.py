@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["BACKENDS", "SETTINGS", "Setting", "check", "difference", "get", "table"]
+__all__ = ["BACKENDS", "SETTINGS", "Setting", "check", "difference", "get", "limits", "table"]
 
 BACKENDS = ("auto", "single", "mpi", "xla")
 MOST_SECONDS, MOST = 1e9, 10**9  # 30 years; far below what timers and C integers hold
@@ -105,6 +105,12 @@ def get(name: str) -> Any:
         return setting.read(text) if text else None
     except ValueError:
         raise ValueError(f"{name} is {text!r}. It is {setting.allowed}.") from None
+
+
+def limits() -> tuple[float, float]:
+    """After how many seconds a wait is reported, and after how many the job ends; 0 for never. Raises a ValueError as `get`."""
+    stall, end = get("JAXMPI_STALL_SECONDS"), get("JAXMPI_STALL_END_SECONDS")
+    return stall, 10 * stall if end is None else end
 
 
 def check() -> dict[str, Any]:

@@ -44,9 +44,11 @@ class Step:
         if not self._in_band:
             out = self._met(args, kwargs)
         else:  # the program's own messages compare it; every call below is one that a step of 1 ms notices
+            if (thread := get_ident()) != self._turn.thread and self._programs.find(args, kwargs)[0].statement:
+                self._turn.take()
             try:
                 end, out = self._with_end(*args, **kwargs)
-                self._ends[get_ident()] = end
+                self._ends[thread] = end
                 if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
                     self._traced = False
                     jax.block_until_ready(end)
@@ -119,16 +121,19 @@ class Step:
         backend: Any = _world.current("jaxmpi.jit")
         if backend is self._backend:
             return
+        if backend.forked:
+            backend.turn.take()  # raises
         self.clear_cache()  # where what follows raises, the next call raises, too
         self._alone = backend.place.size == 1 or backend.name == "simulate"
         if not self._alone:
             self._programs = Programs(self._function, backend, _flat_options(self._options), self._announce)
-            self._in_band, self._concurrent, self._ends = backend.in_band, backend.concurrent, backend.ends
+            self._in_band, self._concurrent = backend.in_band, backend.concurrent
+            self._turn, self._ends = backend.turn, backend.ends
             self._checks = _check.wanted()
-        self._backend = backend
         self._jitted = jax.jit(self._body(hide=True), **self._options)
         self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
         self._open = jax.jit(self._body(hide=False), **self._options)
+        self._backend = backend  # at last: another thread may be calling
 
     def _body(self, *, hide: bool, end: bool = False) -> Callable[..., Any]:
         """What `jax.jit` traces, with the name and the signature of the user's function.
@@ -181,6 +186,8 @@ class Step:
         args, kwargs = self._wrapped(args, kwargs)
         if self._alone:
             return compiled(*args, **kwargs)
+        if program.statement and get_ident() != self._turn.thread:
+            self._turn.take()
         if statement := None if self._in_band else program.statement:
             _agreement.meet(self._backend, statement, program.signature.sides)
         try:

@@ -1,6 +1,7 @@
 """The one World: which ranks there are, which one this is, and how they talk."""
 
 import contextlib
+import copy
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from jaxmpi import _agreement, _axis, _devices, _settings
 from jaxmpi._backends import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._errors import NotInitializedError, RankMismatchError
-from jaxmpi._watch import guard, registry
+from jaxmpi._watch import children, guard, registry
 from jaxmpi._watch.joining import joining
 
 __all__ = [
@@ -73,10 +74,24 @@ class _State:
     world: World | None = None
 
 
+def _leave_to_parent() -> None:
+    """In a forked child of a rank, keep the World, to be read, and refuse to communicate."""
+    if _State.backend is not None and _State.backend.place.size > 1 and not _State.backend.forked:
+        backend: Any = copy.copy(_State.backend)  # another one, so that steps look at it anew
+        backend.forked = True
+        backend.turn.forbid()
+        _State.backend = backend
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose: bool = False) -> World:
     """Find the other ranks and this rank's device; call it once, at the top of the script.
 
     A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
+    A process that a rank starts, such as a worker of a data loader that imports the script again, is alone: whatever it asks
+    for, its World has one rank.
 
     **Collective:** every rank calls it.
 
@@ -101,6 +116,9 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
     >>> world.rank, world.size
     (0, 1)
     """
+    parent = children.parent()
+    if parent is not None:
+        backend = "auto"
     if backend not in _settings.BACKENDS:
         raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(_settings.BACKENDS)}.")
     if _State.world is not None:
@@ -110,18 +128,20 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
                 "Call jaxmpi.finalize() first."
             )
         return _State.world
-    launched = launched_ranks()
+    launched = launched_ranks() if parent is None else 1
     with joining(launched):
-        backend = _check_settings(backend, launched)
+        backend = _check_settings(backend, launched) if parent is None else "single"
         if backend == "auto":
             backend = _choose(launched, devices)
-        chosen = _start(backend, launched, devices)
-    place: Place = chosen.place
-    _State.backend, _State.world = chosen, World(*place, backend=backend)
-    if chosen.place.size > 1:
-        if directory := os.environ.get("JAXMPI_RUN_DIR"):
-            registry.join(directory, chosen.place.rank)  # the guard notes when the rank leaves
-        guard.install(chosen)
+        chosen = _start(backend, launched, devices, parent)
+        place: Place = chosen.place
+        _State.backend, _State.world = chosen, World(*place, backend=backend)
+        if place.size > 1:
+            children.note_rank(place.local_rank, place.size)
+            if directory := os.environ.get("JAXMPI_RUN_DIR"):
+                registry.join(directory, place.rank)  # the guard notes when the rank leaves
+            guard.install(chosen)
+            chosen.turn.release()  # any thread may be the one that communicates
     if verbose and _State.world.rank == 0:
         transport = f", transport {chosen.transport}" if backend == "mpi" else ""
         sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}{transport}\n")
@@ -170,13 +190,13 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if _devices.enough(shown) else "mpi"
 
 
-def _start(backend: str, launched: int, devices: Sequence[int] | None) -> Any:
+def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Any:
     if backend == "xla":
         from jaxmpi._backends.xla import Xla
 
         return Xla(launched, devices)
     if backend == "single":
-        _devices.choose(0, 1, devices)
+        _devices.choose(*(parent[1:] if parent else (0, 1)), devices)  # the GPU of the rank that has started this process
         return Single()
     from jaxmpi._backends.transport import join
 
@@ -197,7 +217,7 @@ def finalize() -> None:
 
     **Collective:** every rank calls it.
     """
-    if _State.backend is not None:
+    if _State.backend is not None and not _State.backend.forked:
         guard.remove()
         _State.backend.close()
     _State.backend = _State.world = None

@@ -257,10 +257,11 @@ RUN = (
     *("mpiexec", "environment", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker"),
     "notebook",
 )
+WATCH = ("children", "joining", "peers", "registry", "rounds", "signals", "turns", "witness", "words")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
     {"_data", "_data.sources", "_data.prefetch"},
-    {"_watch", *(f"_watch.{name}" for name in ("joining", "registry", "rounds", "signals", "witness", "words"))},
+    {"_watch", *(f"_watch.{name}" for name in WATCH)},
     {
         "_backends",
         *(f"_backends.{name}" for name in BACKENDS),

@@ -65,6 +65,7 @@ class Backend(Protocol):
 
     name: str
     place: Place
+    forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
 
     @property
     def effects(self) -> frozenset[Hashable]:

@@ -20,6 +20,7 @@ from jaxmpi import _jaxcompat, _plan, _settings
 from jaxmpi._backends import Place
 from jaxmpi._errors import MPIError
 from jaxmpi._watch import registry
+from jaxmpi._watch.turns import Turn
 
 __all__ = ["Job", "check_start"]
 
@@ -30,6 +31,7 @@ class Job:
     """The ranks of `MPI_COMM_WORLD`."""
 
     name: str  # of the backend
+    forked = False  # whether this process is a forked child of the rank
     in_band = False  # whether the ranks compare their programs while these run
     same_module = False  # whether all ranks must run one compiled program
 
@@ -45,6 +47,7 @@ class Job:
         _unlink_shared_memory(node_comm)
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
+        self.turn = Turn(self.finish, self._last)  # of the threads
         self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
         self.busy = ""  # with what takes long, for those who watch
         self._waiting = ""  # for what, if for no collective
@@ -65,11 +68,17 @@ class Job:
         return world.Split_type(self._mpi.COMM_TYPE_SHARED)
 
     def _enter(self) -> "_Entered":
+        if threading.get_ident() != self.turn.thread:
+            self.turn.take()
         if self.in_band:  # one order for both kinds of traffic
             self.finish()
         else:  # never two threads inside MPI for the sake of plain `jax.jit`
             _jaxcompat.wait_for_effects()
         return _Entered(self)
+
+    def _last(self, thread: int) -> tuple[int, int]:
+        """What differs after each collective of the thread that has the turn."""
+        return self._entered, id(self.ends.get(thread))
 
     def finish(self) -> None:
         """Wait until the programs that were started have ended; who reads their outputs learns how."""

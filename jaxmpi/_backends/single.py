@@ -17,6 +17,7 @@ class OneProcess:
 
     effects: frozenset[Hashable] = frozenset()
     place: Place
+    forked = False  # a forked child is one process, too
     busy = ""  # with what takes long, for those who watch
     same_module = False  # as in `Job`
 

@@ -78,6 +78,9 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         name = signal.Signals(received[0][0]).name
         say(f"the job was stopped by {name}" + (", and has ended in order" if in_order else ""))
         return Outcome(0 if in_order else 128 + received[0][0], failed=False)
+    if not in_order and watch.verdict:
+        say(f"the job failed: {watch.verdict}")
+        return Outcome(code or 1, failed=True)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
         say("the job failed: " + blame(text, joined, ended, code))
@@ -145,6 +148,7 @@ class _Watch:
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
         self.preemptible: set[int] = set()  # ranks that take a SIGTERM, and tell the others, so that all stop in order
+        self.verdict = ""  # of the ranks: why the job has ended
         self._members: dict[int, Member] = {}  # of all hosts, by rank
         self._open: dict[int, Member] = {}  # by file descriptor: of the rank's pipe, and of the process
         self._process: dict[Member, int] = {}
@@ -193,6 +197,8 @@ class _Watch:
 
     def close(self) -> list[End]:
         self.look(0.0)
+        if self._is_ours():
+            self.verdict = registry.verdict(self.run_dir)
         ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
         for fd in (*self._open, self._epoll.fileno()):
             os.close(fd)

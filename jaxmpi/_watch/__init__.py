@@ -1,7 +1,11 @@
 """Nobody hangs: what each rank does beside the program, and why a job ends.
 
 guard     a thread on every rank that ends the job when one of them is gone
+joining   who has not called `init`, while others wait there
+peers     the ranks of this host, as other processes see them
+children  processes that a rank starts
 registry  who takes part, in files that `jaxmpi run` reads
+turns     which thread communicates
 witness   a process that names the rank that was killed, where MPI does not
 stall     who waits for whom, where, and what the missing ranks are doing
 recorder  the last collectives of each rank

@@ -12,7 +12,6 @@ watch, the flight recorder, and the agreement on a call to stop at.
 
 import atexit
 import os
-import signal
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxmpi import _jaxcompat
-from jaxmpi._watch import registry, witness, words
+from jaxmpi._watch import peers, registry, witness, words
 from jaxmpi._watch.recorder import Recorder
 from jaxmpi._watch.rounds import Key, Rounds
 from jaxmpi._watch.signals import Signals
@@ -35,7 +34,6 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
 KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
 END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
-ABORT_SECONDS = 10  # for MPI to end this process
 LEAVE_SECONDS = 30.0  # for the guard's thread to end
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
@@ -70,6 +68,30 @@ def active() -> "Guard | None":
     return _guard if _guard is not None and _guard.listening else None
 
 
+def _before_fork() -> None:
+    if _guard is not None:
+        _guard.signals.hold()
+
+
+def _in_parent() -> None:
+    if _guard is not None:
+        _guard.signals.go_on()
+
+
+def _in_child() -> None:
+    """Forget the guard in a forked child, which is no rank, and what the rank does at its end: JAX and MPI would hang there."""
+    global _guard
+    if _guard is not None:
+        watch, _guard = _guard, None
+        watch.abandon()
+        atexit._clear()
+        _jaxcompat.leave_as_it_is()
+        watch.signals.go_on()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
 class Guard:
     """One rank's watch over the others."""
 
@@ -92,7 +114,7 @@ class Guard:
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_witness = witness.call(backend)
         atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=self._run, name="jaxmpi-guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=peers.GUARD, daemon=True)
         if self.listening:
             self._thread.start()
 
@@ -157,6 +179,7 @@ class Guard:
         """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
         why = "the thread that watches this rank has ended"
         try:
+            peers.mark_thread(peers.GUARD)
             self._watch()
         except BaseException as error:
             why = f"the thread that watches this rank has failed ({words.one_line(error)})"
@@ -204,11 +227,7 @@ class Guard:
         try:
             words.at_most(END_SECONDS, lambda: self._prepare_end(why))
         finally:
-            signal.alarm(ABORT_SECONDS)  # ends this process where MPI cannot
-            try:
-                self.backend.abort(code)
-            finally:
-                os._exit(code)
+            words.end_process(code, self.backend.abort)
 
     def _prepare_end(self, why: str) -> None:
         words.at_most(words.SAY_SECONDS, lambda: sys.stdout.flush())
@@ -262,6 +281,11 @@ class Guard:
         atexit.unregister(self._at_exit)
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             registry.leave(directory, self.backend.place.rank)
+
+    def abandon(self) -> None:
+        """Leave nothing of it in a forked child."""
+        sys.excepthook = self._excepthook
+        self.signals.release(wake_others=False)
 
     def _wait(self, done: Callable[[], bool], size: int) -> None:
         """Sleep until `done`; after a second tell the next rank that this one has left."""

@@ -15,8 +15,21 @@ from pathlib import Path
 
 from jaxmpi import _files
 
-__all__ = ["Member", "join", "leave", "members", "processes", "remove_segments", "segments", "state", "takes_sigterm"]
+__all__ = [
+    "Member",
+    "give_verdict",
+    "join",
+    "leave",
+    "members",
+    "processes",
+    "remove_segments",
+    "segments",
+    "state",
+    "takes_sigterm",
+    "verdict",
+]
 
+VERDICT = "verdict"
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
@@ -67,6 +80,20 @@ def takes_sigterm(directory: str, rank: int) -> None:
     with _opened(directory) as folder:
         if folder is not None:
             _files.replace(folder, f"preemptible-{rank}", "")
+
+
+def give_verdict(directory: str, text: str) -> None:
+    """Say why the job has ended, for `jaxmpi run`, unless another rank has said so."""
+    with _opened(directory) as folder:
+        if folder is not None and not verdict(directory):
+            _files.replace(folder, VERDICT, text)
+
+
+def verdict(directory: str) -> str:
+    """What a rank has said; "" if none has."""
+    with contextlib.suppress(OSError):
+        return Path(directory, VERDICT).read_text()
+    return ""
 
 
 def members(directory: str, skip: Container[int] = ()) -> list[Member]:

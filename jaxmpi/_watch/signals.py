@@ -28,6 +28,7 @@ class Signals:
         self._calls: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_arrived}
         self._before: dict[int, Any] = {}  # the handlers that were replaced
         self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
+        self._masks = threading.local()  # the signals that a thread had blocked
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
         self._poll = select.poll()  # `select` takes no file above 1023
@@ -70,11 +71,23 @@ class Signals:
         self._interrupted = 0.0
         return stuck
 
-    def release(self) -> None:
-        """Give the signals back to those who had them."""
+    def hold(self) -> None:
+        """Hold back the signals that were taken, in the calling thread, until `go_on`: while it forks a child.
+
+        Python forgets what comes to a child before that has handlers of its own.
+        """
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before.keys())
+
+    def go_on(self) -> None:
+        """Let them come again, in the parent and in the child."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def release(self, *, wake_others: bool = True) -> None:
+        """Give the signals back to those who had them; their wake-up files, too, unless this is a forked child."""
         if self._hears:
             now = signal.set_wakeup_fd(-1)
-            _wake_up(self._other if now == self._written.fileno() else now)
+            if wake_others:
+                _wake_up(self._other if now == self._written.fileno() else now)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._written.close()

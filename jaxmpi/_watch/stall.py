@@ -45,9 +45,7 @@ class StallWatch:
 
     def __init__(self, guard: Any, recorder: Recorder) -> None:
         self._guard, self._backend, self._recorder = guard, guard.backend, recorder
-        self._limit = _settings.get("JAXMPI_STALL_SECONDS")
-        end = _settings.get("JAXMPI_STALL_END_SECONDS")
-        self._last = 10 * self._limit if end is None else end
+        self._limit, self._last = _settings.limits()
         self._main = threading.main_thread().ident or 0
         self._state = (0, False)
         self._since = time.monotonic()

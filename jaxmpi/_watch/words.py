@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["at_most", "one_line", "say"]
+__all__ = ["SAY_SECONDS", "at_most", "end_process", "one_line", "say"]
 
+ABORT_SECONDS = 10  # for MPI to end this process
 SAY_SECONDS = 2.0  # for a stream that nobody reads at the moment
 _HAS_STDERR = sys.__stderr__ is not None  # if it was closed when Python started, its number may be another file's by now
 
@@ -32,6 +34,15 @@ def at_most(seconds: float, call: Callable[[], Any]) -> None:
         quietly()
     else:
         thread.join(seconds)
+
+
+def end_process(code: int, abort: Callable[[int], Any]) -> NoReturn:
+    """End this process by `abort`, which ends the whole job; and where that does not, all the same."""
+    signal.alarm(ABORT_SECONDS)  # `abort` may hold the GIL
+    try:
+        abort(code)
+    finally:
+        os._exit(code)
 
 
 def one_line(error: BaseException) -> str:

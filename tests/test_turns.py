@@ -1,0 +1,160 @@
+"""Which thread communicates: one at a time; handed over where that is safe, an error in the second thread otherwise."""
+
+import os
+import queue
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmpi
+from jaxmpi._watch import turns
+from jaxmpi.testing import run_ranks
+
+X = np.arange(3.0, dtype=np.float32)
+
+
+def step(x):
+    return lax.psum(x, jaxmpi.AXIS)
+
+
+def own(x):
+    return x + 1
+
+
+CALLS = {
+    "program": lambda: np.asarray(jaxmpi.jit(step)(X + jaxmpi.rank())),
+    "eager": lambda: np.asarray(jaxmpi.tree_allreduce(X + jaxmpi.rank(), "sum")),
+    "objects": lambda: sum(jaxmpi.allgather_object(X + jaxmpi.rank())),
+    "ahead of time": lambda: np.asarray(jaxmpi.jit(step).lower(X).compile()(X + jaxmpi.rank())),
+}
+
+
+def total():
+    size = jaxmpi.size()
+    return X * size + size * (size - 1) / 2
+
+
+def in_thread(call):
+    """What a call in another thread returns or raises, while this one is busy."""
+    got, busy = [], []
+
+    def run():
+        while not busy:
+            time.sleep(0.001)
+        try:
+            got.append(call())
+        except RuntimeError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    while not got:
+        busy.append(time.sleep(0.001))  # a function of C: this thread counts as running
+    thread.join()
+    return got[0]
+
+
+def check_second_thread(name, patch):
+    call = CALLS[name]
+    patch.setattr(turns, "PATIENCE_SECONDS", 0.1)
+    np.testing.assert_array_equal(call(), total())
+    error = in_thread(call)
+    assert isinstance(error, RuntimeError), error
+    assert "called in thread 'second', while thread 'MainThread', which called the last one, runs" in str(error)
+    np.testing.assert_array_equal(call(), total())  # nothing was sent
+    np.testing.assert_array_equal(in_thread(lambda: jaxmpi.jit(own)(X)), X + 1)  # what sends nothing may run anywhere
+
+
+def check_handing_over(name):
+    call = CALLS[name]
+    with ThreadPoolExecutor(1) as executor:  # as a server would: the main thread waits for the result
+        for _ in range(3):
+            np.testing.assert_array_equal(executor.submit(call).result(), total())
+            np.testing.assert_array_equal(call(), total())
+    asked, answered = queue.Queue(), queue.Queue()
+
+    def serve():
+        while asked.get():
+            answered.put(call())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for _ in range(3):
+        asked.put(True)
+        np.testing.assert_array_equal(answered.get(), total())
+    asked.put(False)
+    thread.join()
+    np.testing.assert_array_equal(call(), total())
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, 3)
+def test_a_second_thread_is_refused_on_mpi(name):
+    with pytest.MonkeyPatch.context() as patch:
+        check_second_thread(name, patch)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, backend="xla")
+def test_a_second_thread_is_refused_on_xla(name):
+    with pytest.MonkeyPatch.context() as patch:
+        check_second_thread(name, patch)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, 3)
+def test_threads_that_wait_hand_over_on_mpi(name):
+    check_handing_over(name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@run_ranks(2, backend="xla")
+def test_threads_that_wait_hand_over_on_xla(name):
+    check_handing_over(name)
+
+
+@run_ranks(1)
+def test_one_rank_has_no_turns():
+    jaxmpi.tree_allreduce(X)
+    np.testing.assert_array_equal(in_thread(lambda: jaxmpi.tree_allreduce(X, "sum")), X)
+
+
+def check_forked_child():
+    """It knows its rank, and may not communicate."""
+    step = jaxmpi.jit(lambda x: lax.psum(x, jaxmpi.AXIS))
+    for call in CALLS.values():
+        call()
+    step(X)
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of threads
+        child = os.fork()
+    if not child:
+        words = []
+        for call in (*CALLS.values(), lambda: step(X), jaxmpi.barrier, jaxmpi.Throughput().read):
+            try:
+                call()
+            except RuntimeError as error:
+                words.append("in a forked child of a rank" in str(error))
+        os.write(write, f"{words} {jaxmpi.rank()} {jaxmpi.size()}".encode())
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 100).decode() == f"{[True] * (len(CALLS) + 3)} {jaxmpi.rank()} {jaxmpi.size()}"
+    os.waitpid(child, 0)
+    for call in CALLS.values():
+        np.testing.assert_array_equal(call(), total())
+
+
+@run_ranks(2)
+def test_a_forked_child_cannot_communicate_on_mpi():
+    check_forked_child()
+
+
+@run_ranks(2, backend="xla")
+def test_a_forked_child_cannot_communicate_on_xla():
+    check_forked_child()
