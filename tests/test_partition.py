@@ -45,7 +45,10 @@ FUNCTIONS = {  # of two matrices, a vector and a number; and what it sends: numb
     "extremes of integers": (lambda x, y, v, s: ((9 * v).astype(jnp.int32) - 99).max(keepdims=True), (1, 0)),
     "flags": (lambda x, y, v, s: (jnp.isfinite(v).all(), (jnp.abs(v) > 9).any(), (jnp.exp(v) > 0).all()), (3, 0)),
     "inner products": (lambda x, y, v, s: (jnp.vdot(x + 1, y + 1), jnp.vdot(jnp.exp(v), jnp.ones(7))), (2, 0)),
-    "branch": (lambda x, y, v, s: lax.cond(s > 0, lambda x, y: (x, y, 0.0), lambda x, y: (y, jnp.ones(SHAPE), 1.0), x, y), (0, 0)),
+    "branch": (
+        lambda x, y, v, s: lax.cond(s > 0, lambda x, y: (x, y, 0.0), lambda x, y: (y, jnp.ones(SHAPE), 1.0), x, y),
+        (0, 0),
+    ),
     "branch with a sum": (lambda x, y, v, s: lax.cond(s > 0, lambda x: x / x.sum(), lambda x: x, x), (1, 0)),
     "branches in branches": (
         lambda x, y, v, s: lax.switch(2, [lambda x: x, lambda x: -x, lambda x: lax.cond(s > 1, jnp.sin, jnp.cos, x)], x), (0, 0)

@@ -63,8 +63,8 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
         given = Given(extra_args, None)
         if local := [*given.local, *given.functions]:
             raise ValueError(
-                f"average_gradients: update got {' and '.join(local)}, and the transforms that follow would take this rank's as "
-                "that of all ranks. Use jaxmpi.distributed(inner) in the place of average_gradients, with them as inner."
+                f"average_gradients: update got {' and '.join(local)}, and the transforms that follow would take this rank's "
+                "as that of all ranks. Use jaxmpi.distributed(inner) in the place of average_gradients, with them as inner."
             )
         if params is not None:
             check_shapes("average_gradients", updates, params)

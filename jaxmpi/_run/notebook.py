@@ -46,7 +46,9 @@ def launch(
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
     if _world.initialized() and _world.current("launch").name in ("mpi", "xla") and _world.size() > 1:
-        raise RuntimeError(f"launch: this is one of {_world.size()} ranks. Call it in a process that is none, such as a notebook.")
+        raise RuntimeError(
+            f"launch: this is one of {_world.size()} ranks. Call it in a process that is none, such as a notebook."
+        )
     try:
         import cloudpickle
     except ImportError as error:
