@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmpi import _agreement, _world
-from jaxmpi._objects import untraced
+from jaxmpi import _world
+from jaxmpi._objects import agreed
 
 __all__ = ["Rate", "Throughput"]
 
@@ -49,10 +49,10 @@ class Throughput:
         **Communication:** three numbers from each rank.
 
         Raises:
+          RankMismatchError: on every rank, if one of them calls something else.
           RuntimeError: called in traced code.
         """
-        backend: Any = untraced("Throughput.read")
-        _agreement.meet(backend, _agreement.Statement.of("Throughput.read"))
+        backend: Any = agreed("Throughput.read")
         now_ns = time.monotonic_ns()
         share: float | None = None
         if backend.name in ("single", "simulate"):

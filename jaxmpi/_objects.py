@@ -8,7 +8,7 @@ from jaxmpi import _agreement, _jaxcompat, _world
 from jaxmpi._backends import Backend
 from jaxmpi._collectives import tree_allreduce
 
-__all__ = ["allgather_object", "barrier", "broadcast_object", "untraced"]
+__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "untraced"]
 
 
 def broadcast_object(obj: Any, root: int = 0) -> Any:
@@ -27,10 +27,9 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
     >>> broadcast_object({"lr": 0.1})
     {'lr': 0.1}
     """
-    backend = untraced("broadcast_object")
+    untraced("broadcast_object")
     _world.check_root("broadcast_object", root)
-    _agreement.meet(backend, _agreement.Statement.of(f"broadcast_object root={root}"))
-    return backend.broadcast_object(obj, root)
+    return agreed(f"broadcast_object root={root}").broadcast_object(obj, root)
 
 
 def allgather_object(obj: Any) -> list[Any]:
@@ -45,9 +44,7 @@ def allgather_object(obj: Any) -> list[Any]:
     >>> allgather_object("a")
     ['a']
     """
-    backend = untraced("allgather_object")
-    _agreement.meet(backend, _agreement.Statement.of("allgather_object"))
-    return backend.allgather_object(obj)
+    return agreed("allgather_object").allgather_object(obj)
 
 
 def barrier() -> None:
@@ -59,10 +56,21 @@ def barrier() -> None:
     Raises:
       RuntimeError: called in traced code.
     """
-    backend = untraced("barrier")
-    _agreement.meet(backend, _agreement.Statement.of("barrier"))
+    backend = agreed("barrier")
     jax.block_until_ready(tree_allreduce(0))  # programs run in the order in which they are called
     backend.barrier()
+
+
+def agreed(function: str) -> Backend:
+    """The backend, for a function that talks at once, once all ranks have called it: with the options that must be equal.
+
+    Raises:
+      RankMismatchError: on every rank, if one of them has called another function, or with other options.
+      RuntimeError: called in traced code.
+    """
+    backend = untraced(function)
+    _agreement.meet(backend, _agreement.Statement.of(function))
+    return backend
 
 
 def untraced(function: str) -> Backend:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxmpi import _agreement
-from jaxmpi._objects import untraced
+from jaxmpi._objects import agreed, untraced
 from jaxmpi._watch import guard, words
 from jaxmpi._watch.stop import Stop
 
@@ -39,10 +38,9 @@ def preempted() -> bool:
     if watch := guard.active():
         watch.stop.watch()
         return watch.stop.now()
-    _agreement.meet(backend, _agreement.Statement.of("preempted"))
     _alone = _alone or Stop(None, 1, 0)
     _alone.watch()
-    stops = any(backend.allgather_object(_alone.signalled))
+    stops = any(agreed("preempted").allgather_object(_alone.signalled))
     if stops and backend.place.rank == 0:
         words.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
     return stops

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi import _agreement, _world
+from jaxmpi import _world
 from jaxmpi._backends import Backend
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._identity import identity, same, structure_of
 from jaxmpi._leaves import is_key, is_own, leaf_name
-from jaxmpi._objects import untraced
+from jaxmpi._objects import agreed, untraced
 
 __all__ = ["synchronize"]
 
@@ -57,9 +57,9 @@ def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
     >>> synchronize({"w": np.ones(2), "step": 3, "name": "mlp"})
     {'name': 'mlp', 'step': 3, 'w': array([1., 1.])}
     """
-    backend = untraced("synchronize")
+    untraced("synchronize")
     _world.check_root("synchronize", root)
-    _agreement.meet(backend, _agreement.Statement.of(f"synchronize root={root} strict={strict}"))
+    backend = agreed(f"synchronize root={root} strict={strict}")
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]

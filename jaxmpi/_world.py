@@ -216,8 +216,12 @@ def finalize() -> None:
     On the xla backend `init` cannot be called again: JAX's processes join each other once.
 
     **Collective:** every rank calls it.
+
+    Raises:
+      RankMismatchError: on every rank, if one of them calls something else.
     """
     if _State.backend is not None and not _State.backend.forked:
+        _agreement.meet(_State.backend, _agreement.Statement.of("finalize"))
         guard.remove()
         _State.backend.close()
     _State.backend = _State.world = None

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxmpi import _agreement
 from jaxmpi._checkpoint import folders, parts
 from jaxmpi._checkpoint.fitting import difference
 from jaxmpi._checkpoint.manifest import Leaf, Manifest
@@ -16,7 +15,7 @@ from jaxmpi._checkpoint.together import check_equal, checked, each_ranks_values,
 from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit import local
-from jaxmpi._objects import untraced
+from jaxmpi._objects import agreed, untraced
 
 __all__ = ["latest", "restore", "save"]
 
@@ -91,8 +90,7 @@ def latest(directory: str | os.PathLike) -> int | None:
 
     >>> latest("a folder that is not there")
     """
-    backend = untraced("latest")
-    _agreement.meet(backend, _agreement.Statement.of("latest"))
+    backend = agreed("latest")
     _raise(Save.finished(backend))
     whole, _ = newest(backend, Path(directory), None)
     return None if whole is None else whole[1].step

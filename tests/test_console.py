@@ -45,8 +45,14 @@ def test_text_that_the_screen_cannot_show_is_escaped(capsys, monkeypatch):
     assert capsys.readouterr().out == "file \\udcff ✓\n"
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stdout", closed)
-    Rounds(1).add(0, Key("f", 1, "t", 1), "nowhere to go\n")
+    rounds = Rounds(1)
+    for stream in (closed, None, sys.stdout, closed):
+        monkeypatch.setattr(sys, "stdout", stream)
+        for call in range(2):
+            rounds.add(0, Key("f", 1, "t", call), "nowhere to go\n")
+    said = capsys.readouterr()
+    assert said.out == "nowhere to go\n" * 2
+    assert said.err.count("a line of jaxmpi.print cannot be written to stdout") == 2  # once in a row
 
 
 PRINTING = """

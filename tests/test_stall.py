@@ -112,6 +112,29 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
     assert re.search(r"missing: rank 1 \(pid \d+ on \S+\) does not answer: it is stopped", output), output
 
 
+INSIDE = """
+import time
+import jaxmpi
+from jaxmpi import _world
+jaxmpi.init()
+with _world.current("test")._enter():  # as an allgather of objects that never ends
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkeypatch, backend):
+    script = tmp_path / "script.py"
+    script.write_text(INSIDE)
+    monkeypatch.setenv("JAXMPI_BACKEND", backend)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "2")
+    code, output, seconds, left = end(jaxmpi_run(2, script), str(tmp_path))
+    assert code and seconds < 30 and not left, output
+    assert "all ranks have arrived: it does not get on" in output, output
+    assert "a collective that all ranks have entered does not end. The job ends." in output, output
+
+
 def test_ordinary_work_is_no_stall(tmp_path, monkeypatch):
     code, output, _, _ = stalled(tmp_path, monkeypatch, "objects", 0)
     assert not code and "stalled" not in output, output

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from jax import lax
+from test_guard import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi._watch import turns
@@ -116,6 +117,29 @@ def test_threads_that_wait_hand_over_on_mpi(name):
 @run_ranks(2, backend="xla")
 def test_threads_that_wait_hand_over_on_xla(name):
     check_handing_over(name)
+
+
+RACES = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+import jaxmpi
+rank = jaxmpi.init().rank
+for i in range(50):
+    with ThreadPoolExecutor(2) as threads:
+        xs = [np.full(3, (rank + 1) * 10.0**k, np.float32) for k in (0, 1)]
+        sums = threads.map(lambda x: np.asarray(jaxmpi.tree_allreduce(x, "sum")), xs)
+        assert [list(x) for x in sums] == [[3] * 3, [30] * 3], "a wrong sum"
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_two_threads_at_once_get_no_wrong_sum(tmp_path, monkeypatch, backend):
+    monkeypatch.setenv("JAXMPI_BACKEND", backend)
+    (tmp_path / "script.py").write_text(RACES)
+    code, output, _, _ = end(jaxmpi_run(2, tmp_path / "script.py"), str(tmp_path))
+    assert code and "a collective was called in thread 'ThreadPoolExecutor-" in output, output
+    assert "AssertionError" not in output, output
 
 
 @run_ranks(1)

@@ -53,6 +53,7 @@ class Job:
         self._waiting = ""  # for what, if for no collective
         self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
+        self._starting = False  # a program
         self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
         self._compared = 0
         self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
@@ -93,8 +94,12 @@ class Job:
 
         Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
         """
-        with _Entered(self):
-            yield partial(self.ends.__setitem__, threading.get_ident())
+        self._starting = True
+        try:
+            with _Entered(self):
+                yield partial(self.ends.__setitem__, threading.get_ident())
+        finally:
+            self._starting = False
 
     def gather_sides(self, side: Any) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running."""
@@ -113,8 +118,8 @@ class Job:
 
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""
-        with self._enter():
-            for start in range(0, buffer.size, _plan.MAX_ITEMS):
+        for start in range(0, buffer.size, _plan.MAX_ITEMS):
+            with self._enter():  # each piece is a step forward, for those who watch
                 self._objects.Bcast(buffer[start : start + _plan.MAX_ITEMS], root)
 
     def barrier(self) -> None:
@@ -146,10 +151,13 @@ class Job:
 
     # for those who watch, from any thread
 
+    def in_program(self) -> bool:
+        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
+        return not self.in_band and (self._starting or any(not end.is_ready() for end in list(self.ends.values())))
+
     def progress(self) -> tuple[int, bool]:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
-        running = not self.in_band and any(not end.is_ready() for end in list(self.ends.values()))
-        return self._entered, running or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
+        return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
 
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:

@@ -38,6 +38,7 @@ class Answer(NamedTuple):
     doing: str
     busy: str  # with what takes long, and is all right
     stack: list[str]  # of its main thread, from the innermost call
+    in_program: bool  # which is watched as a whole, and may take long
 
 
 class StallWatch:
@@ -98,9 +99,8 @@ class StallWatch:
 
     def _here(self) -> Answer:
         entered, inside = self._backend.progress()
-        return Answer(
-            entered, inside, time.monotonic() - self._since, where(self._backend), self._backend.busy, _stack(self._main)
-        )
+        waited, busy = time.monotonic() - self._since, self._backend.busy
+        return Answer(entered, inside, waited, where(self._backend), busy, _stack(self._main), self._backend.in_program())
 
     def _report(self, waited: float) -> None:
         place = self._backend.place
@@ -112,7 +112,8 @@ class StallWatch:
         missing = [rank for rank in range(place.size) if rank not in arrived]
         stalled = waited > self._limit
         at_work = [rank for rank in missing if rank in everyone and everyone[rank].busy]
-        hopeless = len(at_work) < len(missing) or (not missing and self._backend.in_band)  # or else it may be a long program
+        long = any(everyone[rank].in_program for rank in arrived)
+        hopeless = len(at_work) < len(missing) or (not missing and not long)
         self._said = True
         if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:  # that one says it
             return
@@ -120,7 +121,7 @@ class StallWatch:
         if missing:
             lines.append(f"  arrived: {in_words(arrived)}")
             lines += [line for rank in missing for line in self._missing(rank, everyone.get(rank))]
-        elif self._backend.in_band:
+        elif not long:
             lines.append("  all ranks have arrived: it does not get on")
         else:
             lines.append("  all ranks are inside of it: it takes long, or one of them is stuck in it")
