@@ -1,6 +1,5 @@
 """What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,14 +9,8 @@ import numpy as np
 __all__ = ["PerRankKey", "PerRankState", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
 
 
-@dataclass(frozen=True)
-class PerRankKey:
+class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
     """The key of `PerRankState.per_rank` in a path: a type of its own, as any class may have a field of this name."""
-
-    name: str = "per_rank"
-
-    def __str__(self) -> str:
-        return f".{self.name}"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -50,7 +43,7 @@ class PerRankState:
         return f"PerRankState({self.per_rank!r})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
-        return ((PerRankKey(), self.per_rank),), None
+        return ((PerRankKey("per_rank"), self.per_rank),), None
 
     def tree_flatten(self) -> tuple[tuple[Any], None]:
         return (self.per_rank,), None

@@ -1,5 +1,6 @@
 """Decisions that all ranks take together, on what one of them has seen."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jax import lax
 
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives import tree_allreduce
+from jaxmpi._jit import anywhere
 from jaxmpi._optim.trees import check_transform, computed_once, equal_types, map_floats, wide
 from jaxmpi._optim.weights import as_weight
 
@@ -27,6 +29,11 @@ def any_rank(flag: Any) -> jax.Array:
     >>> any_rank(False)
     Array(False, dtype=bool)
     """
+    return _vote(flag)
+
+
+@partial(anywhere, name="any_rank")
+def _vote(flag: Any) -> jax.Array:
     return tree_allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
 
 

@@ -23,10 +23,8 @@ def cost(entry: Entry, backend: Any) -> Cost:
     size, kind = backend.place.size, entry.call.kind
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
-    if backend.name == "mpi":  # which packs, splits and widens as its transport needs
-        sent = backend.messages(entry.call, arrays)
-    else:
-        sent = packing.messages(entry.call, arrays, size)
+    # mpi packs, splits and widens as its transport needs
+    sent = backend.messages(entry.call, arrays) if backend.name == "mpi" else packing.messages(entry.call, arrays, size)
     return Cost(len(sent), share * sum(sent))
 
 
