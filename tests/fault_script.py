@@ -1,7 +1,11 @@
 """One rank of a job in which a rank fails on purpose: fault_script.py MODE KIND DIRECTORY; see test_faults.py."""
 
+import multiprocessing
+import os
+import resource
 import sys
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +14,65 @@ import optax
 from jax import lax
 
 import jaxmpi
+from jaxmpi._watch import peers
+from jaxmpi._world import launched_ranks
 from jaxmpi.testing import faults
 
 CALLS, CALL = 10, 5
+mode, kind, directory = sys.argv[1:]
+
+if kind == "before init" and peers.rank_here() == launched_ranks() - 1:
+    print(f"now {time.time()}", flush=True)
+    sys.exit(0)
+if kind == "many files":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+world = jaxmpi.init()  # in a spawned worker, too, which imports this file
+
+
+def square(x):
+    return x * x, jaxmpi.size()
+
+
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, of threads
+        child = os.fork()
+    if not child:
+        sys.exit(3)
+    assert os.waitpid(child, 0)[1] == 3 << 8
+
+
+def spawn():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(square, [3]) == [(9, 1)]
+
+
+def close_streams():
+    sys.stdout = sys.stderr = open("/dev/full", "w", buffering=1)
+
+
+EVENTS = {"forked child": fork, "spawned worker": spawn, "broken stdout": close_streams}
+
+
+def inject(function):
+    """The function with the fault, and what comes before it."""
+    then = {"broken stdout": "exit", "many files": "exit"}.get(kind, kind)
+    calls = 0
+
+    def prepared(*args):
+        nonlocal calls
+        if calls == CALL and (kind == "broken stdout" or world.rank == world.size - 1):  # the streams of all ranks
+            EVENTS[kind]()
+        calls += 1
+        return function(*args)
+
+    if then in faults.KINDS:
+        function = faults.inject(function, then, rank=world.size - 1, call=CALL, seconds=0.5)
+    return prepared if kind in EVENTS else function
 
 
 def main():
-    mode, kind, directory = sys.argv[1:]
-    world = jaxmpi.init()
     tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.sgd(0.1)))
 
     def loss(params, batch):
@@ -56,7 +111,7 @@ def main():
 
     saved = []
     function = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}[mode]
-    function = faults.inject(function, kind, rank=world.size - 1, call=CALL, seconds=0.5)
+    function = inject(function)
     params = {"w": jnp.ones(4)}
     state = tx.init(params)
     for i in range(CALLS):
