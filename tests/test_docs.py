@@ -58,6 +58,7 @@ def names(tmp_path):
         "mask": mask,
         "loss": 1.0,
         "local_loss": 1.0,
+        "loss_of_this_rank": lambda params: jnp.square(params["w"]).sum(),
         "load": float,
         "directory": tmp_path,
         "step": 3,

@@ -251,7 +251,7 @@ def replicas():
             jaxmpi.check_replicas({"optimizer": (state, 1)}, params)
         _, state = tx.update(jax.tree.map(jnp.asarray, mean(n)), tx.init(params), params)
         jaxmpi.check_replicas(state, params)
-        with pytest.raises(TypeError, match="check_replicas: state is a tuple without a state"):
+        with pytest.raises(TypeError, match=r"check_replicas: state is a tuple without a state"):
             jaxmpi.check_replicas(optax.adam(1.0).init(params), params)
 
     return call
