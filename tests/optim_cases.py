@@ -127,20 +127,9 @@ def reference(variant, optimizer, ranks):
     return params
 
 
-def valid(variant, optimizer):
-    return optimizer != "lamb" or not (variant.startswith("sharded") or variant == "bf16")
-
-
 def check(variant, optimizer, jit=jaxmpi.jit):
-    """Assert the law on the ranks that there are; for what looks at whole arrays, that it is refused."""
+    """Assert the law on the ranks that there are."""
     with jax.enable_x64(True):
-        if not valid(variant, optimizer):
-            try:
-                transform(variant, optimizer).init(parameters())
-            except ValueError as error:
-                assert "does not treat every number by itself" in str(error)
-                return
-            raise AssertionError(f"{variant} has taken {optimizer}")
         got, _ = train(variant, optimizer, jit)
         want = reference(variant, optimizer, jaxmpi.size())
         scale = 2e-2 if variant == "bf16" else 1e-12

@@ -112,31 +112,8 @@ def test_a_state_of_other_ranks_is_refused():
         tx.update(grads(0, 0), state)
 
 
-WHOLE = {
-    "lamb": lambda: optax.lamb(0.1),
-    "lamb in a warm-up, without NaN": lambda: optax.chain(
-        optax.zero_nans(), optax.lamb(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 1000, 10000))
-    ),
-    "lars": lambda: optax.lars(0.1),
-    "adafactor": lambda: optax.adafactor(0.1),
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
-    "block rms": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
-    "muon": lambda: optax.contrib.muon(0.1),
-    "centralize": lambda: optax.chain(optax.centralize(), optax.sgd(0.1)),
-}
-
-
 @run_ranks(2, 3)
-@pytest.mark.parametrize("name", list(WHOLE))
-def test_what_looks_at_whole_arrays_is_refused(name):
-    wide = {"w": jnp.ones((200, 300)), "b": jnp.ones(300)}
-    with pytest.raises(ValueError, match="sharded: inner does not treat every number by itself"):
-        jaxmpi.sharded(WHOLE[name]()).init(wide)
-
-
-@run_ranks(2, 3)
-def test_what_treats_numbers_by_themselves_is_taken():
+def test_the_whole_state_has_the_shapes_of_the_inner_one():
     wide = {"w": jnp.ones((200, 300)), "b": jnp.ones(300)}
     not_biases = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     for inner in (
