@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial, update_wrapper
-from threading import get_ident
+from threading import current_thread, get_ident, main_thread
 from types import MethodType
 from typing import Any
 
@@ -44,8 +44,8 @@ class Step:
         if not self._in_band:
             out = self._met(args, kwargs)
         else:  # the program's own messages compare it; every call below is one that a step of 1 ms notices
-            if (thread := get_ident()) != self._turn.thread and self._programs.find(args, kwargs)[0].statement:
-                self._turn.take()
+            if (thread := get_ident()) != self._turn.thread:
+                self._take_turn(args, kwargs)
             try:
                 end, out = self._with_end(*args, **kwargs)
                 self._ends[thread] = end
@@ -58,6 +58,15 @@ class Step:
         if not self._concurrent:
             jax.block_until_ready(out)
         return out if check is None else check(out)
+
+    def _take_turn(self, args: Any, kwargs: Any) -> None:
+        """Take the turn to communicate for this thread; a program that sends nothing does not need it.
+
+        The first turn of the main thread is taken without a look at the program, which would be traced for that alone.
+        """
+        first = not self._turn.thread and current_thread() is main_thread()
+        if first or self._programs.find(args, kwargs)[0].statement:
+            self._turn.take()
 
     def _met(self, args: Any, kwargs: Any) -> Any:
         """Run the program for these arguments, after the ranks have compared theirs."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi import _world
-from jaxmpi._axis import with_parameters
+from jaxmpi._axis import equal_on_all_ranks, with_parameters
 from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit import anywhere
 from jaxmpi._leaves import PerRankState, is_key
@@ -124,13 +124,13 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         if master_dtype is None:
             theirs = map_floats("sharded", lambda x: shard(own(x), x.shape, x), params)
         else:
-            theirs = map_floats("sharded", lambda x, m: shard(m, x.shape), params, state.master)
+            theirs = map_floats("sharded", lambda x, m: shard(m, x.shape) if x.shape else _equal(m), params, state.master)
         means, local = _means(updates, given.local, weight)
         grads = map_floats("sharded", lambda g, x: shard(x.astype(master_dtype or g.dtype), g.shape), updates, means)
         local = map_floats("sharded", lambda x, mean: shard(mean, x.shape), given.local, local)
         leaves, treedef = jax.tree.flatten(state.inner)
         pairs = zip(leaves, state.layout.shapes, strict=False)
-        before = treedef.unflatten([x if shape is None else shard(x, shape) for x, shape in pairs])
+        before = treedef.unflatten([_equal(x) if shape is None else shard(x, shape) for x, shape in pairs])
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
         work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
         steps, after = on_shards(work, grads, *given.marked((before, theirs)), args)
@@ -138,7 +138,8 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         after = _stored(after, layout)
         if master_dtype is None:
             return _gathered(steps), ShardedState.of((after, ()), layout)
-        master = optax.apply_updates(state.master, jax.tree.map(part, steps, is_leaf=is_shard))
+        master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
+        master = optax.apply_updates(master, jax.tree.map(part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: shard(m.astype(p.dtype), p.shape), master, params)
         there = _gathered(rounded)
         out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, there)
@@ -217,6 +218,11 @@ def _mean_shards(function: str, tree: Any) -> Any:
     stacks = map_floats(function, lambda x: rows(x, size), {i: x for i, x in enumerate(leaves) if i not in scalars})
     means = _no_floats(tree_reduce_scatter, stacks, op="mean") | tree_allreduce(scalars, op="mean")
     return treedef.unflatten([means[i] for i in range(len(leaves))])
+
+
+def _equal(x: Any) -> Any:
+    """A part of the state that is no shard: it is equal on all ranks, although it stands in a `PerRankState`."""
+    return x if _world.size() == 1 else equal_on_all_ranks(x)
 
 
 def _gathered(tree: Any) -> Any:

@@ -58,11 +58,12 @@ class Rounds:
 
     def _flush(self, key: Key) -> None:
         del self._since[key]
-        write = self._write or partial(self._show, getattr(sys, key.stream))
+        write = self._write or partial(self._show, key.stream)
         write("".join(text for _, text in sorted(self._texts.pop(key).items())))
 
-    def _show(self, stream: TextIO | None, text: str) -> None:
-        """Write what a stream can show; another rank's text must not end this one."""
+    def _show(self, name: str, text: str) -> None:
+        """Write what a stream of `sys` can show; another rank's text must not end this one."""
+        stream: TextIO | None = getattr(sys, name)
         encoding = getattr(stream, "encoding", None) or "utf-8"
         try:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # type: ignore[union-attr]
@@ -70,5 +71,5 @@ class Rounds:
             self._failed = False
         except (OSError, ValueError, AttributeError) as error:  # a full disk, a closed stream, none
             if not self._failed:
-                words.say(f"jaxmpi: a line of jaxmpi.print cannot be written ({error}):\n{text}")
+                words.say(f"jaxmpi: a line of jaxmpi.print cannot be written to {name} ({error}):\n{text}")
             self._failed = True
