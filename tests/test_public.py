@@ -171,9 +171,11 @@ def transforms():
         updates_of(lambda: jaxmpi.distributed(sgd), negative(mean(n))),
         updates_of(lambda: jaxmpi.distributed(sgd), weighted, weight=weight),
         updates_of(lambda: optax.chain(jaxmpi.average_gradients(), sgd), weighted, weight=weight),
-        updates_of(lambda: jaxmpi.sharded(sgd), weighted, weight=weight),
-        updates_of(lambda: jaxmpi.sharded(sgd, master_dtype=jnp.float32), negative(mean(n))),
-        updates_of(lambda: jaxmpi.sharded(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n)))),
+        updates_of(lambda: jaxmpi.sharded(sgd), weighted, weight=weight, eager=not simulated()),
+        updates_of(lambda: jaxmpi.sharded(sgd, master_dtype=jnp.float32), negative(mean(n)), eager=not simulated()),
+        updates_of(
+            lambda: jaxmpi.sharded(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n))), eager=not simulated()
+        ),
         updates_of(lambda: jaxmpi.distributed(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n)))),
         updates_of(lambda: jaxmpi.skip_nonfinite(jaxmpi.distributed(sgd)), weighted, weight=weight),
         updates_of(lambda: jaxmpi.dynamic_loss_scale(jaxmpi.distributed(sgd), initial=1.0), negative(mean(n))),
@@ -181,6 +183,9 @@ def transforms():
         updates_of(lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 2), jax.tree.map(np.zeros_like, mean(n)), weight=weight),
     ]
     calls.append(updates_of(lambda: jaxmpi.local_sgd(sgd, 1), negative(mean(n))))
+    if simulated():
+        with pytest.raises(RuntimeError, match=r"sharded: update was called outside of a step"):
+            updates_of(lambda: jaxmpi.sharded(sgd), negative(mean(n)))()
     return lambda: [call() for call in calls]
 
 
@@ -199,7 +204,8 @@ def codecs():
             jaxmpi.codecs.check_codec("test", codec)
             updates, _ = step(each(tree), tx.init(params))
             assert_each(jax.tree.map(lambda x: np.round(2 * np.asarray(x)) / 2, updates), lambda rank: negative(exact))
-            tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
+            with pytest.raises(RuntimeError, match="outside of a step") if simulated() else contextlib.nullcontext():
+                tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
 
         calls.append(call)
     with pytest.raises(TypeError, match="codec is a int"):

@@ -19,7 +19,7 @@ from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.invariant import canonical_mean, invariant_update
 from jaxmpi._optim.objective import Given, over_ranks
-from jaxmpi._optim.trees import check_shapes, check_transform, map_floats
+from jaxmpi._optim.trees import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.weights import as_weight, check_total, divided, scaled, weighted_mean
 from jaxmpi.codecs import Codec, check_codec
 
@@ -228,6 +228,7 @@ def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, An
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
     if _world.size() == 1:
         return mean("distributed", updates, weight), state
+    check_in_step("distributed")
     if weight is None:
         return codec.mean(updates, state)
     w, problem = as_weight("distributed", weight, updates)

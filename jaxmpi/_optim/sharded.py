@@ -91,6 +91,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
       ValueError: a state that was made for another number of ranks; `update` gets no parameters; gradients of other shapes
         than the parameters', such as those of single samples; weights as in `distributed`.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path.
+      RuntimeError: `update` is called outside of a step under `simulate`.
     """
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
@@ -118,6 +119,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
         _check_ranks("sharded", state)
+        check_in_step("sharded")
         check_shapes("sharded", updates, params)
         updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}")
         given = Given(extra_args, updates)

@@ -9,9 +9,29 @@ import numpy as np
 import optax
 from jax import lax
 
+from jaxmpi import _jaxcompat, _world
 from jaxmpi._leaves import leaf_name
 
-__all__ = ["check_shapes", "check_transform", "computed_once", "either", "equal_types", "floats", "map_floats", "wide"]
+__all__ = [
+    "check_in_step",
+    "check_shapes",
+    "check_transform",
+    "computed_once",
+    "either",
+    "equal_types",
+    "floats",
+    "map_floats",
+    "wide",
+]
+
+
+def check_in_step(function: str) -> None:
+    """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
+    if _world.current(function).name == "simulate" and not _jaxcompat.tracing():
+        raise RuntimeError(
+            f"{function}: update was called outside of a step, where simulated ranks have no arrays of their own. "
+            "Use jaxmpi.jit."
+        )
 
 
 def check_transform(function: str, name: str, transform: Any) -> None:
