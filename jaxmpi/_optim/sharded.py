@@ -17,7 +17,7 @@ from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.shards import gathered, is_shard, joined, own, part, rows, shard, shard_shape
-from jaxmpi._optim.trees import check_shapes, check_transform, map_floats, wide
+from jaxmpi._optim.trees import check_in_step, check_shapes, check_transform, map_floats, wide
 from jaxmpi._optim.weights import weighted_mean
 
 __all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "unshard"]
