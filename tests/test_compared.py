@@ -5,6 +5,7 @@ import itertools
 import os
 import tempfile
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -30,7 +31,11 @@ def sharded_state():
     return jaxmpi.sharded(optax.sgd(0.1, momentum=0.9)).init({"w": X})
 
 
-step, nn_step = jaxmpi.jit(program), jaxmpi.nn.jit(lambda x: lax.pmax(x, jaxmpi.AXIS))
+def averaged_loss(x):
+    return jax.grad(jaxmpi.average_loss(lambda w: (w * w).sum()))(x)
+
+
+step, averaged, nn_step = jaxmpi.jit(program), jaxmpi.jit(averaged_loss), jaxmpi.nn.jit(lambda x: lax.pmax(x, jaxmpi.AXIS))
 
 CALLS = {
     "tree_allreduce": lambda: jaxmpi.tree_allreduce(X),
@@ -41,6 +46,7 @@ CALLS = {
     "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(rows()),
     "jit": lambda: step(X),
     "nn.jit": lambda: nn_step(X),
+    "average_loss": lambda: averaged(X),
     "average_metrics": lambda: jaxmpi.average_metrics({"loss": 1.0}),
     "any_rank": lambda: jaxmpi.any_rank(True),
     "unshard": lambda: jaxmpi.unshard(sharded_state()),

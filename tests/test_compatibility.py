@@ -115,7 +115,7 @@ def table():
         lines += [f"\n### {name}\n", f"| case | {' | '.join(COLUMNS)} | JAX's tests |", "|---|" + ":-:|" * len(ROWS) + "---|"]
         for case in cases:
             marks = ["refused" if row in case.rows else "yes" for row in ROWS]
-            lines.append(f"| {cell(case.title)} | {' | '.join(marks)} | {tests(case.tests)} |")
+            lines.append(f"| {cell(case.title)} | {' | '.join(marks)} | {subjects(case.tests)} |")
     lines += ["\n## What is refused, and what to do\n", "| | case | error | what to do |", "|---|---|---|---|"]
     for name, cases in GROUPS.items():
         for case in cases:
@@ -131,7 +131,7 @@ def cell(title):
     return title.replace("|", "\\|")
 
 
-def tests(names):
+def subjects(names):
     return ", ".join(f"`{name}`" for name in names.split(", ") if name)
 
 

@@ -682,16 +682,17 @@ PRINTS = ["-c", "import sys; print('printed'); sys.stdout.flush(); sys.exit({})"
 
 
 def run_with(prepare, *words, code=0):
-    """Exit code and both streams of a job that prints and exits with `code`; `prepare` is called before it starts."""
+    """Exit code and both streams of a job that prints and exits with `code`; its process runs the code `prepare` first."""
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", *words, "--", *PRINTS]
     command[-1] = command[-1].format(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, preexec_fn=prepare)
+    starts = f"import os, signal, sys; {prepare}; os.execv(sys.argv[1], sys.argv[1:])"  # this process may not fork: it runs JAX
+    done = subprocess.run([sys.executable, "-c", starts, *command], env=environ, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
 def full(*streams):
-    return lambda: [os.dup2(os.open("/dev/full", os.O_WRONLY), stream) for stream in streams]
+    return f"[os.dup2(os.open('/dev/full', os.O_WRONLY), stream) for stream in {streams}]"
 
 
 def test_output_that_cannot_be_written_fails_the_run():
@@ -705,12 +706,7 @@ def test_output_that_cannot_be_written_fails_the_run():
 
 
 def test_output_that_nobody_reads_any_more_changes_nothing():
-    def prepare():
-        read, write = os.pipe()
-        os.close(read)
-        os.dup2(write, 1)
-
-    code, _, errors = run_with(prepare)
+    code, _, errors = run_with("read, write = os.pipe(); os.close(read); os.dup2(write, 1)")
     assert code == 0 and "written" not in errors
 
 
@@ -741,11 +737,11 @@ def test_output_goes_on_once_there_is_space(tmp_path):
 
 @pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])
 def test_run_with_closed_streams(closed, code):
-    got, output, errors = run_with(lambda: [os.close(number) for number in closed], code=code)
+    got, output, errors = run_with(f"[os.close(number) for number in {closed}]", code=code)
     assert got == code
     assert output == ("" if 1 in closed else "printed\n" * 2) or code  # a rank that fails ends the other before it prints
     assert ("2 ranks" in errors) == (2 not in closed)
 
 
 def test_run_passes_the_code_on_where_the_parent_ignores_the_ends_of_children():
-    assert run_with(lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN), code=3)[0] == 3
+    assert run_with("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", code=3)[0] == 3

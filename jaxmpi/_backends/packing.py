@@ -25,7 +25,7 @@ def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis is bound."""
     if call.kind not in ROWS:
         return on_axis.run(call, xs)
-    size = int(lax.axis_size(AXIS))
+    size, xs = int(lax.axis_size(AXIS)), [jnp.asarray(x) for x in xs]
     rows_in, rows_out = ([size] if by_rank else [] for by_rank in ROWS[call.kind])
     outs = [jnp.zeros(call.out_shape(x.shape, size), x.dtype) for x in xs]
     for leaves in _groups(call, xs, size):

@@ -20,7 +20,7 @@ from jaxmpi._jit import compiled
 from jaxmpi._leaves import leaf_name
 from jaxmpi._optim.ordered import equations, in_one_order
 from jaxmpi._optim.trees import map_floats, wide
-from jaxmpi._program.reading import communicates, subjaxprs
+from jaxmpi._program.reading import BROADCASTS, communicates, subjaxprs
 
 __all__ = ["canonical_mean", "invariant_update", "micro_batch_grads"]
 
@@ -122,7 +122,7 @@ def invariant_update(inner: Any) -> Callable[..., Any]:
 
 def _check_silent(jaxpr: Any) -> None:
     for *callers, eqn in equations(jaxpr):
-        if eqn.primitive.name == "jaxmpi_collective" or (not list(subjaxprs(eqn)) and communicates(eqn)):
+        if eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (not list(subjaxprs(eqn)) and communicates(eqn)):
             line = next(filter(None, map(_jaxcompat.source_line, (eqn, *reversed(callers)))), "a line of a library")
             raise ValueError(
                 f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that its results depend on the "

@@ -56,7 +56,8 @@ def blame(text: str, joined: Sequence[Member], ended: Sequence[End], code: int) 
         who = f"rank {member.rank} (pid {member.pid} on {member.host})"
     else:
         who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"
-    return f"{who} {_how(said)}" + ("" if code else ", though the launcher reported success")
+    how = _how(said) if member or said.keys() != {"rank", "pid"} else "has ended, and has not joined the others in jaxmpi.init"
+    return f"{who} {how}" + ("" if code else ", though the launcher reported success")
 
 
 def _how(said: Mapping[str, int]) -> str:
