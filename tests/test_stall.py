@@ -87,7 +87,8 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and re.search(r"the job ends in [123] s", output)
     assert re.search(r"stalled for [45] s: rank 1 on", output), output
-    assert len(re.findall(r"\] stalled: has waited [12] s", output)) == 1, output
+    went_on = output.count("goes on after")  # the first call, where the machine is busy
+    assert len(re.findall(r"\] stalled: has waited [12] s", output)) - went_on == 1, output
 
 
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
@@ -128,7 +129,7 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
     script.write_text(INSIDE)
     monkeypatch.setenv("JAXMPI_BACKEND", backend)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
-    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "2")
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")  # more than one rank may start after the other
     code, output, seconds, left = end(jaxmpi_run(2, script), str(tmp_path))
     assert code and seconds < 30 and not left, output
     assert "all ranks have arrived: it does not get on" in output, output
