@@ -11,8 +11,8 @@ from test_launch import end, start
 
 import jaxmpi
 from jaxmpi import _settings
-from jaxmpi._watch import children
 from jaxmpi.__main__ import main
+from jaxmpi._watch import children
 
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
@@ -42,7 +42,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
     package = Path(jaxmpi.__file__).parent
     sources = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
     named = {name for text in sources.values() for name in re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text)}
-    assert named - {children._VARIABLE} == set(_settings.SETTINGS)  # that one is no setting: ranks tell it the processes they start
+    assert named - {children._VARIABLE} == set(_settings.SETTINGS)  # ranks set it, for their children
     past = {
         (str(path), name) for path, text in sources.items() for name in re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text)
     }
