@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxmpi._backends import word_of
 from jaxmpi._errors import RankMismatchError
 
-__all__ = ["Statement", "describe", "in_words", "know", "listen", "meet", "raise_found"]
+__all__ = ["Statement", "describe", "first_run", "in_words", "know", "listen", "meet", "raise_found"]
 
 Sides = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
 CALLS = ("sent", "taken", "given")
@@ -80,6 +80,7 @@ def describe(backend: Any, word: int) -> str:
 # where the transport compares
 
 _known: dict[int, tuple[Statement, Sequence[str], Callable[[], Sides]]] = {}  # the programs that were traced
+_run: set[int] = set()  # the words of programs that have run
 _found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
 
 
@@ -91,9 +92,17 @@ def know(statement: Statement, sent: Sequence[str], sides: Callable[[], Sides]) 
 def listen(backend: Any) -> None:
     """Have the ranks of a transport that compares explain their differences."""
     _known.clear()
+    _run.clear()
     _found.clear()
     if backend.in_band:
         backend.listen(partial(_explain, backend))
+
+
+def first_run(word: int) -> bool:
+    """Whether the ranks run the program with this word for the first time: the same on all of them, as they run it together."""
+    first = word not in _run
+    _run.add(word)
+    return first
 
 
 def raise_found(error: Exception) -> None:

@@ -6,10 +6,11 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-__all__ = ["AXIS", "EQUAL", "PARAMETERS", "bound", "equal_on_all_ranks", "with_parameters"]
+__all__ = ["AXIS", "DIFFERS", "EQUAL", "PARAMETERS", "bound", "equal_on_all_ranks", "may_differ", "with_parameters"]
 
 AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
+DIFFERS = "jaxmpi: may differ between the ranks"
 PARAMETERS = "jaxmpi: parameters "
 
 
@@ -28,6 +29,16 @@ def equal_on_all_ranks(x: Any) -> Any:
     A branch with a collective may depend on it. It is an identity with a name, which `variation` looks for.
     """
     return checkpoint_name(x, EQUAL)
+
+
+def may_differ(tree: Any) -> Any:
+    """Arrays of which the caller means that each rank has its own, such as updates between two meetings of the ranks.
+
+    Train state that takes them up is no sign of a forgotten mean. They are identities with a name, too.
+    """
+    if not bound() or lax.axis_size(AXIS) == 1:
+        return tree
+    return jax.tree.map(lambda x: checkpoint_name(x, DIFFERS), tree)
 
 
 def with_parameters(tree: Any, text: str) -> Any:

@@ -1,6 +1,7 @@
 """`jaxmpi.jit`: one function of a rank's arrays, for one rank, many processes or simulated ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,7 +94,7 @@ def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[...
     What it returns are arrays of this rank alone, on every backend.
     """
     fun.__name__ = name
-    step = jit(fun, **jit_kwargs)
+    step = Step(replace(describe(fun, (), (), jit_kwargs), of_user=False), jit_kwargs)
 
     def call(*args: Any) -> Any:
         _world.current(name)  # for an error that names the function

@@ -1,12 +1,13 @@
 """Steps that change Flax nnx objects in place: they travel as their graphs and their arrays, and the arrays come back."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import jax
 
+from jaxmpi._leaves import PerRankKey
 from jaxmpi._program.function import Function
 from jaxmpi._program.objects import is_object
 from jaxmpi._program.program import Program
@@ -16,13 +17,38 @@ from jaxmpi._step import Step
 __all__ = ["InPlace"]
 
 
-@jax.tree_util.register_dataclass
+class _Key(jax.tree_util.GetAttrKey):  # type: ignore[misc]
+    """A key that does not show in the names of leaves."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class _OwnKey(PerRankKey):
+    """The same, of what each rank has of its own."""
+
+    __str__ = _Key.__str__
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass
 class _Part:
     """An argument with nnx objects in it. What several arguments share is in the first that has it."""
 
-    state: Any  # its arrays
-    graph: Any = field(metadata={"static": True})  # of all such arguments together
+    own: Any  # its arrays that each rank has of its own, by their types
+    state: Any  # the others
+    graph: Any  # of all such arguments together
+
+    def tree_flatten_with_keys(self) -> Any:
+        return ((_OwnKey("own"), self.own), (_Key("state"), self.state)), self.graph
+
+    def tree_flatten(self) -> Any:
+        return (self.own, self.state), self.graph
+
+    @classmethod
+    def tree_unflatten(cls, graph: Any, children: Any) -> "_Part":
+        own, state = children
+        return cls(own, state, graph)
 
 
 class InPlace(Step):
@@ -61,30 +87,28 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
         given = _named(args, kwargs)
         parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
         graph: Any = next((part.graph for part in parts.values()), None)
-        objects = nnx.merge(graph, nnx.State({key: part.state for key, part in parts.items()})) if parts else {}
+        objects = nnx.merge(graph, *_states(parts)) if parts else {}
         given |= objects
         out = fun(*(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs})
-        left, states = nnx.split(objects)
+        left, found = _taken_apart(objects)
         if parts and left != graph:
             raise ValueError(
                 f"jaxmpi.nn.jit: {fun.__name__} adds variables to its nnx arguments, removes some or shares them anew. Do "
                 "that before, outside of the step."
             )
-        here = [states.get(str(i)) for i in range(len(args))]
-        return *here, {name: states[name] for name in kwargs if name in states}, out
+        here = [found.get(str(i)) for i in range(len(args))]
+        return *here, {name: found[name] for name in kwargs if name in found}, out
 
     return pure
 
 
 def _split(args: Any, kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The arguments with parts in the place of objects, and the objects by the names of their arguments."""
-    from flax import nnx
-
     given = _named(args, kwargs)
     objects = {key: arg for key, arg in given.items() if _has_object(arg)}
     if objects:
-        graph, states = nnx.split(objects)
-        given |= {key: _Part(states.get(key, nnx.State({})), graph) for key in objects}
+        graph, parts = _taken_apart(objects)
+        given |= {key: replace(part, graph=graph) for key, part in parts.items()}
     return tuple(given[str(i)] for i in range(len(args))), {name: given[name] for name in kwargs}, objects
 
 
@@ -101,7 +125,25 @@ def _write_back(objects: dict[str, Any], outs: Any) -> Any:
     from flax import nnx
 
     *here, named, out = outs
-    states = {str(i): state for i, state in enumerate(here) if state is not None} | named
+    parts = {str(i): part for i, part in enumerate(here) if part is not None} | named
     if objects:
-        nnx.update(objects, nnx.State(states))
+        nnx.update(objects, *_states(parts))
     return out
+
+
+def _taken_apart(objects: dict[str, Any]) -> tuple[Any, dict[str, _Part]]:
+    """The graph of nnx objects, and the arrays of each."""
+    from flax import nnx
+
+    split: Any = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState), ...)
+    graph, own, rest = split
+    empty: Any = nnx.State({})
+    return graph, {key: _Part(own.get(key, empty), rest.get(key, empty), None) for key in objects}
+
+
+def _states(parts: Mapping[str, _Part]) -> tuple[Any, Any]:
+    """The arrays of all parts, as nnx has them."""
+    from flax import nnx
+
+    own = {key: part.own for key, part in parts.items()}
+    return nnx.State(own), nnx.State({key: part.state for key, part in parts.items()})

@@ -1,7 +1,7 @@
 """What `jaxmpi.jit` returns: a function that finds, compares and runs the program for its arguments."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, update_wrapper
 from threading import current_thread, get_ident, main_thread
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _agreement, _axis, _check, _jaxcompat, _settings, _world
+from jaxmpi import _agreement, _axis, _check, _first_call, _jaxcompat, _settings, _world
 from jaxmpi._program.cache import Programs
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
@@ -30,7 +30,8 @@ class Step:
         self._function, self._options = function, options
         self._backend: Any = None
         self._programs: Any = None
-        self._traced = False  # since the last call
+        self._traced: Program | None = None  # since the last call
+        self._ready: Program | None = None  # for the trace that comes next
         update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +41,11 @@ class Step:
             return self._inside()(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
+        if self._new:
+            program, run, leaves, _ = self._programs.find(args, kwargs)
+            self._first(program, leaves)
+            if not program.statement:  # what sends nothing may run on any rank alone
+                return run(leaves)[1]
         check = self._check(args, kwargs) if self._checks else None
         if not self._in_band:
             out = self._met(args, kwargs)
@@ -50,7 +56,8 @@ class Step:
                 end, out = self._with_end(*args, **kwargs)
                 self._ends[thread] = end
                 if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
-                    self._traced = False
+                    program, self._traced = self._traced, None
+                    self._note_run(program)
                     jax.block_until_ready(end)
             except EXPECTED as error:
                 self._explain(error, args, kwargs)
@@ -68,6 +75,16 @@ class Step:
         if first or self._programs.find(args, kwargs)[0].statement:
             self._turn.take()
 
+    def _first(self, program: Program, leaves: Sequence[Any]) -> None:
+        """Before the first call of a program that communicates, and before each one that does not until then."""
+        if program.statement:
+            self._new = False
+            self._ready = program if self._in_band else None
+            if get_ident() != self._turn.thread:
+                self._turn.take()
+        _first_call.compare(self._backend, program, leaves)
+        program.carried = None  # which holds all of it
+
     def _met(self, args: Any, kwargs: Any) -> Any:
         """Run the program for these arguments, after the ranks have compared theirs."""
         program, run, leaves, numbers = self._programs.find(args, kwargs)
@@ -75,6 +92,7 @@ class Step:
             return run(leaves)[1]
         signature = program.signature
         _agreement.meet(self._backend, signature.of_call(numbers), partial(signature.sides, numbers))
+        self._note_run(program)
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
@@ -138,7 +156,7 @@ class Step:
             self._programs = Programs(self._function, backend, _flat_options(self._options), self._announce)
             self._in_band, self._concurrent = backend.in_band, backend.concurrent
             self._turn, self._ends = backend.turn, backend.ends
-            self._checks = _check.wanted()
+            self._checks, self._new, self._ready = _check.wanted(), True, None
         self._jitted = jax.jit(self._body(hide=True), **self._options)
         self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
         self._open = jax.jit(self._body(hide=False), **self._options)
@@ -153,7 +171,7 @@ class Step:
         def body(*args: Any, **kwargs: Any) -> Any:
             program = self._build(args, kwargs, hide=hide)
             self._announce(program, show=self._alone or end)
-            self._traced = True
+            self._traced = program
             outs = program(self._function.leaves(args, kwargs))
             return (jnp.zeros((), jnp.bool_), outs) if end else outs
 
@@ -173,7 +191,8 @@ class Step:
         )
 
     def _build(self, args: Any, kwargs: Any, *, hide: bool = True) -> Program:
-        return build_program(self._function, args, kwargs, self._backend, hide=hide)
+        ready, self._ready = self._ready, None
+        return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
 
     def _wrapped(self, args: Any, kwargs: Any) -> Any:
         if self._backend.name != "xla" or self._backend.place.size == 1:
@@ -199,6 +218,7 @@ class Step:
             self._turn.take()
         if statement := None if self._in_band else program.statement:
             _agreement.meet(self._backend, statement, program.signature.sides)
+        self._note_run(program)
         try:
             with self._backend.starting() if statement else nullcontext():
                 out = compiled(*args, **kwargs)  # without an output of our own to wait for
@@ -207,8 +227,15 @@ class Step:
             self._explain(error, args, kwargs)
             raise
 
+    def _note_run(self, program: Program) -> None:
+        if program.statement:
+            _agreement.first_run(program.statement.word)
+
     def _announce(self, program: Program, *, show: bool = True) -> None:
         """Keep what a new program sends, for an error, and print it where that is asked for."""
+        if program.announced:
+            return
+        program.announced = show
         if program.statement and not self._alone:
             _agreement.know(program.statement, program.signature.sent, program.signature.sides if self._in_band else dict)
         if show and _settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:

@@ -237,6 +237,7 @@ PROGRAM = (
     "fold",
     "rewrite",
     "variation",
+    "carried",
     "steering",
     "listing",
     "signature",
@@ -257,7 +258,7 @@ RUN = (
     *("mpiexec", "environment", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker"),
     "notebook",
 )
-WATCH = ("children", "joining", "peers", "registry", "rounds", "signals", "turns", "witness", "words")
+WATCH = ("children", "gathering", "joining", "peers", "registry", "rounds", "signals", "turns", "witness", "words")
 LAYERS = [
     {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
     {"_data", "_data.sources", "_data.prefetch"},
@@ -269,7 +270,7 @@ LAYERS = [
     {"_agreement", "_watch.recorder", "_watch.stall", "_watch.stop", "_watch.guard"},
     {"_primitive", "_arrays", "_world", "_simulate"},
     {"_program", *(f"_program.{name}" for name in PROGRAM)},
-    {"_check", "_step", "_jit"},
+    {"_check", "_first_call", "_step", "_jit"},
     {"_collectives", "_objects", "_nnx", "_preempt", "_synchronize"},
     {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
     {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi import _world
-from jaxmpi._axis import equal_on_all_ranks, with_parameters
+from jaxmpi._axis import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives import tree_allreduce
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.trees import check_transform, either, equal_types, map_floats
@@ -112,7 +112,7 @@ def local_sgd(
             return map_floats("local_sgd", _way, params, there), equal_types(after, state[2:])
 
         def alone() -> Any:
-            return equal_types(own_updates, params), tuple(state[2:])
+            return may_differ(equal_types(own_updates, params)), tuple(state[2:])
 
         out, after = either(calls == every, together, alone)
         return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)

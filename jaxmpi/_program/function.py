@@ -37,6 +37,7 @@ class Function:
     donated: Arguments
     replicated: Arguments  # that are equal on all ranks
     outputs: tuple[int, ...]  # positions of outputs that must be
+    of_user: bool = True  # and no function of ours
 
     @property
     def title(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxmpi import _agreement, _jaxcompat
 from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._program import build
+from jaxmpi._program.carried import Carried
 from jaxmpi._program.fold import fold
 from jaxmpi._program.function import Function, is_per_rank
 from jaxmpi._program.listing import Entry, listing
@@ -41,8 +42,11 @@ class Program:
     outputs: list[str]  # in words
     equal: tuple[list[bool], list[bool]]  # which arrays of the arguments, and of the outputs, are the same on all ranks
     scalars: list[int]  # the arrays of the arguments that `replicated_argnums` names and that are one number
+    captured: Sequence[Any] = ()  # the arrays that the function has from outside
+    carried: Carried | None = None  # of which a call may show that a mean is forgotten
     structure: Any = None  # of the arguments
     key: Any = None
+    announced: bool = False
 
     @property
     def statement(self) -> _agreement.Statement | None:
@@ -136,6 +140,10 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
                 raise
             varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
             outside = [_from_outside(x) for x in constants]
+    outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
+    carried = None
+    if size > 1 and function.of_user and backend.name != "simulate":
+        carried = Carried.find(function.title, jaxpr, [path for path, _ in paths], [path for path, _ in outs], len(captured))
     if hide and size > 1:  # what is not hidden may be differentiated yet
         jaxpr = fold(jaxpr, size, divides=backend.name == "mpi" and backend.divides)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
@@ -146,6 +154,8 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     arguments = [f"{_argument(path)}: {a.dtype.name}{list(a.shape)}" for (path, _), a in zip(paths, avals, strict=True)]
     decides = steering(jaxpr, _declared(function, tree) if entries else ()) if size > 1 else []
     decides += map(Line, outside)
+    if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
+        parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     signature = Signature(function.title, entries, decides, parameters=parameters, arguments=arguments)
     traced = jaxpr if backend.same_module else None
     word = signature.statement.word if signature.statement else 0
@@ -158,10 +168,11 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
 
     scalars = [i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()]
     donated = [function.donated.hold(path) for path, _ in paths]
-    outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies)) if varies else ([], None)
     outputs = [f"output {leaf_name(path)}" for path, _ in outs]
-    equal = replicated, [not differs and not is_own(path) for path, differs in outs]
-    return Program(function, call, tree, entries, signature, traced, arguments, donated, outputs, equal, scalars)
+    equal = replicated, [not differs and not is_own(path) for (path, _), differs in zip(outs, varies, strict=bool(varies))]
+    return Program(
+        function, call, tree, entries, signature, traced, arguments, donated, outputs, equal, scalars, captured, carried
+    )
 
 
 def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,15 @@ EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
 Sums = dict[Any, list[tuple[Any, bool]]]  # by the call that they come from: the equation, and whether it changes anything
 
 
-def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: bool = True, warn: bool = True) -> list[bool]:
+def varying(
+    jaxpr: Any,
+    ins: Sequence[bool],
+    *,
+    constants: bool = True,
+    check: bool = True,
+    warn: bool = True,
+    equal_names: Sequence[str] = (EQUAL,),
+) -> list[bool]:
     """Which outputs of an opened program vary, given which inputs do.
 
     Args:
@@ -33,6 +41,7 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: b
       constants: whether the arrays that the program itself holds vary.
       check: whether to raise and warn.
       warn: whether to warn.
+      equal_names: identities with such a name stand for what is equal on all ranks.
 
     Raises:
       ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait in it for ever.
@@ -42,14 +51,16 @@ def varying(jaxpr: Any, ins: Sequence[bool], *, constants: bool = True, check: b
         values, and comes from the same call: it is the calls that are warned of, if all sums that come from one are such.
     """
     sums: Sums = defaultdict(list)
-    outs = _varying(jaxpr, ins, constants, check, sums)
+    outs = _varying(jaxpr, ins, constants, check, sums, equal_names)
     for of_call in sums.values():
         if check and warn and not any(needed for _, needed in of_call):
             _warn_of_reduction(of_call[0][0])
     return outs
 
 
-def _varying(jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums: Sums) -> list[bool]:
+def _varying(
+    jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums: Sums, equal_names: Sequence[str]
+) -> list[bool]:
     """The same; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
     varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
@@ -61,8 +72,9 @@ def _varying(jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums
             literal.update(eqn.outvars)
         if check and eqn.primitive.name == "psum" and kind(eqn) == "collective":
             sums[_jaxcompat.call_site(eqn)].append((eqn, known or any(xs)))
-        inside = partial(_varying, constants=constants, check=check, sums=sums)
-        varies.update(zip(eqn.outvars, _outs(eqn, xs, inside, check), strict=True))
+        inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
+        named_equal = eqn.primitive.name == "name" and eqn.params["name"] in equal_names
+        varies.update(zip(eqn.outvars, [False] if named_equal else _outs(eqn, xs, inside, check), strict=True))
     return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
 
 
@@ -79,8 +91,6 @@ def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
         return _while(eqn, xs, inside, check)
     if name == "cond":
         return _cond(eqn, xs, inside, check)
-    if name == "name" and eqn.params["name"] == EQUAL:
-        return [False]
     if name in CALLS:
         return inside(eqn.params[CALLS[name]], xs)
     return [any(xs) or calls_python(eqn)] * len(eqn.outvars)

@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxmpi import _jaxcompat
 from jaxmpi._watch import peers, registry, witness, words
+from jaxmpi._watch.gathering import Gathering
 from jaxmpi._watch.recorder import Recorder
 from jaxmpi._watch.rounds import Key, Rounds
 from jaxmpi._watch.signals import Signals
@@ -103,6 +104,7 @@ class Guard:
         self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
         self.at_end: list[Callable[[str], Any]] = []  # called with the reason
         self.stop = Stop(self, backend.place.size, backend.place.rank)
+        self.gathering = Gathering(self)
         self.signals = Signals()
         self._failed: list[Callable[..., Any]] = []
         self._lock = threading.Lock()

@@ -1,0 +1,50 @@
+"""What all ranks say of one thing, whenever each of them comes to it; rank 0 looks at it once all have said it."""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Gathering"]
+
+TOPIC = "gather"
+
+
+class Gathering:
+    """Collects messages by key, in the guards' threads; no rank waits."""
+
+    def __init__(self, guard: Any) -> None:
+        self._guard = guard
+        self._messages: dict[str, dict[int, Any]] = defaultdict(dict)  # by rank
+        self._counts: Counter[str] = Counter()
+        self._judges: dict[str, Callable[[Sequence[Any]], str]] = {}
+        self._lock = threading.Lock()
+        guard.topics[TOPIC] = self._add
+
+    def add(self, key: str, message: Any, judge: Callable[[Sequence[Any]], str]) -> None:
+        """Add this rank's message: its n-th with this key is looked at with the others' n-th.
+
+        Args:
+          key: what the message is about.
+          message: a picklable object.
+          judge: on rank 0, takes all ranks' messages, and returns a line to say, or "".
+        """
+        rank, self._counts[key] = self._guard.backend.place.rank, self._counts[key] + 1
+        key = f"{key} {self._counts[key]}"
+        if rank:
+            self._guard.send(0, TOPIC, (key, message))
+            return
+        self._judges[key] = judge
+        self._add(rank, (key, message))
+
+    def _add(self, rank: int, said: tuple[str, Any]) -> None:
+        key, message = said
+        with self._lock:
+            of_ranks = self._messages[key]
+            of_ranks[rank] = message
+            complete = len(of_ranks) == self._guard.backend.place.size  # rank 0's judge, too
+            judge = self._judges.pop(key) if complete else None
+            if complete:
+                del self._messages[key]
+        if judge and (text := judge([of_ranks[r] for r in sorted(of_ranks)])):
+            self._guard.say(text)
