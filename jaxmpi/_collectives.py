@@ -147,6 +147,11 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str 
         return run(tree)
     if backend.name == "simulate" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
         raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
+    if backend.name == "single" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+        raise TypeError(
+            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
+            "this rank's own array."
+        )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:

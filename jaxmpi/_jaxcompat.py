@@ -15,7 +15,7 @@ from jax._src import ad_checkpoint, core, dispatch, source_info_util, xla_bridge
 from jax._src.lax import parallel
 from jax._src.lax.lax import _convert_element_type
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.ffi import ffi_lowering
 from jax.interpreters import ad, mlir
 
@@ -36,6 +36,7 @@ except (ImportError, AttributeError):
 __all__ = [
     "TESTED",
     "allow_in_checkpoint",
+    "as_function",
     "as_weak",
     "at_source",
     "at_top_level",
@@ -114,6 +115,12 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     """The same jaxpr with other equations."""
     inner, _ = parts(jaxpr)
     return inner.replace(eqns=list(eqns)) if inner is jaxpr else jaxpr.replace(jaxpr=inner.replace(eqns=list(eqns)))
+
+
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A jaxpr as a function of arrays. That of `jax.extend.core` turns `jax_debug_nans` off, for the whole thread."""
+    inner, consts = parts(jaxpr)
+    return lambda *args: list(core.eval_jaxpr(inner, consts, *args))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -272,7 +279,7 @@ def ffi_call_in_order(
 def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
     """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
     tokens = TokenSet.create(list(effects.ordered_effects.filter_in(jaxpr.effects)))
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
+    return mlir.lower_fun(as_function(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
 
 
 # what runs

@@ -58,7 +58,10 @@ class InPlace(Step):
         super().__init__(replace(function, fun=_pure(function.fun)), options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs, objects = _split(args, kwargs)
+        from flax import nnx
+
+        with nnx.update_context("jaxmpi.nn.jit"):  # where `nnx.cached_partial` expects a transformation of nnx
+            args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super().__call__(*args, **kwargs))
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:

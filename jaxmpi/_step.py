@@ -15,7 +15,7 @@ from jaxmpi import _agreement, _axis, _check, _first_call, _jaxcompat, _settings
 from jaxmpi._program.cache import Programs
 from jaxmpi._program.costs import table
 from jaxmpi._program.function import Function
-from jaxmpi._program.program import Program, build_program, check_arguments
+from jaxmpi._program.program import Program, build_program, check_arguments, refuse_nan_search
 from jaxmpi._stages import Lowered, Traced
 
 __all__ = ["Step"]
@@ -169,6 +169,8 @@ class Step:
         """
 
         def body(*args: Any, **kwargs: Any) -> Any:
+            if not self._alone:
+                refuse_nan_search(self._function.title)
             program = self._build(args, kwargs, hide=hide)
             self._announce(program, show=self._alone or end)
             self._traced = program

@@ -12,6 +12,7 @@ where an epoch was left, for any p and any B.
 import multiprocessing
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -45,7 +46,7 @@ def shard(data: Any) -> "Shard":
         A sequence; a slice of it is a pytree of sliced arrays, or a list of samples.
 
     Raises:
-        TypeError: `data` is neither, or is a `Shard` already.
+        TypeError: `data` is neither, is a list of arrays of equal lengths, which may be columns, or is a `Shard` already.
         ValueError: The leaves differ in length.
 
     >>> import jaxmpi, numpy as np
@@ -93,6 +94,9 @@ def batches(
 
     Returns:
         An iterable whose `len` is the number of steps from `start`, and whose `position` says where it is.
+
+    Warns:
+        UserWarning: On rank 0, when an iteration begins that has no step.
 
     Raises:
         RankMismatchError: On every rank, when an iteration begins, if their arguments differ.
@@ -215,6 +219,12 @@ class Batches(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.agree()
+        if not len(self) and not self._start and not self._rank:
+            warnings.warn(
+                f"batches: an epoch of {self.samples} samples has no step with batch_size {self._batch_size}. Pass a smaller "
+                'batch_size, or remainder="mask".',
+                stacklevel=2,
+            )
         for step in range(len(self)):
             lo = self._start + step * self._batch_size
             hi = min(lo + self._batch_size, len(self._order))

@@ -48,7 +48,7 @@ def run_ranks(
       A decorator; the test gets one more parameter, `ranks`, over which it is parametrized.
 
     Raises:
-      ValueError: no sizes, or one below 1.
+      ValueError: no sizes, or one below 1; the function has a parameter `ranks` of its own.
     """
     if not sizes or min(sizes) < 1:
         raise ValueError(f"run_ranks: sizes are {sizes}. Name one or more numbers of ranks, such as run_ranks(1, 2, 3).")
@@ -62,6 +62,11 @@ def run_ranks(
             job.run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
 
         own = list(inspect.signature(function).parameters.values())
+        if any(parameter.name == "ranks" for parameter in own):
+            raise ValueError(
+                f"run_ranks: {function.__qualname__} has a parameter ranks, which run_ranks adds itself. Take it out: inside, "
+                "jaxmpi.size() is the number of ranks."
+            )
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*own, inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)]
         )

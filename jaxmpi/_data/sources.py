@@ -109,9 +109,21 @@ def open_source(function: str, data: Any) -> Arrays | Samples:
     """The adapter for `data`, or an error in the name of `function` that says what can be passed."""
     if isinstance(data, np.ndarray | jax.Array) or not (isinstance(data, list) or jax.tree_util.all_leaves([data])):
         return Arrays(function, data)
+    if isinstance(data, list) and _is_columns(data):
+        raise TypeError(
+            f"{function}: data is a list of {len(data)} arrays with {len(data[0])} rows each, and a list is one of samples. "
+            "Pass a tuple of the arrays; or, where each array is one sample, np.stack(data)."
+        )
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, RandomAccess):
         raise TypeError(
             f"{function}: data is of type {type(data).__name__}. "
             "Pass arrays that share their leading axis, or anything with __len__ and __getitem__."
         )
     return Samples(function, data)
+
+
+def _is_columns(data: Sequence[Any]) -> bool:
+    """Whether a list looks like arrays of as many samples, and not like samples."""
+    arrays = [x for x in data[:8] if isinstance(x, np.ndarray | jax.Array) and x.ndim]
+    lengths = {len(x) for x in arrays}
+    return 0 < len(data) == len(arrays) and len(lengths) == 1 and lengths.pop() > len(data)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from jaxmpi import _jaxcompat, _world
 from jaxmpi._axis import EQUAL, equal_on_all_ranks
@@ -185,7 +185,7 @@ def _cond(eqn: Any, xs: list[Any]) -> list[Any]:
 
     def branch(jaxpr: Any, out: list[Any]) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
-            outs = jax.tree.structure(out).unflatten(jaxpr_as_fun(jaxpr)(*jax.tree.leaves(operands)))
+            outs = jax.tree.structure(out).unflatten(_jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands)))
             return [Shard(_part(x), _shape(x)) if kind else x for x, kind in zip(outs, kinds, strict=True)]
 
         return run

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
@@ -60,9 +60,9 @@ def build(
         differ = varying(jaxpr, stacked, check=False)
         return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
     if not has_collective(jaxpr):
-        return jaxpr_as_fun(jaxpr), list
+        return _jaxcompat.as_function(jaxpr), list
     if backend.place.size == 1:
-        return jaxpr_as_fun(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
+        return _jaxcompat.as_function(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
     if backend.name == "xla":
         return _on_mesh(jaxpr, backend), list
     return _on_mpi(jaxpr, backend, first, word, hide), list
@@ -85,14 +85,14 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, first: Collective | None, word: in
     # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
     others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
     if not hide or not effects or others:
-        return jaxpr_as_fun(program)
+        return _jaxcompat.as_function(program)
     if not _jaxcompat.can_hide_effects():
         warnings.warn(
             f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of them are dispatched more "
             f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
             stacklevel=2,
         )
-        return jaxpr_as_fun(program)
+        return _jaxcompat.as_function(program)
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
 
 
@@ -101,20 +101,20 @@ def _behind_a_meeting(program: ClosedJaxpr, backend: Any, word: int) -> ClosedJa
 
     def whole(*xs: Any) -> list[Any]:
         _primitive.meet(word, backend)
-        return jaxpr_as_fun(program)(*xs)
+        return _jaxcompat.as_function(program)(*xs)
 
     return make(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
     target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), together(backend))
-    program = jaxpr_as_fun(rewrite(jaxpr, target))
+    program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _simulated(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool]) -> Flat:
-    program = jaxpr_as_fun(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
+    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
     axes = tuple(0 if own else None for own in stacked)
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
 
@@ -147,5 +147,5 @@ def _lower(ctx: Any, *xs: Any, program: _Program) -> Any:
 
 
 program_p.def_abstract_eval(_abstract)
-program_p.def_impl(lambda *xs, program: jaxpr_as_fun(program.jaxpr)(*xs))  # under jax.disable_jit
+program_p.def_impl(lambda *xs, program: _jaxcompat.as_function(program.jaxpr)(*xs))  # under jax.disable_jit
 mlir.register_lowering(program_p, _lower)

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from jaxmpi import _jaxcompat
 from jaxmpi._program.reading import has_collective
@@ -31,7 +30,7 @@ def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[Any]) -> list[
     """Carry out a while_loop of these parameters until all lanes are done; a lane that is done keeps its state."""
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
-    cond, body = jaxpr_as_fun(params["cond_jaxpr"]), jaxpr_as_fun(params["body_jaxpr"])
+    cond, body = _jaxcompat.as_function(params["cond_jaxpr"]), _jaxcompat.as_function(params["body_jaxpr"])
 
     def turn(carry: Any) -> Any:
         (on,), before = carry

@@ -24,7 +24,7 @@ from jaxmpi._program.steering import Line, steering
 from jaxmpi._program.trace import trace
 from jaxmpi._program.variation import varying
 
-__all__ = ["Program", "build_program", "check_arguments"]
+__all__ = ["Program", "build_program", "check_arguments", "refuse_nan_search"]
 
 
 @dataclass(eq=False)
@@ -80,6 +80,7 @@ class Program:
         order = np.argsort([*given, *kept]).tolist()
 
         def flat(given: Sequence[Any], kept: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+            refuse_nan_search(self.function.title)
             leaves = (*given, *kept)
             return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
 
@@ -105,6 +106,11 @@ def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`."""
     paths, treedef, avals = _kinds(function, args, kwargs)
+    if backend.name != "simulate" and (stray := [path for path, leaf in paths if is_per_rank(leaf)]):
+        raise TypeError(
+            f"jaxmpi.jit: {_argument(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and this is "
+            "no `with jaxmpi.simulate(n)`. Pass this rank's own array."
+        )
     tree: Any = None
 
     def flat(*xs: Any) -> list[Any]:
@@ -173,6 +179,19 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     return Program(
         function, call, tree, entries, signature, traced, arguments, donated, outputs, equal, scalars, captured, carried
     )
+
+
+def refuse_nan_search(title: str) -> None:
+    """Raise a FloatingPointError where JAX, having found a NaN, runs a program again, equation by equation, on this rank alone.
+
+    That is what `jax_debug_nans` and `jax_debug_infs` do outside of traced code; the other ranks would not take part.
+    """
+    looked_for = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    if looked_for and _jaxcompat.at_top_level() and not jax.config.jax_disable_jit:
+        raise FloatingPointError(
+            f"{title}: an output on this rank has a NaN (jax_debug_nans) or an infinity (jax_debug_infs). To find where it "
+            "comes from, run the script on one rank, where JAX looks for the operation."
+        )
 
 
 def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
