@@ -128,6 +128,7 @@ def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any])
     except NotImplementedError as refusal:
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
+        reason = f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""  # not JAX's types
         raise NotImplementedError(
-            f"{where} is not supported: {str(error)[:100] or type(error).__name__}. {ADVICE.get(name, ONE_AXIS)}"
+            f"{where} is not supported{reason}. {ADVICE.get(name, ONE_AXIS)}"
         ) from error
