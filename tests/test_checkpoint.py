@@ -532,6 +532,26 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000001", "unfinished-new"]
 
 
+def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
+    """And what another machine has made without one stays for an hour."""
+    made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
+    made += "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
+    assert subprocess.run([sys.executable, "-c", made, tmp_path]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    elsewhere = left.with_name(left.name.replace(folders._machine(), "0" * 8))
+    elsewhere.mkdir()
+    jaxmpi.save(tmp_path, 1, {"x": 0}, background=False)
+    assert not left.exists() and elsewhere.exists()
+
+
+def test_a_folder_that_another_job_renames_is_no_error(tmp_path, monkeypatch):
+    folder = tmp_path / "unfinished-of-another"
+    folder.mkdir()
+    listed = os.listdir
+    monkeypatch.setattr(folders.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
+    assert not folders._abandoned(folder)
+
+
 BESIDE = """
 import sys, jaxmpi, jax.numpy as jnp
 jaxmpi.init()

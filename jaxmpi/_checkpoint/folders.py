@@ -11,6 +11,7 @@ holds a lock on a file in it, so that other jobs can tell it from what a job tha
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -50,7 +51,7 @@ def begin(directory: Path) -> tuple[Path, Any]:
     for left in directory.glob(f"{_UNFINISHED}*"):
         if _abandoned(left):
             _delete(left)
-    folder = directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
+    folder = directory / f"{_UNFINISHED}{uuid.uuid4().hex}-{_machine()}-{os.getpid()}"
     folder.mkdir()
     lock = create(folder / f"{_LOCK}.new")
     with contextlib.suppress(OSError):  # a file system without locks
@@ -107,13 +108,34 @@ def _abandoned(folder: Path) -> bool:
     except BlockingIOError:
         return False
     except (OSError, CheckpointError):  # no lock, or no locks
-        return time.time() - max(_changes(folder), default=0.0) > ABANDONED_SECONDS
+        return _of_dead_process(folder) or time.time() - max(_changes(folder), default=math.inf) > ABANDONED_SECONDS
+
+
+def _of_dead_process(folder: Path) -> bool:
+    """Whether the process that made the folder was one of this machine, and has ended."""
+    _, _, machine, pid = (*folder.name.split("-"), "", "")[:4]
+    return machine == _machine() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
+
+
+def _machine() -> str:
+    """Names this machine, since its start, and what of its processes can be seen from here."""
+    facts = [os.uname().nodename]
+    with contextlib.suppress(OSError):
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return f"{zlib.crc32(''.join(facts).encode()):08x}"
 
 
 def _changes(folder: Path) -> Iterator[float]:
-    for path in (folder, *folder.glob("*")):
+    """When the folder and what is in it were changed; another job may remove or rename them at any moment."""
+    for path in (folder, *(folder / name for name in _listed(folder))):
         with contextlib.suppress(OSError):
             yield path.lstat().st_mtime
+
+
+def _listed(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
 
 
 def _delete(path: Path) -> None:

@@ -129,6 +129,4 @@ def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any])
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
         reason = f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""  # not JAX's types
-        raise NotImplementedError(
-            f"{where} is not supported{reason}. {ADVICE.get(name, ONE_AXIS)}"
-        ) from error
+        raise NotImplementedError(f"{where} is not supported{reason}. {ADVICE.get(name, ONE_AXIS)}") from error
