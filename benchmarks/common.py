@@ -39,7 +39,7 @@ def machine(world):
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
-    transport = getattr(jaxmpi._world.current("benchmark"), "transport", "XLA" if world.size > 1 else "in process")
+    transport = getattr(jaxmpi._world.session.current("benchmark"), "transport", "XLA" if world.size > 1 else "in process")
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
         f"{world.device.device_kind}, backend {world.backend} ({transport}), Python {platform.python_version()}, "

@@ -14,22 +14,22 @@ import numpy as np
 from common import Report, parser
 
 import jaxmpi
-from jaxmpi import _world
-from jaxmpi._watch import guard
+from jaxmpi._monitor import monitor
+from jaxmpi._world import session
 
 STEP_SECONDS = 0.01
 LIMIT = 0.01  # of the step
 
 args = parser(__doc__).parse_args()
 report = Report("overhead", args)
-watching, backend = guard.active(), _world.current("benchmark")
-poll_seconds = guard.POLL_SECONDS
+watching, backend = monitor.active(), session.current("benchmark")
+poll_seconds = monitor.POLL_SECONDS
 
 
 def watch(seconds):
     """Have the guard's thread look so often; it learns of it at its next look, which is now."""
-    if seconds != guard.POLL_SECONDS:
-        guard.POLL_SECONDS = seconds
+    if seconds != monitor.POLL_SECONDS:
+        monitor.POLL_SECONDS = seconds
         watching.signals.wake()
 
 

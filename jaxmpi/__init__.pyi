@@ -6,7 +6,11 @@ from . import diagnose as diagnose
 from . import testing as testing
 from ._axis import AXIS
 from ._backends.simulate import PerRank
-from ._collectives import (
+from ._collectives.objects import allgather_object, barrier, broadcast_object
+from ._collectives.preempted import preempted
+from ._collectives.synchronize import synchronize
+from ._collectives.throughput import Rate, Throughput
+from ._collectives.trees import (
     tree_allgather,
     tree_allreduce,
     tree_alltoall,
@@ -16,24 +20,20 @@ from ._collectives import (
 )
 from ._data.prefetch import prefetch
 from ._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
-from ._jit import jit, local
+from ._jit.api import jit, local
 from ._leaves import PerRankState
-from ._meter import Rate, Throughput
-from ._objects import allgather_object, barrier, broadcast_object
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss, distributed
 from ._optim.clip import clip_by_global_norm
-from ._optim.control import any_rank, dynamic_loss_scale, skip_nonfinite
-from ._optim.invariant import micro_batch_grads
-from ._optim.local import local_sgd
+from ._optim.deterministic import micro_batch_grads
+from ._optim.drift import check_replicas, watch_replicas
+from ._optim.local_sgd import local_sgd
 from ._optim.noise import measure_noise_scale
-from ._optim.replicas import check_replicas, watch_replicas
-from ._optim.sharded import reshard, sharded, unshard
-from ._preempt import preempted
+from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
+from ._optim.zero1 import reshard, sharded, unshard
 from ._run.notebook import launch
-from ._simulate import simulate
-from ._synchronize import synchronize
-from ._world import World, finalize, init, initialized, local_rank, local_size, rank, size
+from ._world.session import World, finalize, init, initialized, local_rank, local_size, rank, size
+from ._world.simulate import simulate
 from .checkpoint import latest, restore, save
 from .console import average_metrics, get_logger, print, progress
 from .data import batches, rank_key, shard

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from jaxmpi._report import timeline
-from jaxmpi._run import launch
+from jaxmpi._cli import timeline
+from jaxmpi._run import run
 
 __all__ = ["main"]
 
@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["run"]:
-        return launch.run(arguments[1:])
+        return run.run(arguments[1:])
     if arguments[:1] == ["doctor"]:
-        from jaxmpi._report import doctor  # imports jax, which the others do without
+        from jaxmpi._cli import doctor
 
         return doctor.run(arguments[1:])
     if arguments[:1] == ["timeline"]:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint.all_ranks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.fitting import difference
 from jaxmpi._checkpoint.manifest import Leaf, Manifest
 from jaxmpi._checkpoint.reading import newest, read
-from jaxmpi._checkpoint.together import check_equal, checked, each_ranks_values, meet, ranks_here, together
 from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
+from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._errors import CheckpointError
-from jaxmpi._jit import local
-from jaxmpi._objects import agreed, untraced
+from jaxmpi._jit.api import local
 
 __all__ = ["latest", "restore", "save"]
 
@@ -56,13 +56,13 @@ def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None
     backend = untraced("save")
     found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.place.size))
     leaves, step = [leaf for leaf, _ in found], operator.index(step)
-    meet(backend, "save", leaves, f"step {step}, keep {keep}, background {background}")
+    check_call(backend, "save", leaves, f"step {step}, keep {keep}, background {background}")
     check_equal(backend, found)
     leaves = each_ranks_values(backend, leaves)
     earlier = Save.finished(backend)
     writers = range(1 if all(leaf.part == "all" for leaf in leaves) else backend.place.size)
     here = [rank for rank in ranks_here(backend) if rank in writers]
-    arrays = together(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
+    arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     folder = begin(backend, Path(directory).absolute(), len(writers) > 1)
 
     def commit(written: Parts) -> None:
@@ -126,7 +126,7 @@ def restore(directory: str | os.PathLike, like: Any, step: int | None = None) ->
     found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.place.size))
     leaves = [leaf for leaf, _ in found]
     out = parts.left_out(like)
-    meet(backend, "restore", leaves, f"step {step}, without {out}")
+    check_call(backend, "restore", leaves, f"step {step}, without {out}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
         whole, wrong = newest(backend, Path(directory), step)

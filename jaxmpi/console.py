@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxmpi import _settings, _world
 from jaxmpi._leaves import as_array
+from jaxmpi._monitor import monitor
+from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import weighted_mean
-from jaxmpi._watch import guard
-from jaxmpi._watch.rounds import Key
+from jaxmpi._process import settings
+from jaxmpi._world import session
 
 __all__ = ["average_metrics", "get_logger", "print", "progress"]
 
@@ -41,11 +42,11 @@ def print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush
       file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0; any other file is this rank's own.
       flush: for a file of the rank's own; what rank 0 prints is always flushed.
     """
-    label = f"[{_world.rank()}/{_world.size()}] " if _world.initialized() else ""
+    label = f"[{session.rank()}/{session.size()}] " if session.initialized() else ""
     head = f"{time.strftime('%H:%M:%S')} {label}"
     *lines, last = (sep.join(map(str, values)) + end).split("\n")
     text = "".join(f"{head}{line}\n" for line in lines) + (last and head + last)
-    watch = guard.active()
+    watch = monitor.active()
     own = file not in (None, sys.stdout, sys.stderr)
     if watch is None or own:
         stream = sys.stdout if file is None else file
@@ -84,7 +85,7 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
         logger.setLevel(logging.INFO)
         logger.propagate = False
     if directory is not None:
-        path = Path(directory, f"{name}-rank{_world.current('get_logger').place.rank}.log")
+        path = Path(directory, f"{name}-rank{session.current('get_logger').place.rank}.log")
         if str(path) not in handlers:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = logging.FileHandler(path)
@@ -103,8 +104,8 @@ def progress(iterable: Iterable[T], **options: Any) -> "tqdm[T]":
     Returns:
       The tqdm object: iterate over it, or use its methods, such as `set_postfix`.
     """
-    terminal = sys.stderr.isatty() or _settings.get("JAXMPI_TTY")
-    shown = terminal and (not _world.initialized() or _world.rank() == 0)
+    terminal = sys.stderr.isatty() or settings.get("JAXMPI_TTY")
+    shown = terminal and (not session.initialized() or session.rank() == 0)
     return tqdm(iterable, disable=not shown, **options)
 
 
@@ -131,7 +132,7 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
-    backend = _world.current("average_metrics")
+    backend = session.current("average_metrics")
     if backend.name != "simulate":  # whose leaves are stacks
         for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
             as_array("average_metrics", path, leaf, "max")
@@ -141,7 +142,7 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
-    record.rank = _world.rank() if _world.initialized() else "-"
+    record.rank = session.rank() if session.initialized() else "-"
     return True
 
 

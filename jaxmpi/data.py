@@ -21,9 +21,11 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxmpi import _agreement, _axis, _world
+from jaxmpi import _axis
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._consistency import compare
 from jaxmpi._data.sources import Arrays, Samples, open_source
+from jaxmpi._world import session
 
 __all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
 
@@ -54,7 +56,7 @@ def shard(data: Any) -> "Shard":
     >>> len(part), part[-1]["x"], part[2:5]["y"]
     (9, array([16., 17.]), array([2, 3, 0]))
     """
-    backend = _world.current("shard")
+    backend = session.current("shard")
     if backend.name == "simulate":
         raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
     place = backend.place
@@ -110,7 +112,7 @@ def batches(
     >>> [float(batch[mask].sum()) for batch, mask in jaxmpi.batches(np.arange(10.0), 4, remainder="mask")]
     [6.0, 22.0, 17.0]
     """
-    backend = _world.current("batches")
+    backend = session.current("batches")
     rank, size = backend.place.rank, backend.place.size
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     if backend.name == "simulate":
@@ -143,10 +145,10 @@ def rank_key(key: jax.Array) -> Any:
     >>> bool(jaxmpi.rank_key(key) == jax.random.fold_in(key, jaxmpi.rank()))
     True
     """
-    backend = _world.current("rank_key")  # before init the error names this function, not rank
+    backend = session.current("rank_key")  # before init the error names this function, not rank
     if backend.name == "simulate" and not _axis.bound():
         return PerRank(jax.vmap(partial(jax.random.fold_in, key))(np.arange(backend.place.size)))
-    return jax.random.fold_in(key, _world.rank())
+    return jax.random.fold_in(key, session.rank())
 
 
 class Shard(Sequence[Any]):
@@ -264,7 +266,7 @@ def _agree(backend: Any, arguments: Mapping[str, Any]) -> None:
     """Compare them, where collectives may be called: on the main thread of the rank itself."""
     if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
         lines = [f"batches {name}={value}" for name, value in arguments.items()]
-        _agreement.meet(backend, _agreement.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines})
+        compare.check_consistent(backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines})
 
 
 def _part(n: int, rank: int, size: int) -> range:

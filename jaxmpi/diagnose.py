@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _world
-from jaxmpi._collectives import tree_allreduce
-from jaxmpi._jit import jit
-from jaxmpi._objects import barrier
-from jaxmpi._program.costs import Cost, cost, table
-from jaxmpi._program.listing import Entry
-from jaxmpi._step import Step
+from jaxmpi._collectives.objects import barrier
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._jit.api import jit
+from jaxmpi._jit.step import Step
+from jaxmpi._lowering.costs import Cost, cost, table
+from jaxmpi._lowering.summary import Entry
+from jaxmpi._world import session
 
 __all__ = ["Explanation", "explain"]
 
@@ -71,7 +71,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       allreduce sum  float32[1000]  6 KB           1         1      <doctest jaxmpi.diagnose.explain[1]>:2
       total                         6 KB           1
     """
-    backend: Any = _world.current("explain")
+    backend: Any = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
     result = Explanation(program.function.title, program.entries, backend, _measured(backend) if program.entries else None)
     if backend.place.rank == 0:

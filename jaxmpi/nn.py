@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi._collectives import tree_allreduce
-from jaxmpi._jit import describe
-from jaxmpi._nnx import InPlace
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._jit.api import describe
+from jaxmpi._jit.nnx import InPlace
 
 __all__ = ["average_batch_stats", "jit"]
 

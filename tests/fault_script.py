@@ -14,8 +14,8 @@ import optax
 from jax import lax
 
 import jaxmpi
-from jaxmpi._watch import peers
-from jaxmpi._world import launched_ranks
+from jaxmpi._process import peers
+from jaxmpi._world.session import launched_ranks
 from jaxmpi.testing import faults
 
 CALLS, CALL = 10, 5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._watch import registry
+from jaxmpi._process import run_dir
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +49,7 @@ def segments_left(before):
 
     def unmapped():
         names = {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
-        return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in registry.segments(entry.name)}
+        return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in run_dir.segments(entry.name)}
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10
     while left and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ def test_every_one_is_inner():
 def test_it_communicates_once_every_few_steps():
     """Counted on the transport that counts: besides the mean, the ranks compare their programs in every call."""
     tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
-    backend = jaxmpi._world.current("test")
+    backend = jaxmpi._world.session.current("test")
     step = jaxmpi.jit(lambda g, s: tx.update(g, s))
     grads, state = {"w": jnp.full(1000, jaxmpi.rank() + 1.0)}, tx.init({"w": jnp.zeros(1000)})
     first, calls = [], []

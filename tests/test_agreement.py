@@ -14,9 +14,11 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi import RankMismatchError, _agreement, _world, codecs
-from jaxmpi._backends import word_of
-from jaxmpi._backends.job import EVENTS
+from jaxmpi import RankMismatchError, codecs
+from jaxmpi._backends.base import fingerprint_of
+from jaxmpi._backends.process_group import EVENTS
+from jaxmpi._consistency import compare
+from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 R = jaxmpi.AXIS
@@ -286,7 +288,7 @@ def test_ahead_of_time_programs_are_compared_too():
 
 def me():
     """A Python int; `jaxmpi.rank()` is traced in a step."""
-    return _world.current("test").place.rank
+    return session.current("test").place.rank
 
 
 def unused(x):
@@ -489,7 +491,7 @@ def test_notes_of_parameters_are_no_part_of_the_program():
 
 @run_ranks(2)
 def test_plain_jit_compares_what_mpi4jax_carries_on_the_native_transport():
-    if _world.current("test").transport != "native":
+    if session.current("test").transport != "native":
         return
     rank = jaxmpi.rank()
     for call in (lambda: jaxmpi.tree_bcast(X, rank), lambda: jaxmpi.tree_alltoall(jnp.ones((2, 1 + rank)))):
@@ -519,21 +521,21 @@ def test_batches_are_compared_where_collectives_may_be():
 # order
 
 
-def busy(x, n):
+def long_operation(x, n):
     return lax.fori_loop(0, n, lambda _, y: jnp.sin(y) + 1e-3, x)
 
 
 def twenty(x, n):
     """Independent collectives, which the ranks reach at different moments and, if nothing held them, in different orders."""
-    parts = [busy(x + k, (n * (k + 3)) % 17) * 0 + x + k for k in range(20)]
+    parts = [long_operation(x + k, (n * (k + 3)) % 17) * 0 + x + k for k in range(20)]
     return [(lax.psum, lax.pmax)[k % 2](part * (k + 1), R) for k, part in enumerate(parts)]
 
 
 def check_order(runs):
     size, rank = jaxmpi.size(), jaxmpi.rank()
     step = jaxmpi.jit(twenty)
-    alone = jaxmpi.jit(lambda x, n: lax.psum(busy(x, n) * 0 + x, R))
-    also = jaxmpi.jit(lambda x, n: lax.psum(busy(x, 40 - n) * 0 + x * 2, R))
+    alone = jaxmpi.jit(lambda x, n: lax.psum(long_operation(x, n) * 0 + x, R))
+    also = jaxmpi.jit(lambda x, n: lax.psum(long_operation(x, 40 - n) * 0 + x * 2, R))
     rng = np.random.default_rng(rank)
     wrong = 0
     for i in range(runs):
@@ -606,10 +608,10 @@ def test_a_full_check_finds_what_is_not_equal():
 @run_ranks(2)
 def test_what_was_compared_is_forgotten_once_there_was_enough_after_it():
     """There is another word for each step that is saved: the memory of a long run must not grow by them."""
-    backend = _world.current("test")
+    backend = session.current("test")
     for step in range(EVENTS + 100):
-        _agreement.meet(backend, _agreement.Statement.of("save", f"step {step}"))
-        _agreement.meet(backend, _agreement.Statement.of("always"))
+        compare.check_consistent(backend, compare.Statement.of("save", f"step {step}"))
+        compare.check_consistent(backend, compare.Statement.of("always"))
     assert len(backend._titles) == EVENTS
-    words = [word_of(text) for text in ("step 0", f"step {EVENTS + 99}", "always")]
+    words = [fingerprint_of(text) for text in ("step 0", f"step {EVENTS + 99}", "always")]
     assert [backend.described(word)[1] for word in words] == ["", "save", "always"]

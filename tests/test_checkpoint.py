@@ -19,9 +19,9 @@ import pytest
 
 import jaxmpi
 from jaxmpi._checkpoint import files, folders
+from jaxmpi._monitor import monitor
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
-from jaxmpi._watch import guard
 from jaxmpi.testing import run_ranks
 
 DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
@@ -192,15 +192,15 @@ def test_what_each_rank_has_of_its_own_needs_as_many(tmp_path):
 def test_a_save_does_not_wait_for_the_guards_next_look():
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     state = jaxmpi.sharded(optax.adam(0.1)).init(jnp.ones(8))  # of which each rank writes a part
-    usual, guard.POLL_SECONDS = guard.POLL_SECONDS, 5.0
+    usual, monitor.POLL_SECONDS = monitor.POLL_SECONDS, 5.0
     try:
         time.sleep(2 * usual)  # by now the guard's threads sleep for 5 seconds
         start = time.monotonic()
         jaxmpi.save(directory, 0, state, background=False)
         seconds = time.monotonic() - start
     finally:
-        guard.POLL_SECONDS = usual
-        guard.active().signals.wake()
+        monitor.POLL_SECONDS = usual
+        monitor.active().signals.wake()
     assert seconds < 2.5
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._watch.rounds import Key, Rounds
+from jaxmpi._monitor.ordered_output import Key, OrderedOutput
 from jaxmpi.testing import run_ranks
 
 
 def test_rounds_come_in_the_order_of_the_ranks():
     written = []
-    rounds = Rounds(3, written.append)
+    rounds = OrderedOutput(3, written.append)
     first, second = Key("f", 1, "t", 1), Key("f", 1, "t", 2)
     for rank, key in [(2, first), (1, second), (0, first), (1, first), (0, second), (2, second)]:
         rounds.add(rank, key, f"{key.call}{rank} ")
@@ -30,22 +30,22 @@ def test_rounds_come_in_the_order_of_the_ranks():
 
 def test_rounds_do_not_wait_for_ranks_that_never_print(monkeypatch):
     written = []
-    rounds = Rounds(3, written.append)
+    rounds = OrderedOutput(3, written.append)
     key = Key("f", 1, "t", 1)
     rounds.add(1, key, "one")
     rounds.flush()
     assert written == [] and rounds.pending(key)
-    monkeypatch.setattr("jaxmpi._watch.rounds.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("jaxmpi._monitor.ordered_output.WAIT_SECONDS", 0.0)
     rounds.flush()
     assert written == ["one"]
 
 
 def test_text_that_the_screen_cannot_show_is_escaped(capsys, monkeypatch):
-    Rounds(1).add(0, Key("f", 1, "t", 1), "file \udcff ✓\n")
+    OrderedOutput(1).add(0, Key("f", 1, "t", 1), "file \udcff ✓\n")
     assert capsys.readouterr().out == "file \\udcff ✓\n"
     closed = io.StringIO()
     closed.close()
-    rounds = Rounds(1)
+    rounds = OrderedOutput(1)
     for stream in (closed, None, sys.stdout, closed):
         monkeypatch.setattr(sys, "stdout", stream)
         for call in range(2):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import _world
-from jaxmpi._backends import Place
+from jaxmpi._backends.base import Place
 from jaxmpi._errors import NotInitializedError
+from jaxmpi._world import session
 from jaxmpi.data import Batches, Shard, batches, rank_key, shard
 
 SIZES = range(1, 9)
@@ -121,7 +121,7 @@ def play(n, batch_size, size, **options):
 def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
-    monkeypatch.setattr(_world._State, "backend", SimpleNamespace(name="mpi", place=Place(rank=rank, size=size), **alike))
+    monkeypatch.setattr(session._State, "backend", SimpleNamespace(name="mpi", place=Place(rank=rank, size=size), **alike))
 
 
 # shard
@@ -478,7 +478,7 @@ def test_shard_and_batches_are_those_of_the_rank(monkeypatch):
     ],
 )
 def test_functions_name_themselves_before_init(monkeypatch, name, call):
-    monkeypatch.setattr(_world._State, "backend", None)
+    monkeypatch.setattr(session._State, "backend", None)
     with pytest.raises(NotInitializedError, match=f"^{name} was called before"):
         call()
 
@@ -498,7 +498,7 @@ def test_rank_key_differs_between_ranks_and_from_the_key(monkeypatch, make_key):
 
 def test_rank_key_takes_a_traced_rank(monkeypatch):
     play_as(monkeypatch, 0, 3)
-    monkeypatch.setattr(_world, "rank", lambda: jax.lax.axis_index("ranks"))
+    monkeypatch.setattr(session, "rank", lambda: jax.lax.axis_index("ranks"))
     key = jax.random.key(5)
     keys = jax.jit(jax.vmap(lambda _: rank_key(key), axis_name="ranks"))(jnp.arange(3))
     assert (keys == jax.vmap(lambda rank: jax.random.fold_in(key, rank))(jnp.arange(3))).all()

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxmpi import _devices
-from jaxmpi._report import checks
-from jaxmpi._run.plan import Machine
+from jaxmpi._cli import checks
+from jaxmpi._run.placement import Machine
 
 
 def doctor(*args, **environ):

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmpi import _files
-from jaxmpi._backends import Place
+from jaxmpi._backends.base import Place
 from jaxmpi._backends.single import Single
-from jaxmpi._watch import registry
-from jaxmpi._watch.recorder import Recorder
+from jaxmpi._monitor.flight_recorder import Recorder
+from jaxmpi._process import files, run_dir
 
 
 class OneRank(Single):
@@ -106,7 +105,7 @@ def test_a_rank_registers_nowhere_but_in_the_folder_of_its_launcher(tmp_path, vi
     """On another host than the launcher's, the folder's name may be taken by someone else."""
     path = tmp_path / "run"
     PLANTED[what](path, victim)
-    for call in (registry.join, registry.leave, registry.takes_sigterm):
+    for call in (run_dir.join, run_dir.leave, run_dir.takes_sigterm):
         call(str(path), 0)
     assert not path.is_dir() or path.is_symlink() or not any(path.iterdir())
 
@@ -116,20 +115,20 @@ def test_a_rank_registers_past_links(tmp_path, victim):
     run.mkdir(mode=0o700)
     for name in (".rank-0.draft", "rank-0.json", "preemptible-0"):
         (run / name).symlink_to(victim / "rank-0.json")
-    registry.join(str(run), 0)
-    registry.takes_sigterm(str(run), 0)
-    registry.leave(str(run), 0)
-    assert [member.left for member in registry.members(str(run))] == [True]
+    run_dir.join(str(run), 0)
+    run_dir.takes_sigterm(str(run), 0)
+    run_dir.leave(str(run), 0)
+    assert [member.left for member in run_dir.members(str(run))] == [True]
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {".rank-0.draft"}
     assert all(stat.S_IMODE(path.lstat().st_mode) & 0o022 == 0 for path in run.iterdir() if not path.is_symlink())
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    folder = _files.open_folder(tmp_path, private=False)
-    _files.replace(folder, "file", "before")
+    folder = files.open_folder(tmp_path, private=False)
+    files.replace(folder, "file", "before")
     monkeypatch.setattr(os, "rename", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
-        _files.replace(folder, "file", "after")
+        files.replace(folder, "file", "after")
     os.close(folder)
     assert (tmp_path / "file").read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -146,4 +145,4 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_only_regular_files_are_read(tmp_path, make, wanted):
     make(tmp_path / "file")
     with wanted:
-        assert _files.read(tmp_path / "file") == "text"
+        assert files.read(tmp_path / "file") == "text"

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
-from jaxmpi._watch import guard
+from jaxmpi._monitor import monitor
 from jaxmpi.testing import run_ranks
 
 SAID = (
@@ -60,7 +60,7 @@ def in_a_branch(tx, params, state, x):
 
 def noted(call):
     """What is said of a call, on all ranks."""
-    watch, said = guard.active(), []
+    watch, said = monitor.active(), []
     watch.say = said.append
     try:
         call()

@@ -270,7 +270,7 @@ def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
 WATCHED = """
 import sys, time
 import jaxmpi
-from jaxmpi._watch import guard
+from jaxmpi._monitor import monitor as guard
 rank = jaxmpi.init().rank
 def fails(*_):
     raise SystemError("a defect")
@@ -301,7 +301,7 @@ def test_the_watch_is_watched(tmp_path, what):
 
 SIGNALS = """
 import os, select, signal, socket, sys
-from jaxmpi._watch.signals import Signals
+from jaxmpi._process.signals import Signals
 before, later = socket.socketpair(), socket.socketpair()
 for end in (*before, *later):
     end.setblocking(False)
@@ -347,7 +347,7 @@ def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, own
 
 WITNESSED = """
 import os, signal, sys
-from jaxmpi._watch import witness
+from jaxmpi._monitor import death_reporter as witness
 address = witness.start()
 ranks = []
 for rank in range(3):

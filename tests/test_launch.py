@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.__main__ import main
+from jaxmpi._process import run_dir as registry
+from jaxmpi._process.run_dir import Member
 from jaxmpi._run import mpiexec
-from jaxmpi._run.blame import End, blame
+from jaxmpi._run.failure_report import End, describe_failure
 from jaxmpi._run.mpiexec import Launcher, LaunchError
-from jaxmpi._run.plan import Machine, check_counts, command, plan, survey
-from jaxmpi._run.request import Request, parse
-from jaxmpi._watch import registry
-from jaxmpi._watch.registry import Member
+from jaxmpi._run.options import Request, parse
+from jaxmpi._run.placement import Machine, check_counts, command, plan, survey
 
 ROOT = Path(__file__).parent.parent
 OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
@@ -33,7 +33,7 @@ import os, signal, sys, time, types
 sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")  # without jax the ranks start sooner
 sys.modules["jaxmpi"].__path__ = [sys.argv[2]]
 from mpi4py import MPI
-from jaxmpi._watch import registry
+from jaxmpi._process import run_dir as registry
 comm, what = MPI.COMM_WORLD, sys.argv[1]
 run_dir = os.environ["JAXMPI_RUN_DIR"]
 registry.join(run_dir, comm.rank)
@@ -361,7 +361,7 @@ def test_run_refuses(here, capfd, line, text):
     ],
 )
 def test_numbers_that_no_machine_can_run_are_refused(here, monkeypatch, line, limit, text):
-    monkeypatch.setattr("jaxmpi._run.plan._number", lambda name: limit + (name == "pid_max"))
+    monkeypatch.setattr("jaxmpi._run.placement._number", lambda name: limit + (name == "pid_max"))
     if text is None:
         check_counts(parse(line.split()), {})
     else:
@@ -508,12 +508,14 @@ MPICH_KILLED = (
 def test_blame_names_the_rank(text, joined, ended, code, said):
     noise = "rank 0: PID and Exit code: 7\n"
     ends = [End(RANKS[rank], status) for rank, status in ended.items()]
-    assert blame(f"{noise}{text}\n", joined, ends, code) == said.format("0 (pid 500 on vm), 1 (pid 501 on vm)")
+    assert describe_failure(f"{noise}{text}\n", joined, ends, code) == said.format("0 (pid 500 on vm), 1 (pid 501 on vm)")
 
 
 def test_blame_passes_over_ranks_that_left():
     joined = [Member(0, 500, "vm", left=True), *RANKS[1:]]
-    assert blame("", joined, [End(RANKS[0], None), End(RANKS[2], None)], 0).startswith("rank 2 (pid 502 on vm) ended first")
+    assert describe_failure("", joined, [End(RANKS[0], None), End(RANKS[2], None)], 0).startswith(
+        "rank 2 (pid 502 on vm) ended first"
+    )
 
 
 def test_registry_join_and_leave(tmp_path):
@@ -550,14 +552,19 @@ def segment(monkeypatch):
 def test_remove_segments_spares_other_jobs(segment, tmp_path):
     old, started = segment("old"), time.time() + 0.05
     time.sleep(0.1)
-    new, recorded, busy, foreign = segment("new"), segment("recorded"), segment("busy"), segment("foreign")
+    new, recorded, long_operation, foreign = segment("new"), segment("recorded"), segment("busy"), segment("foreign")
     foreign = foreign.rename("/dev/shm/data." + foreign.name)
     try:
-        with busy.open("r+b") as file, mmap.mmap(file.fileno(), 0), foreign.open("r+b") as data, mmap.mmap(data.fileno(), 0):
+        with (
+            long_operation.open("r+b") as file,
+            mmap.mmap(file.fileno(), 0),
+            foreign.open("r+b") as data,
+            mmap.mmap(data.fileno(), 0),
+        ):
             registry.join(str(tmp_path), 1)
-            assert registry.members(str(tmp_path))[0].segments == (str(busy),)  # MPI's files only
-            registry.remove_segments({str(recorded), str(busy)}, started)
-        exist = {path.name.rpartition(".")[2] for path in (old, new, recorded, busy, foreign) if path.exists()}
+            assert registry.members(str(tmp_path))[0].segments == (str(long_operation),)  # MPI's files only
+            registry.remove_segments({str(recorded), str(long_operation)}, started)
+        exist = {path.name.rpartition(".")[2] for path in (old, new, recorded, long_operation, foreign) if path.exists()}
     finally:
         foreign.unlink()
     assert exist == {"old", "busy", "foreign"}
@@ -712,7 +719,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._run.relay import Relay
+from jaxmpi._run.output import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -37,7 +37,7 @@ def test_it_is_built_and_is_the_default():
 
 @run_ranks(2)
 def test_ranks_use_it():
-    assert jaxmpi._world.current("test").transport == "native"
+    assert jaxmpi._world.session.current("test").transport == "native"
 
 
 def of_rank(rank, dtype, rows=()):
@@ -538,7 +538,7 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
             raise ValueError("not on rank 1")
         return mmap.mmap(file, size)
 
-    backend = jaxmpi._world.current("test")
+    backend = jaxmpi._world.session.current("test")
     world, node = backend._mpi.COMM_WORLD, backend._node_communicator()
     folder = "/proc/nowhere" if why == "no folder" else "/dev/shm"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(jaxmpi.MPIError, match=said) as caught:
@@ -601,7 +601,7 @@ import jaxmpi, sys
 {before}
 try:
     jaxmpi.init()
-    jaxmpi.print(jaxmpi._world.current("test").transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
+    jaxmpi.print(jaxmpi._world.session.current("test").transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
 except (ValueError, jaxmpi.MPIError) as error:
     print(f"{{type(error).__name__}}: {{error}}", flush=True)
 """
@@ -652,7 +652,7 @@ np.testing.assert_array_equal(moved, xs[rank - 1])
 np.testing.assert_array_equal(root, xs[1])
 np.testing.assert_array_equal(rows, xs + rank)
 np.testing.assert_array_equal(thrice, 9 * xs.sum(0))
-jaxmpi.print(jaxmpi._world.current("test").transport, jaxmpi._world.current("test")._mpi4jax)
+jaxmpi.print(jaxmpi._world.session.current("test").transport, jaxmpi._world.session.current("test")._mpi4jax)
 """
     done = run(3, code, tmp_path)
     assert done.returncode == 0 and done.stdout.count("native None") == 3, done.stdout + done.stderr

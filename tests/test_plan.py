@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxmpi import _plan
+from jaxmpi._backends import bucketing
 
 
 def test_messages_cover_every_column_once():
@@ -10,7 +10,7 @@ def test_messages_cover_every_column_once():
     for _ in range(300):
         columns = [int(n) for n in generator.integers(0, 60, generator.integers(0, 12))]
         itemsize, small_bytes, max_items = (int(generator.integers(1, high)) for high in (17, 80, 40))
-        plan = _plan.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
+        plan = bucketing.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
         seen = sorted((p.leaf, column) for message in plan for p in message for column in range(p.start, p.stop))
         assert seen == [(leaf, column) for leaf, count in enumerate(columns) for column in range(count)]
         for message in plan:
@@ -20,9 +20,9 @@ def test_messages_cover_every_column_once():
 
 
 def test_messages_packs_small_leaves_into_one():
-    assert len(_plan.messages([3] * 100, 4)) == 1
+    assert len(bucketing.messages([3] * 100, 4)) == 1
 
 
 def test_messages_splits_beyond_the_count_of_mpi():
-    plan = _plan.messages([5 * 2**30 + 7], 4)
+    plan = bucketing.messages([5 * 2**30 + 7], 4)
     assert [p.stop - p.start for (p,) in plan] == [2**30] * 5 + [7]

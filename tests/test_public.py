@@ -47,7 +47,7 @@ def row(*names):
 
 
 def simulated():
-    return jaxmpi._world.current("test").name == "simulate"
+    return jaxmpi._world.session.current("test").name == "simulate"
 
 
 def each(of_rank):
@@ -469,7 +469,7 @@ def decorators():
 @row("finalize")
 def endings():  # the last row
     def call():
-        if jaxmpi._world.current("test").name in ("single", "mpi"):
+        if jaxmpi._world.session.current("test").name in ("single", "mpi"):
             jaxmpi.finalize()
             assert not jaxmpi.initialized()
             jaxmpi.init()

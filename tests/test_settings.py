@@ -10,13 +10,12 @@ import pytest
 from test_launch import end, start
 
 import jaxmpi
-from jaxmpi import _settings
 from jaxmpi.__main__ import main
-from jaxmpi._watch import children
+from jaxmpi._process import children, settings
 
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
-SECONDS = [name for name in _settings.SETTINGS if name.endswith("SECONDS")]
+SECONDS = [name for name in settings.SETTINGS if name.endswith("SECONDS")]
 COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART"]
 SWITCHES = ["JAXMPI_CHECK", "JAXMPI_EXPLAIN", "JAXMPI_TTY"]
 WORDS = ["JAXMPI_BACKEND", "JAXMPI_TRANSPORT"]
@@ -34,7 +33,7 @@ def written(page):
 
 
 def test_the_documented_table_is_that_of_the_code():
-    assert written(PAGE) == _settings.table()
+    assert written(PAGE) == settings.table()
 
 
 def test_every_variable_that_the_code_reads_is_in_the_table():
@@ -42,7 +41,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
     package = Path(jaxmpi.__file__).parent
     sources = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
     named = {name for text in sources.values() for name in re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text)}
-    assert named - {children._VARIABLE} == set(_settings.SETTINGS)  # ranks set it, for their children
+    assert named - {children._VARIABLE} == set(settings.SETTINGS)  # ranks set it, for their children
     past = {
         (str(path), name) for path, text in sources.items() for name in re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text)
     }
@@ -53,7 +52,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
 def test_what_is_refused_is_named(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(text))}\. It is [^.]+\.$"):
-        _settings.check()
+        settings.check()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_what_is_refused_is_named(monkeypatch, name, text):
 )
 def test_what_is_allowed(monkeypatch, name, text, value):
     monkeypatch.setenv(name, text)
-    assert _settings.get(name) == value
+    assert settings.get(name) == value
 
 
 def test_jaxmpi_run_starts_nothing_with_a_bad_value(monkeypatch, tmp_path, capfd):
@@ -125,4 +124,4 @@ def test_every_rank_raises_whoever_has_the_value(tmp_path, monkeypatch, ranks, n
 
 if __name__ == "__main__":
     head, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(head + BEGIN + _settings.table() + CLOSE + rest.split(CLOSE)[1])
+    PAGE.write_text(head + BEGIN + settings.table() + CLOSE + rest.split(CLOSE)[1])

@@ -19,8 +19,8 @@ import pytest
 from test_guard import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi._report import timeline
-from jaxmpi._watch.stop import Stop
+from jaxmpi._cli import timeline
+from jaxmpi._monitor.preemption import Preemption
 from jaxmpi.testing import faults, run_ranks
 
 STALLS = """
@@ -116,7 +116,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
 INSIDE = """
 import time
 import jaxmpi
-from jaxmpi import _world
+from jaxmpi._world import session as _world
 jaxmpi.init()
 with _world.current("test")._enter():  # as an allgather of objects that never ends
     time.sleep(100)
@@ -313,7 +313,7 @@ def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
     try:
         for _ in range(300):
             guards = []
-            stops = [Stop(Together(rank, guards), 2, rank) for rank in range(2)]
+            stops = [Preemption(Together(rank, guards), 2, rank) for rank in range(2)]
             calls = [0, 0]
 
             def run(rank, calls=calls, stops=stops):

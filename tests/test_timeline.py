@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from jaxmpi._report import timeline
-from jaxmpi._report.records import read
+from jaxmpi._cli import timeline
+from jaxmpi._cli.records import read
 
 EVENT = [0, "allreduce mean of float32[3] at train.py:1 of step", 12, 0.5, 0.75, 1.0]
 RECORD = {"rank": 0, "size": 1, "host": "node1", "pid": 1, "began": 1.0, "why": "the end", "events": [EVENT]}

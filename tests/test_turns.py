@@ -13,7 +13,7 @@ from jax import lax
 from test_guard import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi._watch import turns
+from jaxmpi._process import communicating_thread
 from jaxmpi.testing import run_ranks
 
 X = np.arange(3.0, dtype=np.float32)
@@ -42,10 +42,10 @@ def total():
 
 def in_thread(call):
     """What a call in another thread returns or raises, while this one is busy."""
-    got, busy = [], []
+    got, long_operation = [], []
 
     def run():
-        while not busy:
+        while not long_operation:
             time.sleep(0.001)
         try:
             got.append(call())
@@ -55,14 +55,14 @@ def in_thread(call):
     thread = threading.Thread(target=run, name="second")
     thread.start()
     while not got:
-        busy.append(time.sleep(0.001))  # a function of C: this thread counts as running
+        long_operation.append(time.sleep(0.001))  # a function of C: this thread counts as running
     thread.join()
     return got[0]
 
 
 def check_second_thread(name, patch):
     call = CALLS[name]
-    patch.setattr(turns, "PATIENCE_SECONDS", 0.1)
+    patch.setattr(communicating_thread, "PATIENCE_SECONDS", 0.1)
     np.testing.assert_array_equal(call(), total())
     error = in_thread(call)
     assert isinstance(error, RuntimeError), error

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from jaxmpi._watch import witness
+from jaxmpi._monitor import death_reporter
 
 VISITED = """
 import os, signal, socket, struct, sys
-from jaxmpi._watch import witness
+from jaxmpi._monitor import death_reporter as witness
 said, whose = bytes.fromhex(sys.argv[1]), sys.argv[2]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("")
@@ -65,7 +65,7 @@ def test_a_rank_says_nothing_to_another_users_witness(monkeypatch):
         listener.bind("")
         listener.listen(1)
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        witness.connect(listener.getsockname().hex(), 0, 2)()
+        death_reporter.connect(listener.getsockname().hex(), 0, 2)()
         link, _ = listener.accept()
         with link:
             assert link.recv(1) == b""

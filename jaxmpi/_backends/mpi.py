@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _devices, _jaxcompat, _plan
-from jaxmpi._backends import Collective
-from jaxmpi._backends.carriers import from_carrier, mean_as_sum, reduce_rows, to_carrier
-from jaxmpi._backends.job import Job
+from jaxmpi import _devices, _jaxcompat
+from jaxmpi._backends import bucketing
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
 from jaxmpi._errors import MPIError
 
 __all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version", "take_device"]
@@ -33,12 +34,12 @@ INSTALL = (
 )
 
 
-class Mpi(Job):
+class Mpi(MpiProcessGroup):
     """Ranks whose programs talk with mpi4jax."""
 
     name = "mpi"
     transport = "mpi4jax"
-    divides = False  # whether it carries "mean", and sums short floats in float32
+    fuses_mean = False  # whether it carries "mean", and sums short floats in float32
     needs_mpi4jax = True
 
     def __init__(self, launched: int) -> None:
@@ -74,8 +75,8 @@ class Mpi(Job):
         received: dict[int, list[jax.Array]] = defaultdict(list)
         for dtype in sorted({x.dtype for x in carried if x is not None}, key=str):
             columns = [x.shape[1] if x is not None and x.dtype == dtype else 0 for x in carried]
-            limit = _plan.MAX_ITEMS // rows_in
-            for message in _plan.messages(columns, dtype.itemsize, max_items=limit):
+            limit = bucketing.MAX_ITEMS // rows_in
+            for message in bucketing.messages(columns, dtype.itemsize, max_items=limit):
                 parts = [lax.slice_in_dim(carried[p.leaf], p.start, p.stop, axis=1) for p in message]
                 sent = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
                 got = self._call(call, sent).reshape(rows_out, -1)
@@ -103,7 +104,7 @@ class Mpi(Job):
         return [
             sum(piece.stop - piece.start for piece in message) * rows * dtype.itemsize
             for dtype, counts in columns.items()
-            for message in _plan.messages(counts, dtype.itemsize, max_items=_plan.MAX_ITEMS // rows)
+            for message in bucketing.messages(counts, dtype.itemsize, max_items=bucketing.MAX_ITEMS // rows)
         ]
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:

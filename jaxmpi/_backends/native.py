@@ -24,9 +24,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import Collective, extension, word_of
-from jaxmpi._backends.carriers import from_carrier, to_carrier
+from jaxmpi._backends import extension
+from jaxmpi._backends.base import Collective, fingerprint_of
 from jaxmpi._backends.mpi import Mpi
+from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
 from jaxmpi._errors import MPIError
 
 __all__ = ["SHARED_MEMORY", "Native", "on_host"]
@@ -51,7 +52,7 @@ def on_host() -> bool:
 class Native(Mpi):
     """Ranks whose programs talk through `jaxmpi._native`."""
 
-    transport, divides, in_band, needs_mpi4jax = "native", True, True, False
+    transport, fuses_mean, compares_inline, needs_mpi4jax = "native", True, True, False
 
     def __init__(self, launched: int) -> None:
         """Join the other ranks, as `Mpi` does."""
@@ -84,22 +85,22 @@ class Native(Mpi):
             return self._send(call, xs, _text(call, xs))
         if self._alone:
             return self._pick(call, xs)
-        if not call.word:  # under plain `jax.jit`: a program of `jaxmpi.jit` is compared as a whole
+        if not call.fingerprint:  # under plain `jax.jit`: a program of `jaxmpi.jit` is compared as a whole
             self._send(Collective("meet"), [], _text(call, xs))
         return super().run(call, xs)
 
     def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
         """One message; the ranks compare what it is for, as text."""
         carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
-        statement = word_of(f"{call.word} {text}")
-        self._statements[statement] = call.word, text
-        outs = native_p.bind(*carried, call=call, backend=self, word=statement)
+        statement = fingerprint_of(f"{call.fingerprint} {text}")
+        self._statements[statement] = call.fingerprint, text
+        outs = native_p.bind(*carried, call=call, backend=self, fingerprint=statement)
         return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
 
     def _pick(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """A collective that only moves arrays, as an allgather of which each rank keeps its part."""
         here = self.place.rank
-        gathered = self._send(Collective("allgather", word=call.word), xs, _text(call, xs))
+        gathered = self._send(Collective("allgather", fingerprint=call.fingerprint), xs, _text(call, xs))
         if call.kind == "alltoall":
             return [rows[:, here] for rows in gathered]
         source = call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), None)
@@ -114,18 +115,20 @@ class Native(Mpi):
 
     # outside
 
-    def listen(self, explain: Callable[[int, str], str]) -> None:
+    def set_mismatch_handler(self, explain: Callable[[int, str], str]) -> None:
         """Have the text of the error made by `explain` where the ranks' messages differ.
 
         It is called on every rank, on the thread that communicates, with the word of the program and what this rank sends.
         """
-        self._native.on_disagreement(lambda word: explain(*self._statements.get(word, (word, "a program of an earlier init"))))
+        self._native.on_disagreement(
+            lambda fingerprint: explain(*self._statements.get(fingerprint, (fingerprint, "a program of an earlier init")))
+        )
 
-    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
+    def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
-        self._entitle(word, title, program)
+        self._entitle(fingerprint, title, program)
         with self._enter():
-            return self._native.meet(word)
+            return self._native.meet(fingerprint)
 
     def progress(self) -> tuple[int, bool]:
         """How many collectives this rank has entered, messages of programs included, and whether it is inside one."""
@@ -141,9 +144,9 @@ class Native(Mpi):
         """The last messages, as `Job` has them."""
         return self._native.events()
 
-    def described(self, word: int) -> tuple[int, str]:
+    def described(self, fingerprint: int) -> tuple[int, str]:
         """As that of `Job`."""
-        return self._statements.get(word) or super().described(word)
+        return self._statements.get(fingerprint) or super().described(fingerprint)
 
     def close(self) -> None:
         """Free the communicators, the shared memory, and the programs that were compiled for them."""
@@ -260,16 +263,16 @@ native_p = Primitive("jaxmpi_native")
 native_p.multiple_results = True
 
 
-def _abstract(*xs: Any, call: Collective, backend: Native, word: int) -> tuple[list[ShapedArray], Any]:
+def _abstract(*xs: Any, call: Collective, backend: Native, fingerprint: int) -> tuple[list[ShapedArray], Any]:
     return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
 
 
-def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, word: int) -> Any:
+def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, fingerprint: int) -> Any:
     attributes = {
         "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
         "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
         "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
-        "word": np.int64(word),
+        "word": np.int64(fingerprint),
     }
     (effect,) = backend.effects
     in_place = range(len(xs)) if call.kind == "allreduce" else ()

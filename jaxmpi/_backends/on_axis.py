@@ -11,8 +11,9 @@ import jax
 from jax import lax
 
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective, named
-from jaxmpi._backends.carriers import from_carrier, mean_as_sum, reduce_rows, to_carrier
+from jaxmpi._backends import lax_collectives
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
 
 __all__ = ["run"]
 
@@ -20,13 +21,15 @@ __all__ = ["run"]
 def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis is bound and nothing is differentiated any more."""
     if call.kind == "reduce_scatter" and jax.default_backend() == "cpu":
-        return [reduce_rows(rows, call.op) for rows in named.run(Collective("alltoall"), xs)]
+        return [reduce_rows(rows, call.op) for rows in lax_collectives.run(Collective("alltoall"), xs)]
     if call.op == "mean":
         return mean_as_sum(run, call, xs, lax.axis_size(AXIS))
     if call.kind == "allreduce":
-        sums = named.run(call, [to_carrier(x, call) for x in xs])
+        sums = lax_collectives.run(call, [to_carrier(x, call) for x in xs])
         return [from_carrier(y, x.dtype, call) for x, y in zip(xs, sums, strict=True)]
     if call.kind == "reduce_scatter":
         wide = Collective("allreduce", op="sum")
-        return [y.astype(x.dtype) for x, y in zip(xs, named.run(call, [to_carrier(x, wide) for x in xs]), strict=True)]
-    return named.run(call, xs)
+        return [
+            y.astype(x.dtype) for x, y in zip(xs, lax_collectives.run(call, [to_carrier(x, wide) for x in xs]), strict=True)
+        ]
+    return lax_collectives.run(call, xs)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _plan
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective, on_axis
+from jaxmpi._backends import bucketing, on_axis
+from jaxmpi._backends.base import Collective
 
 __all__ = ["messages", "run"]
 
@@ -56,6 +56,6 @@ def _groups(call: Collective, arrays: Sequence[Any], size: int) -> list[list[int
     groups: list[list[int]] = []
     for dtype in dict.fromkeys(x.dtype for x in arrays):
         columns = [prod(x.shape) // rows if x.dtype == dtype else 0 for x in arrays]
-        for pieces in _plan.messages(columns, dtype.itemsize, max_items=max(columns)):
+        for pieces in bucketing.messages(columns, dtype.itemsize, max_items=max(columns)):
             groups.append([piece.leaf for piece in pieces])
     return groups

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._backends import Collective, Place
+from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.single import OneProcess
 
 __all__ = ["PerRank", "Simulated"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._backends import Collective, Place
+from jaxmpi._backends.base import Collective, Place
 
 __all__ = ["OneProcess", "Single"]
 
@@ -18,7 +18,7 @@ class OneProcess:
     effects: frozenset[Hashable] = frozenset()
     place: Place
     forked = False  # a forked child is one process, too
-    busy = ""  # with what takes long, for those who watch
+    long_operation = ""  # with what takes long, for those who watch
     same_module = False  # as in `Job`
 
     def allgather_object(self, obj: Any) -> list[Any]:
@@ -35,9 +35,9 @@ class OneProcess:
     def barrier(self) -> None:
         """Return at once."""
 
-    def extremes(self, word: int, title: str = "", program: int = 0) -> tuple[int, int]:
+    def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The number itself."""
-        return word, word
+        return fingerprint, fingerprint
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi import _settings
 from jaxmpi._backends import extension
-from jaxmpi._backends.job import check_start
 from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py, take_device
 from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
+from jaxmpi._backends.process_group import check_start
 from jaxmpi._errors import MPIError
+from jaxmpi._process import settings
 
 __all__ = ["join", "why_not_native"]
 
@@ -24,7 +24,7 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
       launched: as in `Mpi`.
       devices: as in `jaxmpi.init`.
     """
-    asked = _settings.get("JAXMPI_TRANSPORT")
+    asked = settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
     take_device(launched, devices)  # before anything else starts JAX's backend

@@ -15,18 +15,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi import _jaxcompat, _settings
+from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends import Collective
-from jaxmpi._backends.job import Job, check_start
+from jaxmpi._backends.base import Collective
 from jaxmpi._backends.mpi import import_mpi4py, take_device
+from jaxmpi._backends.process_group import MpiProcessGroup, check_start
+from jaxmpi._process import settings
 
 __all__ = ["Xla"]
 
 LOOPBACK = "127.0.0.1"
 
 
-class Xla(Job):
+class Xla(MpiProcessGroup):
     """Ranks whose programs talk through XLA."""
 
     name = "xla"
@@ -114,7 +115,7 @@ def _pass_proxies(host: str) -> None:
 
 def _host() -> str:
     """An address of this host that the other ranks can reach; JAXMPI_HOST, on rank 0, overrides it."""
-    return _settings.get("JAXMPI_HOST") or _towards("192.0.2.1")  # an address of nobody: the interface that leads outside
+    return settings.get("JAXMPI_HOST") or _towards("192.0.2.1")  # an address of nobody: the interface that leads outside
 
 
 def _towards(host: str) -> str:

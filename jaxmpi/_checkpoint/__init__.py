@@ -7,7 +7,7 @@
 | fitting | whether a checkpoint fits the tree that it is to be restored into |
 | files | a rank's file: written in pieces, and read without trust |
 | folders | a checkpoint: there as a whole or not at all, and checked |
-| together | what the ranks say to each other about it |
+| all_ranks | what the ranks say to each other about it |
 | writing | a save in the background |
 | reading | on the ranks that there are now |
 """

@@ -15,7 +15,7 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.manifest import Leaf, is_plain
 from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, is_key, is_own, leaf_name
-from jaxmpi._optim.sharded import ShardedState, shard_shape
+from jaxmpi._optim.zero1 import ShardedState, shard_shape
 
 __all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "part_of", "put_back", "to_host"]
 

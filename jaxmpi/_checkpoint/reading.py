@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi._backends import Backend
+from jaxmpi._backends.base import Backend
 from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint.all_ranks import long_operation, ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.files import Archive
 from jaxmpi._checkpoint.fitting import fitted
 from jaxmpi._checkpoint.manifest import Leaf, Manifest, dtype_of
-from jaxmpi._checkpoint.together import busy, ranks_here, together
 
 __all__ = ["newest", "read"]
 
@@ -24,13 +24,13 @@ def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[P
     def look() -> Any:
         if backend.place.rank:
             return None
-        with busy(backend, f"reading the checkpoints in {directory}"):
+        with long_operation(backend, f"reading the checkpoints in {directory}"):
             whole, wrong = folders.newest(directory.absolute(), step)
         for line in wrong:
             warnings.warn(f"a checkpoint is passed over: {line}", stacklevel=4)
         return whole, " ".join(wrong)
 
-    return backend.broadcast_object(together(backend, look), 0)
+    return backend.broadcast_object(run_on_all_or_raise(backend, look), 0)
 
 
 def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]) -> list[Any]:
@@ -39,13 +39,13 @@ def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[L
     common = [leaf.part == saved.part == "all" and saved.stored for leaf, saved in pairs]
 
     def mine() -> list[Any]:
-        with busy(backend, f"reading {folder}"), _reader(folder, manifest) as stored:
+        with long_operation(backend, f"reading {folder}"), _reader(folder, manifest) as stored:
             return [
                 _empty(saved, place.size) if one and place.rank else _value(backend, leaf, saved, manifest.ranks, stored)
                 for one, (leaf, saved) in zip(common, pairs, strict=True)
             ]
 
-    values = together(backend, mine)
+    values = run_on_all_or_raise(backend, mine)
     for one, x in zip(common, values, strict=True):
         if one:
             backend.broadcast_buffer(x.reshape(-1).view(np.uint8), 0)

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxmpi._backends import Backend
+from jaxmpi._backends.base import Backend
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import files, folders, parts
+from jaxmpi._checkpoint.all_ranks import long_operation, run_on_all_or_raise
 from jaxmpi._checkpoint.manifest import Leaf, Member
-from jaxmpi._checkpoint.together import busy, together
 from jaxmpi._errors import CheckpointError
-from jaxmpi._watch import guard
+from jaxmpi._monitor import monitor
 
 __all__ = ["Parts", "Save", "arrays_of", "begin"]
 
@@ -28,9 +28,9 @@ def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndar
 
 def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
-    if watch := guard.active():  # before any rank can have written its part
+    if watch := monitor.active():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
-    made, lock = together(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
+    made, lock = run_on_all_or_raise(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
     folder = backend.broadcast_object(made, 0)
 
     def look() -> None:
@@ -41,7 +41,7 @@ def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
             )
 
     try:
-        together(backend, look)
+        run_on_all_or_raise(backend, look)
     except CheckpointError:
         if lock:
             lock.close()
@@ -73,7 +73,7 @@ class Save:
         self._folder, self._lock = folder
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
-        self._guard = guard.active()
+        self._guard = monitor.active()
         self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
         if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())
@@ -144,7 +144,7 @@ class Save:
         """Wait for the last save; returns what has gone wrong on any rank, on all of them."""
         last, cls.last = cls.last, None
         if last is not None:
-            with busy(backend, f"writing the checkpoint of {last._what}"):
+            with long_operation(backend, f"writing the checkpoint of {last._what}"):
                 last._thread.join()
         errors = [error for error in backend.allgather_object(last.error if last else None) if error]
         return errors[0] if errors else None
@@ -159,4 +159,4 @@ class Save:
             os._exit(1)
 
 
-guard.last_words.append(Save.at_exit)
+monitor.last_words.append(Save.at_exit)

@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._leaves import PerRankState
-from jaxmpi._optim.trees import check_transform, either, equal_types, map_floats, wide
+from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
 from jaxmpi._optim.weights import as_weight, scaled
 
 __all__ = ["AccumulateState", "accumulate"]

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _world
-from jaxmpi._collectives import tree_allgather, tree_allreduce, tree_alltoall
-from jaxmpi._optim.trees import floats, wide
+from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
+from jaxmpi._optim.float_leaves import floats, wide
+from jaxmpi._world import session
 
 __all__ = ["adasum", "coefficients"]
 
@@ -21,7 +21,7 @@ def adasum(tree: Any) -> Any:
     on two ranks, as much as a mean and p² numbers for a leaf on many.
     """
     leaves, put = floats("distributed", tree)
-    size = _world.size()
+    size = session.size()
     if size == 1 or not leaves:
         return tree
     flat = [x.astype(wide(x.dtype)).reshape(-1) for x in leaves]

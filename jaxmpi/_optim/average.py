@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi import _world
-from jaxmpi._collectives import OPS, tree_allreduce
-from jaxmpi._jit import compiled
+from jaxmpi._collectives.trees import OPS, tree_allreduce
+from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState
 from jaxmpi._optim.adasum import adasum
-from jaxmpi._optim.invariant import canonical_mean, invariant_update
+from jaxmpi._optim.compression import Codec, check_codec
+from jaxmpi._optim.deterministic import canonical_mean, invariant_update
+from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import Given, over_ranks
-from jaxmpi._optim.trees import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.weights import as_weight, check_total, divided, scaled, weighted_mean
-from jaxmpi.codecs import Codec, check_codec
+from jaxmpi._world import session
 
 __all__ = ["DistributedState", "average_gradients", "average_loss", "distributed", "mean", "mean_of_all"]
 
@@ -226,7 +226,7 @@ def _rounded(function: str, means: Any, like: Any) -> Any:
 
 def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, Any]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
-    if _world.size() == 1:
+    if session.size() == 1:
         return mean("distributed", updates, weight), state
     check_in_step("distributed")
     if weight is None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import with_parameters
-from jaxmpi._optim.trees import map_floats, wide
+from jaxmpi._optim.float_leaves import map_floats, wide
 
 __all__ = ["clip_by_global_norm"]
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi import _world
-from jaxmpi._collectives import tree_allreduce
-from jaxmpi._optim.trees import wide
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._optim.float_leaves import wide
+from jaxmpi._world import session
 
 __all__ = ["NoiseScaleState", "measure_noise_scale"]
 
@@ -70,7 +70,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     ) -> tuple[Any, NoiseScaleState]:
         if weight is not None:
             raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
-        size = _world.size()
+        size = session.size()
         if size == 1:
             return updates, state
         mean, small = tree_allreduce((updates, _square(updates)), op="mean")

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi import _world
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._collectives import tree_allreduce
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.shards import Shard, is_shard
-from jaxmpi._optim.trees import map_floats
+from jaxmpi._world import session
 
 __all__ = ["Given", "over_ranks"]
 
@@ -48,7 +48,7 @@ class Given:
 
     def marked(self, trees: Any) -> Any:
         """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
-        if not self.functions or _world.size() == 1:
+        if not self.functions or session.size() == 1:
             return trees
         mark = lambda x: Shard(x.value, x.shape, equal_on_all_ranks(x.whole)) if is_shard(x) else equal_on_all_ranks(x)
         return jax.tree.map(mark, trees, is_leaf=is_shard)
@@ -65,7 +65,7 @@ def over_ranks(fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: An
 
     @wraps(fun)
     def reduced(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return fun(params, *args, **kwargs) if _world.size() == 1 else reduce(fun(_equal(params, counts), *args, **kwargs))
+        return fun(params, *args, **kwargs) if session.size() == 1 else reduce(fun(_equal(params, counts), *args, **kwargs))
 
     return reduced
 

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxmpi import _jaxcompat, _world
+from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, equal_on_all_ranks
-from jaxmpi._collectives import tree_allreduce
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._lowering.classify import CALLS
 from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape
-from jaxmpi._program.reading import CALLS
+from jaxmpi._world import session
 
 __all__ = ["on_shards"]
 
@@ -68,7 +69,7 @@ def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
     Collective: every rank calls it, with the same structure and shapes, and equal arrays where they are no shards.
     Communication: see the table above.
     """
-    if _world.size() == 1:
+    if session.size() == 1:
         return fun(*args)
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Shard | jax.Array | np.ndarray)]
@@ -115,7 +116,7 @@ def _equation(eqn: Any, xs: list[Any]) -> list[Any]:
     if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
         return [Shard(_jaxcompat.bind(eqn, [_part(x) for x in xs])[0], shape, _known(eqn, xs))]
     if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape) and not eqn.params.get("dimensions"):
-        return [Shard(shards[0].value.reshape(shard_shape(shape, _world.size())), shape, _known(eqn, xs))]
+        return [Shard(shards[0].value.reshape(shard_shape(shape, session.size())), shape, _known(eqn, xs))]
     if all(x.whole is not None for x in shards):
         return _on_wholes(eqn, xs)
     if name in REDUCTIONS and prod(shape) == 1:
@@ -200,7 +201,7 @@ def _settled(jaxpr: Any, *args: Any) -> list[Any]:
 
 def _part(x: Any) -> Any:
     if isinstance(x, _Splat):
-        return jnp.broadcast_to(x.number, shard_shape(x.shape, _world.size()))
+        return jnp.broadcast_to(x.number, shard_shape(x.shape, session.size()))
     return part(x)
 
 

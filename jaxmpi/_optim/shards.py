@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmpi import _world
-from jaxmpi._collectives import tree_allgather
+from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._world import session
 
 __all__ = ["Shard", "gathered", "is_shard", "joined", "masked", "own", "part", "rows", "shard", "shard_shape"]
 
@@ -45,7 +45,7 @@ def is_shard(x: Any) -> bool:
 
 def shard(value: Any, shape: tuple[int, ...], whole: Any = None) -> Any:
     """A `Shard`; on one rank, and of a scalar, the array itself."""
-    return Shard(value, shape, whole) if shape and _world.size() > 1 else value
+    return Shard(value, shape, whole) if shape and session.size() > 1 else value
 
 
 def part(x: Any) -> Any:
@@ -68,10 +68,10 @@ def rows(x: Any, size: int) -> jax.Array:
 
 def own(x: Any) -> jax.Array:
     """This rank's shard of an array that every rank has; a scalar stays as it is."""
-    size = _world.size()
+    size = session.size()
     if size == 1 or jnp.ndim(x) == 0:
         return x
-    return lax.dynamic_index_in_dim(rows(x, size), _world.rank(), keepdims=False)
+    return lax.dynamic_index_in_dim(rows(x, size), session.rank(), keepdims=False)
 
 
 def joined(shards: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -89,11 +89,11 @@ def gathered(shards: list[Shard]) -> list[jax.Array]:
 
 def masked(x: Shard, fill: Any) -> jax.Array:
     """The shard with `fill` in the place of the padding."""
-    size, numbers = _world.size(), prod(x.shape)
+    size, numbers = session.size(), prod(x.shape)
     columns = _columns(x.shape, size)
     if columns * size == numbers:
         return x.value
-    valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[_world.rank()]
+    valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[session.rank()]
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.value.shape, 0) < valid, x.value, fill)
 
 

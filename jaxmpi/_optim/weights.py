@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import _jaxcompat, _world
-from jaxmpi._agreement import in_words
-from jaxmpi._collectives import tree_allreduce
-from jaxmpi._jit import anywhere
-from jaxmpi._optim.trees import map_floats, wide
-from jaxmpi._program.function import is_per_rank
+from jaxmpi import _jaxcompat
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._consistency.compare import in_words
+from jaxmpi._jit.api import anywhere
+from jaxmpi._jit.function import is_per_rank
+from jaxmpi._optim.float_leaves import map_floats, wide
+from jaxmpi._world import session
 
 __all__ = ["as_weight", "check_total", "divided", "over_all_ranks", "scaled", "weighted_mean"]
 
@@ -77,7 +78,7 @@ def as_weight(function: str, weight: Any, tree: Any) -> tuple[Any, str]:
     """
     dtype = jnp.result_type(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
     problem = _problem(weight)
-    if problem and (_world.size() == 1 or _jaxcompat.tracing()):
+    if problem and (session.size() == 1 or _jaxcompat.tracing()):
         raise ValueError(_message(function, problem))
     if problem:
         return jnp.full((), jnp.nan, dtype), problem
@@ -97,7 +98,7 @@ def check_total(function: str, total: Any, problem: str) -> None:
     """
     if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total)).all():
         return
-    problems = _world.current(function).allgather_object(problem)
+    problems = session.current(function).allgather_object(problem)
     ranks = [rank for rank, said in enumerate(problems) if said]
     raise ValueError(_message(function, problems[ranks[0]], ranks) if ranks else _message(function, "is too large for a sum"))
 

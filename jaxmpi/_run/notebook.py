@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxmpi import _world
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Call
+from jaxmpi._world import session
 
 __all__ = ["launch"]
 
@@ -45,9 +45,9 @@ def launch(
     """
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
-    if _world.initialized() and _world.current("launch").name in ("mpi", "xla") and _world.size() > 1:
+    if session.initialized() and session.current("launch").name in ("mpi", "xla") and session.size() > 1:
         raise RuntimeError(
-            f"launch: this is one of {_world.size()} ranks. Call it in a process that is none, such as a notebook."
+            f"launch: this is one of {session.size()} ranks. Call it in a process that is none, such as a notebook."
         )
     try:
         import cloudpickle

@@ -1,0 +1,93 @@
+"""What a backend is: what carries the messages.
+
+A backend is an object with the attributes and methods of `Backend`. `run` stands in traced code; the rest is called from
+Python, outside of it. The layers above know nothing else of how ranks talk to each other.
+"""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+__all__ = ["Backend", "Collective", "Place", "fingerprint_of"]
+
+
+def fingerprint_of(text: str) -> int:
+    """A number of 62 bits that differs where texts do: its negative is an int64, too."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+class Collective(NamedTuple):
+    """One collective operation on a list of arrays.
+
+    With n = size and x of shape s, `kind` gives
+    allreduce [s] -> [s], y = op_r x_r;
+    bcast [s] -> [s], y = x_root;
+    allgather [s] -> [n, s], y[r] = x_r;
+    alltoall [n, s] -> [n, s], y_q[r] = x_r[q];
+    reduce_scatter [n, s] -> [s], y_q = op_r x_r[q];
+    permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none.
+    """
+
+    kind: str
+    op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter; "mean" of floats where the backend divides
+    root: int = 0  # of bcast
+    pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
+    fingerprint: int = 0  # of the program that it is part of, for transports that compare it on the way
+
+    @property
+    def title(self) -> str:
+        """Such as "allreduce sum" or "bcast from 1"."""
+        detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(self.kind, self.op)
+        return f"{self.kind} {detail}".strip()
+
+    def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """The shape that an operand of shape `shape` comes back with."""
+        if self.kind == "allgather":
+            return (size, *shape)
+        return shape[1:] if self.kind == "reduce_scatter" else shape
+
+
+class Place(NamedTuple):
+    """Where this process stands among the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+
+
+class Backend(Protocol):
+    """The ranks of one job, and how they talk."""
+
+    name: str
+    place: Place
+    forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
+
+    @property
+    def effects(self) -> frozenset[Hashable]:
+        """The JAX effects of `run`."""
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out `call` on every array of `xs`, in traced code."""
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """All ranks' picklable objects, in the order of the ranks."""
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The object of rank `root`."""
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite a `[n]` uint8 array with that of rank `root`."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers; the rest is for those who watch."""
+
+    def close(self) -> None:
+        """Free what `init` took."""

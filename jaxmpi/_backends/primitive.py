@@ -1,0 +1,111 @@
+"""One JAX primitive for all collectives: `run(call, *xs)` in eager, jitted, differentiated and batched code.
+
+With ct the cotangents, and each collective linear in x (max, min and prod get their derivatives in `_collectives`):
+
+| collective | its transpose |
+|---|---|
+| allreduce sum | allreduce sum |
+| bcast from root | allreduce sum on root, zero elsewhere |
+| allgather | reduce_scatter sum |
+| reduce_scatter sum | allgather |
+| alltoall | alltoall |
+| permute | permute, the other way |
+
+The convention is that of `lax.psum` under `vmap`, `pmap` and `shard_map(check_vma=False)`: the derivative is that of the sum
+of all ranks' outputs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmpi._backends.base import Backend, Collective
+
+__all__ = ["compare_fingerprint", "run"]
+
+collective_p = Primitive("jaxmpi_collective")
+collective_p.multiple_results = True
+
+TRANSPOSED = {
+    "allreduce": Collective("allreduce", op="sum"),
+    "bcast": Collective("allreduce", op="sum"),
+    "allgather": Collective("reduce_scatter", op="sum"),
+    "reduce_scatter": Collective("allgather"),
+    "alltoall": Collective("alltoall"),
+    "permute": Collective("permute"),
+}
+
+
+def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax.Array]:
+    """Carry out one collective on a list of arrays; nothing is sent for an empty list."""
+    return collective_p.bind(*xs, call=call, backend=backend) if xs else []
+
+
+def compare_fingerprint(fingerprint: int, backend: Backend) -> None:
+    """Compare the word of a program with those of the other ranks, in the order of the collectives."""
+    collective_p.bind(call=Collective("meet", fingerprint=fingerprint), backend=backend)
+
+
+def _abstract(*xs: Any, call: Collective, backend: Backend) -> tuple[list[ShapedArray], Any]:
+    size = backend.place.size
+    return [ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs], backend.effects
+
+
+def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> tuple[list[Any], list[Any]]:
+    if call.op not in ("", "sum"):
+        raise TypeError(f"jaxmpi: {call.kind} with op {call.op!r} is not linear. Call it through jaxmpi.tree_allreduce.")
+    outs = collective_p.bind(*primals, call=call, backend=backend)
+    live = [t for t in tangents if type(t) is not ad.Zero]
+    moved = iter(run(call, live, backend))
+    tangents_out = [
+        next(moved) if type(t) is not ad.Zero else ad.Zero(t.aval.update(shape=out.shape))
+        for t, out in zip(tangents, outs, strict=True)
+    ]
+    return outs, tangents_out
+
+
+def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[Any]:
+    live = [ct for ct in cts if type(ct) is not ad.Zero]
+    back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs))
+    moved = iter(run(back_call, live, backend))
+    keep = jnp.asarray(call.kind != "bcast" or backend.place.rank == call.root)
+    outs = []
+    for ct, x in zip(cts, xs, strict=True):
+        if type(ct) is ad.Zero:
+            outs.append(ad.Zero(x.aval))
+        else:
+            back = next(moved)
+            outs.append(jnp.where(keep, back, 0) if call.kind == "bcast" else back)
+    return outs
+
+
+def _batch(xs: Any, dims: Any, *, call: Collective, backend: Backend) -> tuple[list[Any], list[Any]]:
+    # the batch axis goes last, out of the way of the axis over ranks: one message for the whole batch
+    moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(xs, dims, strict=True)]
+    outs = collective_p.bind(*moved, call=call, backend=backend)
+    return outs, [d if d is None else out.ndim - 1 for d, out in zip(dims, outs, strict=True)]
+
+
+_compiled = jax.jit(collective_p.bind, static_argnames=("call", "backend"))
+
+
+def _eager(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
+    with jax.disable_jit(False):  # or, under jax.disable_jit, it would call itself
+        return _compiled(*xs, call=call, backend=backend)
+
+
+def _lower(*xs: jax.Array, call: Collective, backend: Backend) -> list[jax.Array]:
+    return backend.run(call, xs)
+
+
+collective_p.def_effectful_abstract_eval(_abstract)
+collective_p.def_impl(_eager)
+ad.primitive_jvps[collective_p] = _jvp
+ad.primitive_transposes[collective_p] = _transpose
+batching.primitive_batchers[collective_p] = _batch
+mlir.register_lowering(collective_p, mlir.lower_fun(_lower, multiple_results=True))

@@ -1,0 +1,272 @@
+"""The ranks of one MPI job, and what they say to each other outside of compiled programs, with mpi4py.
+
+Objects and the guard's thread have a communicator of their own each, so that neither meets the other's messages, nor those of
+the compiled programs.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends import bucketing
+from jaxmpi._backends.base import Place
+from jaxmpi._errors import MPIError
+from jaxmpi._process import run_dir, settings
+from jaxmpi._process.communicating_thread import Turn
+
+__all__ = ["MpiProcessGroup", "check_start"]
+
+EVENTS = 4096  # are kept
+
+
+class MpiProcessGroup:
+    """The ranks of `MPI_COMM_WORLD`."""
+
+    name: str  # of the backend
+    forked = False  # whether this process is a forked child of the rank
+    compares_inline = False  # whether the ranks compare their programs while these run
+    same_module = False  # whether all ranks must run one compiled program
+
+    def __init__(self, mpi: Any) -> None:
+        """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
+        self._mpi = mpi
+        world = mpi.COMM_WORLD
+        self._objects, self._channel = world.Dup(), world.Dup()
+        node_comm = self._node_communicator()
+        leaders = world.allgather(node_comm.bcast(world.rank))
+        node = sorted(set(leaders)).index(leaders[world.rank])
+        self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
+        _unlink_shared_memory(node_comm)
+        node_comm.Free()
+        self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
+        self.turn = Turn(self.finish, self._last)  # of the threads
+        self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
+        self.long_operation = ""  # with what takes long, for those who watch
+        self._waiting = ""  # for what, if for no collective
+        self._entered = 0  # collectives outside of programs, and programs
+        self._inside = False
+        self._starting = False  # a program
+        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
+        self._compared = 0
+        self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
+        self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
+        self._sending: list[Any] = []
+        self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
+
+    def _node_communicator(self) -> Any:
+        """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""
+        world = self._mpi.COMM_WORLD
+        if pretended := settings.get("JAXMPI_NODE_RANKS"):
+            return world.Split(world.rank // pretended, world.rank)
+        return world.Split_type(self._mpi.COMM_TYPE_SHARED)
+
+    def _enter(self) -> "_Entered":
+        if threading.get_ident() != self.turn.thread:
+            self.turn.take()
+        if self.compares_inline:  # one order for both kinds of traffic
+            self.finish()
+        else:  # never two threads inside MPI for the sake of plain `jax.jit`
+            _jaxcompat.wait_for_effects()
+        return _Entered(self)
+
+    def _last(self, thread: int) -> tuple[int, int]:
+        """What differs after each collective of the thread that has the turn."""
+        return self._entered, id(self.ends.get(thread))
+
+    def finish(self) -> None:
+        """Wait until the programs that were started have ended; who reads their outputs learns how."""
+        _jaxcompat.wait_for_effects()
+        for end in list(self.ends.values()):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                end.block_until_ready()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Callable[[Any], None]]:
+        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
+
+        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
+        """
+        self._starting = True
+        try:
+            with _Entered(self):
+                yield partial(self.ends.__setitem__, threading.get_ident())
+        finally:
+            self._starting = False
+
+    def gather_details(self, side: Any) -> list[Any]:
+        """As `allgather_object`, where a program of this rank is still running."""
+        with _Entered(self):
+            return self._objects.allgather(side)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """All ranks' picklable objects, in the order of the ranks."""
+        with self._enter():
+            return self._objects.allgather(obj)
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The object of rank `root`."""
+        with self._enter():
+            return self._objects.bcast(obj, root)
+
+    def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""
+        for start in range(0, buffer.size, bucketing.MAX_ITEMS):
+            with self._enter():  # each piece is a step forward, for those who watch
+                self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        with self._enter():
+            self._objects.Barrier()
+
+    def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers: 16 bytes from each.
+
+        Those who watch learn by `title` what is compared, and by `program` of which program, if it has another word.
+        """
+        self._entitle(fingerprint, title, program)
+        self._word[0], self._word[1] = -fingerprint, fingerprint
+        event: list[int | None] = [self._compared, fingerprint, 0, time.monotonic_ns(), None, None]
+        self._compared += 1
+        self._events.append(event)
+        with self._enter():
+            self._objects.Allreduce(self._word, self._words, self._mpi.MAX)
+        event[4] = event[5] = time.monotonic_ns()
+        return -int(self._words[0]), int(self._words[1])
+
+    def _entitle(self, fingerprint: int, title: str, program: int) -> None:
+        """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
+        self._titles[fingerprint] = program or fingerprint, title
+        self._titles.move_to_end(fingerprint)
+        if len(self._titles) > EVENTS:
+            self._titles.popitem(last=False)
+
+    # for those who watch, from any thread
+
+    def in_program(self) -> bool:
+        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
+        return not self.compares_inline and (self._starting or any(not end.is_ready() for end in list(self.ends.values())))
+
+    def progress(self) -> tuple[int, bool]:
+        """How many collectives and programs this rank has entered, and whether it is inside one."""
+        return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
+
+    @contextlib.contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Count as a collective what is waited for in another way."""
+        self._waiting = title
+        try:
+            with _Entered(self):
+                yield
+        finally:
+            self._waiting = ""
+
+    def waits_for(self) -> str:
+        """The title of `waiting`."""
+        return self._waiting
+
+    def doing(self) -> int:
+        """The word of the last collective, or program, that this rank has entered."""
+        return self._events[-1][1] or 0 if self._events else 0
+
+    def events(self) -> list[Sequence[int | None]]:
+        """The last collectives: number, word, bytes, and when this rank entered it, all had, and it was done.
+
+        Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
+        """
+        return [*self._events]
+
+    def described(self, fingerprint: int) -> tuple[int, str]:
+        """Of a word that was sent: that of its program, and what it was."""
+        return self._titles.get(fingerprint, (fingerprint, ""))
+
+    # the guard's channel: short messages that nobody has to be waiting for
+
+    def send(self, rank: int, message: Any) -> None:
+        """Start sending a picklable object to one rank; returns at once."""
+        self._sending = [request for request in self._sending if not request.test()[0]]
+        self._sending.append(self._channel.issend(message, rank))
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """The (rank, object) pairs that have arrived since the last call."""
+        arrived, status = [], self._mpi.Status()
+        while (message := self._channel.improbe(status=status)) is not None:
+            arrived.append((status.source, message.recv()))
+        return arrived
+
+    def sent(self) -> bool:
+        """Whether everything that was sent has been received."""
+        self._sending = [request for request in self._sending if not request.test()[0]]
+        return not self._sending
+
+    def everyone_leaves(self) -> Callable[[], bool]:
+        """Say that this rank is done; the function returned tells whether all ranks have said so."""
+        return self._channel.Ibarrier().Test
+
+    def abort(self, code: int) -> None:
+        """End every rank of the job, now."""
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        """Free the communicators, and the programs that were compiled for them."""
+        self.finish()
+        jax.clear_caches()
+        for comm in (self._objects, self._channel):
+            comm.Free()
+
+
+class _Entered:
+    """Marks, for the guard, that this rank is inside a collective."""
+
+    def __init__(self, backend: MpiProcessGroup) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        self._backend._entered += 1
+        self._backend._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._backend._inside = False
+
+
+def check_start(mpi: Any, launched: int) -> None:
+    """Check that the launcher belongs to the MPI that runs.
+
+    Args:
+      mpi: the module `mpi4py.MPI`.
+      launched: how many ranks the launcher's environment speaks of.
+
+    Raises:
+      MPIError: each rank is alone, as the launcher is that of another MPI.
+    """
+    world = mpi.COMM_WORLD
+    if launched > world.size == 1:
+        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
+        _unlink_shared_memory(world)
+        mpi.Finalize()  # nothing is left of it, however the process ends
+        raise MPIError(
+            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
+            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+        )
+
+
+def _unlink_shared_memory(node_comm: Any) -> None:
+    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
+
+    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
+    rank that is alone has nobody to share Open MPI's with.
+    """
+    named = [path for path in run_dir.segments() if "mpich_shm" in path or node_comm.size == 1]
+    node_comm.Barrier()
+    for path in named:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

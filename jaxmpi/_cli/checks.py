@@ -1,0 +1,125 @@
+"""What `jaxmpi doctor` looks at, each with what to do: jax, cores, shared memory, devices, MPI, the transport."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxmpi import _devices, _jaxcompat
+from jaxmpi._cli.finding import Finding, ask, two
+from jaxmpi._process import settings
+from jaxmpi._run import mpiexec
+from jaxmpi._run.placement import Machine
+
+__all__ = ["cores", "devices", "mpi", "native", "the_jax"]
+
+SHARED_BYTES = 1 << 23  # in /dev/shm, for a rank
+
+
+def the_jax() -> Finding:
+    """The versions of jax and jaxlib, and whether steps are dispatched the fast way on them."""
+    from jaxlib import version
+
+    text = f"{jax.__version__}, jaxlib {version.__version__}"
+    if jax.__version__ in _jaxcompat.TESTED:
+        return Finding("ok", "jax", text)
+    if not _jaxcompat.can_hide_effects():
+        return Finding("slow", "jax", text, f"Not one of {', '.join(_jaxcompat.TESTED)}: steps are dispatched more slowly.")
+    return Finding("ok", "jax", f"{text}; tested are {', '.join(_jaxcompat.TESTED)}")
+
+
+def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
+    """Whether each rank has a core of its own, and the shared memory that the transport needs."""
+    text = f"{machine.cores} that this process may use, of {os.cpu_count()} processors"
+    if (quota := _quota()) is not None and quota < min(ranks, machine.cores):
+        yield Finding("slow", "cores", f"{text}, but a quota of {quota:g}", "Ask the container or the job for more CPU time.")
+    elif ranks > machine.cores:
+        yield Finding("slow", "cores", f"{text}, for {ranks} ranks", "Ranks take turns: start as many as there are cores.")
+    elif not machine.bindable:
+        advice = "An affinity mask is set (taskset, a scheduler): ranks are not bound to cores, and may disturb each other."
+        yield Finding("ok", "cores", text, advice)
+    else:
+        yield Finding("ok", "cores", f"{text}; ranks are bound to them")
+    try:
+        space = os.statvfs("/dev/shm")
+        free = space.f_bavail * space.f_frsize
+    except OSError:
+        yield Finding("slow", "shared memory", "there is no /dev/shm", "Mount it: without it, mpi4jax carries everything.")
+        return
+    if free < SHARED_BYTES * ranks:
+        advice = f"Give the container more (docker run --shm-size), {SHARED_BYTES >> 20} MB for each rank and what MPI needs."
+        yield Finding("slow", "shared memory", f"{free / 1e6:.0f} MB free in /dev/shm", advice)
+    else:
+        yield Finding("ok", "shared memory", f"{free / 1e9:.1f} GB free in /dev/shm")
+
+
+def _quota() -> float | None:
+    """Of processor time, in processors; None for no limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
+    """What JAX computes on, and whether there are GPUs that it does not see, or fewer than ranks."""
+    there = len([*dev.glob("nvidia[0-9]*")])
+    gpus = _devices.visible(dev=dev)
+    set_ = [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS") if name in os.environ]
+    hidden = f"; {there} NVIDIA devices, hidden by {' and '.join(set_)}" if there and not gpus and set_ else ""
+    if there and not gpus and not (hidden and _devices.has_plugin()):
+        return Finding(
+            "slow", "GPUs", f"{there} NVIDIA devices, which JAX does not use", "Install its plugin: pip install 'jax[cuda13]'."
+        )
+    ok, said = ask("import jax; d = jax.local_devices(); print(len(d), d[0].device_kind, d[0].platform)")
+    if not ok:
+        return Finding("broken", "devices", f"JAX does not start: {said}", "Fix JAX first: see its installation guide.")
+    if gpus and len(gpus) < ranks:
+        text = f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory, and without NCCL"
+        return Finding("slow", "GPUs", text, f"Start {len(gpus)} ranks on this node.")
+    backend = "xla (NCCL)" if gpus else "mpi"
+    return Finding("ok", "devices", f"{said}; several ranks use backend {backend}{hidden}")
+
+
+def mpi() -> Iterator[Finding]:
+    """mpi4py, the launcher, mpi4jax: each with what to do."""
+    try:
+        vendor, version, path = mpiexec.library()
+        yield Finding("ok", "mpi4py", f"{vendor} {version} ({path})")
+    except mpiexec.LaunchError as error:
+        yield Finding("broken", "mpi4py", *two(str(error)))
+    try:
+        launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
+        mpiexec.check_library(launcher)
+        yield Finding("ok", "launcher", f"{launcher.vendor} {launcher.version} ({launcher.path})")
+    except mpiexec.LaunchError as error:
+        yield Finding("broken", "launcher", *two(str(error)))
+    code = "from jaxmpi._backends.mpi import mpi4jax_version; print(mpi4jax_version())"
+    ok, said = ask(code)
+    if ok:
+        yield Finding("ok", "mpi4jax", said)
+        return
+    text, advice = two(re.sub(r"^\S*MPIError: (MPI was asked for, but )?", "", said))
+    without = "The native transport does without it; broadcasts, alltoalls and permutes in programs are allgathers then."
+    if native().verdict != "ok":
+        yield Finding("broken", "mpi4jax", text, advice)
+    elif "No module named" in text:
+        yield Finding("ok", "mpi4jax", f"not installed. {without}")
+    else:
+        yield Finding("slow", "mpi4jax", f"{text} {without}", advice)
+
+
+def native() -> Finding:
+    """Whether the native transport is there, and why not."""
+    ok, said = ask("from jaxmpi._backends.transport import why_not_native; print(why_not_native())")
+    if settings.get("JAXMPI_TRANSPORT") == "mpi4jax":
+        return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
+    if ok and not said:
+        return Finding("ok", "transport", "native")
+    if not ok:
+        return Finding("broken", "transport", *two(re.sub(r"^\S*MPIError: ", "", said)))
+    advice = "Install a C++ compiler, and jaxmpi again: pip install --force-reinstall --no-deps jaxmpi."
+    return Finding("slow", "transport", f"mpi4jax, as the native one cannot be used: {said}", advice)

@@ -1,0 +1,55 @@
+"""`jaxmpi doctor`: is everything there, does it fit together, and how fast is it?
+
+What may not work is tried in processes of its own.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from jaxmpi._cli import checks
+from jaxmpi._cli.finding import Finding
+from jaxmpi._cli.speed import speed
+from jaxmpi._run.environment import prepare
+from jaxmpi._run.mpiexec import LaunchError
+from jaxmpi._run.placement import Machine, survey
+
+__all__ = ["run"]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print what was found; the exit code is 1 if something is broken."""
+    parser = argparse.ArgumentParser(
+        prog="jaxmpi doctor", description="Look at this environment: is everything there, does it fit together, is it fast?"
+    )
+    parser.add_argument("-n", type=int, default=0, metavar="N", help="ranks to measure with; default: 2, or 1 on one core")
+    options = parser.parse_args(arguments)
+    try:
+        prepare(os.environ)
+    except LaunchError as error:
+        sys.stderr.write(f"jaxmpi doctor: {error}\n")
+        return 2
+    machine = survey()
+    ranks = options.n or min(2, machine.cores)
+    sys.stdout.write(f"jaxmpi doctor, on {os.uname().nodename}:\n")
+    broken = False
+    for finding in look(ranks, machine):
+        broken = broken or finding.verdict == "broken"
+        sys.stdout.write(f"{finding}\n")
+        sys.stdout.flush()
+    sys.stdout.write("Something is broken: see above.\n" if broken else "jaxmpi works here.\n")
+    return int(broken)
+
+
+def look(ranks: int, machine: Machine) -> Iterator[Finding]:
+    """Everything, from what the rest needs to what needs the rest."""
+    yield Finding("ok", "Python", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
+    yield checks.the_jax()
+    yield from checks.cores(ranks, machine)
+    yield checks.devices(ranks)
+    mpi = [*checks.mpi()]
+    yield from mpi
+    yield checks.native()
+    if not any(finding.verdict == "broken" for finding in mpi):
+        yield from speed(ranks, machine)

@@ -1,0 +1,9 @@
+"""What users call: collectives on pytrees and on Python objects.
+
+trees        tree_allreduce and its relatives, eager and in traced code
+arrays       the same on lists of arrays, in traced code
+objects      broadcast_object, allgather_object, barrier
+synchronize  the same parameters and state on all ranks
+preempted    a signal to one rank stops all at the same step
+throughput   samples a second, and the share of the time in collectives
+"""

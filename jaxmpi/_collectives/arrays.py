@@ -1,0 +1,144 @@
+"""The collectives on lists of arrays, in traced code, wherever the ranks are known from."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi import _axis
+from jaxmpi._backends import lax_collectives, primitive
+from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.single import Single
+
+__all__ = ["Bound", "Plain", "Ranks", "allreduce", "move", "reduce", "reduce_scatter"]
+
+WIDE: list[tuple[Any, Any, Any]] = [
+    (jnp.floating, jnp.finfo, np.float32),
+    (jnp.signedinteger, jnp.iinfo, np.int32),
+    (jnp.unsignedinteger, jnp.iinfo, np.uint32),
+]
+
+
+class Ranks(Protocol):
+    """The ranks as the functions on lists of arrays see them, in traced code."""
+
+    size: int
+
+    def index(self) -> Any:
+        """This rank's number."""
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out a collective on every array."""
+
+
+class Bound:
+    """The ranks where their axis is bound."""
+
+    def __init__(self) -> None:
+        self.size = int(lax.axis_size(_axis.AXIS))
+
+    def index(self) -> jax.Array:
+        """This rank's number."""
+        return lax.axis_index(_axis.AXIS)
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out a collective on every array."""
+        return lax_collectives.run(call, xs) if xs else []
+
+
+class Plain:
+    """The ranks of a backend where no axis is bound: under plain `jax.jit`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.size, self._backend = backend.place.size, backend
+
+    def index(self) -> int:
+        """This rank's number."""
+        return self._backend.place.rank
+
+    def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Carry out a collective on every array."""
+        return Single().run(call, xs) if self.size == 1 else primitive.run(call, xs, self._backend)
+
+
+def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:
+    """Carry out a collective that only moves arrays."""
+    return ranks.run(call, xs)
+
+
+def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+    """Y = op_r x_r on every rank."""
+    if ranks.size == 1:
+        return list(xs)
+    if op in ("max", "min", "prod"):
+        return _nonlinear(op, ranks, list(xs))
+    return _divide(ranks.run(Collective("allreduce", op="sum"), _widen(xs, op)), xs, op, ranks)
+
+
+def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list[jax.Array]:
+    """Y = op_r x_r on root, x elsewhere."""
+    if ranks.size == 1:
+        return list(xs)
+    # a choice in the data, not in Python: the program, and so its derivative's messages, is the same on every rank
+    is_root = jnp.asarray(ranks.index() == root)
+    return [jnp.where(is_root, y, x) for x, y in zip(xs, allreduce(xs, ranks, op=op), strict=True)]
+
+
+def reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
+    """y_q = op_r x_r[q], of `[size, ...]` arrays."""
+    if op in ("max", "min", "prod"):
+        return [x[ranks.index()] for x in allreduce(xs, ranks, op=op)]
+    return _divide(ranks.run(Collective("reduce_scatter", op="sum"), _widen(xs, op)), xs, op, ranks)
+
+
+def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
+    """Short floats as float32, so that the sum is rounded once; for the mean, short integers in 32 bits, so that it fits."""
+    wide = [_wide(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x.dtype for x in xs]
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, wide, strict=True)]
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    for kind, info, wide in WIDE:
+        if jnp.issubdtype(dtype, kind) and info(dtype).bits < 32:
+            return np.dtype(wide)
+    return dtype
+
+
+def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: Ranks) -> list[jax.Array]:
+    size = ranks.size
+    if op == "mean" and size > 1:
+        sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
+    return [s if s.dtype == x.dtype else s.astype(x.dtype) for s, x in zip(sums, xs, strict=True)]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
+    """max, min and prod over ranks."""
+    return ranks.run(Collective("allreduce", op=op), xs)
+
+
+@_nonlinear.defjvp
+def _nonlinear_jvp(op: str, ranks: Ranks, primals: Any, tangents: Any) -> Any:
+    """Dy = Σ_r w_r dx_r: for max and min w = 1/k on the k ranks that hold the extreme; for prod w_r = Π_{s≠r} x_s."""
+    (xs,), (dxs,) = primals, tangents
+    outs = _nonlinear(op, ranks, xs)
+    live = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if op == "prod":
+        weights = [_product_of_others(x, ranks) for x in ranks.run(Collective("allgather"), [xs[i] for i in live])]
+    else:
+        holds = [(xs[i] == outs[i]).astype(xs[i].dtype) for i in live]
+        counts = ranks.run(Collective("allreduce", op="sum"), holds)
+        weights = [h / c for h, c in zip(holds, counts, strict=True)]
+    sums = iter(ranks.run(Collective("allreduce", op="sum"), [w * dxs[i] for w, i in zip(weights, live, strict=True)]))
+    zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in xs]
+    return outs, [next(sums) if i in live else zeros[i] for i in range(len(xs))]
+
+
+def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
+    """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
+    mine = jnp.arange(ranks.size).reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
+    return jnp.prod(jnp.where(mine, 1, stack), axis=0, dtype=stack.dtype)

@@ -1,0 +1,85 @@
+"""Collectives on Python objects, outside of traced code."""
+
+from typing import Any
+
+import jax
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Backend
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._consistency import compare
+from jaxmpi._world import session
+
+__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "untraced"]
+
+
+def broadcast_object(obj: Any, root: int = 0) -> Any:
+    """Give every rank the object of rank `root`, whatever can be pickled.
+
+    The objects come from the ranks of the same job; nothing is unpickled that was read from a file.
+
+    **Collective:** every rank calls it, with the same root; what the others pass is ignored.
+    **Communication:** the pickled bytes once, from root.
+
+    Raises:
+      ValueError: root is not a rank.
+      TypeError: a root that is no Python int.
+      RuntimeError: called in traced code.
+
+    >>> broadcast_object({"lr": 0.1})
+    {'lr': 0.1}
+    """
+    untraced("broadcast_object")
+    session.check_root("broadcast_object", root)
+    return agreed(f"broadcast_object root={root}").broadcast_object(obj, root)
+
+
+def allgather_object(obj: Any) -> list[Any]:
+    """All ranks' objects, whatever can be pickled, in the order of the ranks.
+
+    **Collective:** every rank calls it.
+    **Communication:** every rank's pickled bytes to every other.
+
+    Raises:
+      RuntimeError: called in traced code.
+
+    >>> allgather_object("a")
+    ['a']
+    """
+    return agreed("allgather_object").allgather_object(obj)
+
+
+def barrier() -> None:
+    """Return once every rank has called it, and all collectives before it are done.
+
+    **Collective:** every rank calls it.
+    **Communication:** one empty message round.
+
+    Raises:
+      RuntimeError: called in traced code.
+    """
+    backend = agreed("barrier")
+    jax.block_until_ready(tree_allreduce(0))  # programs run in the order in which they are called
+    backend.barrier()
+
+
+def agreed(function: str) -> Backend:
+    """The backend, for a function that talks at once, once all ranks have called it: with the options that must be equal.
+
+    Raises:
+      RankMismatchError: on every rank, if one of them has called another function, or with other options.
+      RuntimeError: called in traced code.
+    """
+    backend = untraced(function)
+    compare.check_consistent(backend, compare.Statement.of(function))
+    return backend
+
+
+def untraced(function: str) -> Backend:
+    """The backend, for a function that talks at once: inside a traced one it would talk while tracing, and never again."""
+    if _jaxcompat.tracing():
+        raise RuntimeError(
+            f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing runs yet. "
+            "Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
+        )
+    return session.current(function)

@@ -1,0 +1,47 @@
+"""A signal to any rank, and all stop together."""
+
+from typing import Any
+
+from jaxmpi._collectives.objects import agreed, untraced
+from jaxmpi._monitor import monitor
+from jaxmpi._monitor.preemption import Preemption
+from jaxmpi._process import stderr
+
+__all__ = ["preempted"]
+
+_alone: Preemption | None = None
+
+
+def preempted() -> bool:
+    """Whether a rank was told to end (SIGTERM): true on all ranks at the same call, and from then on.
+
+    Call it once a step, in training and in evaluation alike; save and leave where it is true:
+
+        if jaxmpi.preempted():
+            jaxmpi.save(directory, step, state)
+            sys.exit(0)
+
+    The first call takes SIGTERM over, unless the script has a handler of its own. `jaxmpi run` passes on the SIGTERM that it
+    gets and waits for the ranks; schedulers send it some time before they kill (Slurm: `--signal=TERM@60`).
+
+    **Collective:** every rank calls it equally often.
+    **Communication:** none until there was a signal, and three short messages between threads then. Where MPI allows no
+      threads, an allgather of a flag at each call.
+
+    Raises:
+      RuntimeError: called in traced code.
+
+    >>> preempted()
+    False
+    """
+    global _alone
+    backend: Any = untraced("preempted")
+    if watch := monitor.active():
+        watch.stop.watch()
+        return watch.stop.now()
+    _alone = _alone or Preemption(None, 1, 0)
+    _alone.watch()
+    stops = any(agreed("preempted").allgather_object(_alone.signalled))
+    if stops and backend.place.rank == 0:
+        stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
+    return stops

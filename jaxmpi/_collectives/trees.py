@@ -1,0 +1,193 @@
+"""The collectives on pytrees.
+
+All are pure functions: eagerly, under `jit`, `grad`, `vmap`, `scan`, `cond` and `while_loop`. A leaf is a JAX or NumPy array
+or a Python number and comes back as a JAX array of the same dtype; PRNG keys move but cannot be reduced. `None` and empty
+containers are structure and send nothing.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+
+from jaxmpi import _axis, _jaxcompat
+from jaxmpi._backends.base import Collective
+from jaxmpi._collectives import arrays
+from jaxmpi._jit.api import eager
+from jaxmpi._jit.function import is_per_rank
+from jaxmpi._leaves import as_array, check_rows, is_key
+from jaxmpi._world import session
+
+__all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
+
+OPS = ("mean", "sum", "max", "min", "prod")
+
+
+def tree_allreduce(tree: Any, op: str = "mean") -> Any:
+    """Reduce a pytree over all ranks; every rank gets the result.
+
+    out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
+    rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are summed in 32 bits and rounded once; wider
+    integers wrap as NumPy's do.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
+    **Communication:** small leaves of one dtype share a message, large ones go alone; about 2 (p-1)/p · bytes sent per rank.
+
+    Args:
+      tree: any pytree of arrays and numbers.
+      op: "mean", "sum", "max", "min" or "prod". Booleans take "max" (or) and "min" (and) only.
+
+    Returns:
+      A pytree of JAX arrays, equal on all ranks.
+
+    Raises:
+      ValueError: an unknown op.
+      TypeError: a leaf that cannot be reduced so, with its path.
+
+    >>> tree_allreduce({"loss": 2.0}, op="sum")
+    {'loss': Array(2., dtype=float32, weak_type=True)}
+    """
+    check_op("tree_allreduce", op)
+    return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, op=op)
+
+
+def tree_bcast(tree: Any, root: int = 0) -> Any:
+    """Give every rank the pytree of rank `root`.
+
+    out = tree_root. For parameters and optimizer states `synchronize` is the safe way: it checks the structure first.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and root.
+    **Communication:** that of a sum of as many bytes, `tree_allreduce(tree, "sum")`: the other ranks add zeros. Under plain
+    `jax.jit`, mpi4jax sends each leaf's bytes once, from root.
+
+    Raises:
+      ValueError: root is not a rank.
+      TypeError: a leaf that is no array, with its path; a root that is no Python int.
+    """
+    session.check_root("tree_bcast", root)
+    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree)
+
+
+def tree_reduce(tree: Any, op: str = "mean", root: int = 0) -> Any:
+    """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
+
+    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes, op and root.
+    **Communication:** that of `tree_allreduce`.
+
+    Raises:
+      ValueError: an unknown op, or root is not a rank.
+      TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
+    """
+    session.check_root("tree_reduce", root)
+    check_op("tree_reduce", op)
+    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, op=op)
+
+
+def tree_allgather(tree: Any) -> Any:
+    """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
+
+    out[r] = tree_r.
+
+    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
+    **Communication:** about (p-1) · bytes received per rank.
+
+    Raises:
+      TypeError: a leaf that is no array, with its path.
+    """
+    return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree)
+
+
+def tree_reduce_scatter(tree: Any, op: str = "mean") -> Any:
+    """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
+
+    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input.
+
+    **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
+    **Communication:** about (p-1)/p · bytes sent per rank.
+
+    Raises:
+      ValueError: an unknown op, or a leaf whose first axis is not size, with its path.
+      TypeError: a leaf that cannot be reduced so, with its path.
+    """
+    check_op("tree_reduce_scatter", op)
+    return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, op=op, rows=True)
+
+
+def tree_alltoall(tree: Any) -> Any:
+    """Send row q of every leaf to rank q: `[size, ...]` stays `[size, ...]`.
+
+    out_q[r] = tree_r[q], a transposition of ranks and rows.
+
+    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
+    **Communication:** (p-1)/p · bytes sent per rank.
+
+    Raises:
+      ValueError: a leaf whose first axis is not size, with its path.
+      TypeError: a leaf that is no array, with its path.
+    """
+    return _apply("tree_alltoall", partial(arrays.move, call=Collective("alltoall")), tree, rows=True)
+
+
+def check_op(function: str, op: Any) -> None:
+    """Raise a ValueError that names `function` unless op is one of OPS."""
+    if op not in OPS:
+        raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
+
+
+# from trees to lists of arrays
+
+
+def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
+    """Check every leaf, then apply `work` to the list of those that hold numbers."""
+    backend = session.current(function)
+    outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
+    run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), op, rows) if outside else None
+    if run and backend.name == "simulate":
+        return run(tree)
+    if backend.name == "simulate" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+        raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
+    if backend.name == "single" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+        raise TypeError(
+            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
+            "this rank's own array."
+        )
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
+    if rows:
+        for (path, _), x in zip(paths, leaves, strict=True):
+            check_rows(function, path, x, session.size())
+    if run:
+        return run(treedef.unflatten(leaves))
+    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+    for i in keys:
+        leaves[i] = jax.random.key_data(leaves[i])
+    sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
+    ranks = arrays.Bound() if _axis.bound() else arrays.Plain(backend)
+    outs = work(_axis.with_parameters([leaves[i] for i in sent], _parameters(function, work)), ranks)
+    for i, out in zip(sent, outs, strict=True):
+        weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
+        leaves[i] = _jaxcompat.as_weak(out) if weak else out
+    for i, impl in keys.items():
+        leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
+    return treedef.unflatten(leaves)
+
+
+def _parameters(function: str, work: partial[list[jax.Array]]) -> str:
+    """Those of a call, in words: such as "tree_bcast root=0"."""
+    known = {name: value for name, value in work.keywords.items() if name != "call"}
+    call = work.keywords.get("call")
+    if call and call.kind == "bcast":
+        known["root"] = call.root
+    return " ".join([function, *(f"{name}={value}" for name, value in sorted(known.items()))])
+
+
+@cache
+def _program_of(
+    function: str, work: Callable[..., list[jax.Array]], keywords: tuple[tuple[str, Any], ...], op: str | None, rows: bool
+) -> Callable[[Any], Any]:
+    """An eager call as a function of `jaxmpi.jit`: compiled once for each kind of tree."""
+    bound = partial(work, **dict(keywords))
+    return eager(lambda tree: _apply(function, bound, tree, op=op, rows=rows), function)

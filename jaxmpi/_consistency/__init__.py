@@ -1,0 +1,6 @@
+"""Do all ranks do the same, with the same values?
+
+compare   what each rank is about to do is compared before it communicates: RankMismatchError with both sides
+values    JAXMPI_CHECK=1: arrays that must be equal are compared at every call
+identity  structures of trees, functions and other objects, as other processes can compare them
+"""

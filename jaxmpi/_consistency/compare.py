@@ -1,0 +1,184 @@
+"""The ranks find out whether they are about to do the same thing, before any of them waits for another in vain.
+
+A rank that is about to communicate says a number: what it is about to do. One short message tells the smallest and the largest
+of all ranks' numbers to everyone; only when these differ do the ranks say more. It happens in Python between programs, or,
+where the transport compares what it carries, with the messages of the program itself; never while tracing, and so a rank that
+has to trace and compile first is waited for.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from jaxmpi._backends.base import fingerprint_of
+from jaxmpi._errors import RankMismatchError
+
+__all__ = [
+    "Statement",
+    "check_consistent",
+    "describe",
+    "has_run",
+    "in_words",
+    "note_run",
+    "raise_mismatch",
+    "register_program",
+    "set_mismatch_handler",
+]
+
+Details = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
+CALLS = ("sent", "taken", "given")
+DETAILS = ("called", "ordered", "decided")
+WHOLE = ("computed", "compiled")  # of which all that follows from the first difference differs, too
+SHOWN = 3  # differences
+SAME_CALLS = "Every rank must make the same calls in the same order."
+SAME_ARGUMENTS = "Every rank must call it with the same arguments."
+SAME_ARRAYS = "Every rank must send the same arrays in the same order."
+SAME_SHAPES = "On the xla backend all ranks run one compiled program, so the shapes of their arguments must be equal, too."
+BRANCH = (
+    "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own must be an argument of the "
+    "function, or follow from jaxmpi.rank()."
+)
+PLACES = "A loop or a branch with a collective went another way: what decides on it must be equal on all ranks."
+
+
+class Statement(NamedTuple):
+    """What a rank is about to do: equal words mean the same messages in the same order."""
+
+    fingerprint: int
+    title: str  # such as "tree_allreduce" or "train_step"
+    program: int = 0  # the word of the program, where this call of it has another
+
+    @staticmethod
+    def of(title: str, content: str | None = None) -> "Statement":
+        """The statement with a word that differs where `content` does; by default it is the title."""
+        return Statement(fingerprint_of(title if content is None else content), title)
+
+
+def check_consistent(backend: Any, statement: Statement, details: Callable[[], Details] = dict) -> None:
+    """Go on if all ranks make the same statement; raise on all of them otherwise.
+
+    **Communication:** 16 bytes.
+
+    Args:
+      backend: the ranks.
+      statement: what this rank is about to do.
+      details: what it will do, in words, for the message where the ranks differ.
+
+    Raises:
+      RankMismatchError: on every rank, with both sides.
+    """
+    smallest, largest = backend.extremes(*statement)
+    if smallest != largest:
+        raise _mismatch(backend, statement, details())
+
+
+def describe(backend: Any, fingerprint: int) -> str:
+    """What a rank has sent with this word."""
+    program, what = backend.described(fingerprint)
+    if program not in _programs:
+        return what or "a collective"
+    statement, lines, _ = _programs[program]
+    if what in ("", statement.title):
+        more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
+        return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
+    same = [line for line in lines if what.startswith(re.split(", and [0-9]+ more| at | in ", line)[0])]
+    return f"{same[0] if same else what} of {statement.title}"
+
+
+# where the transport compares
+
+_programs: dict[int, tuple[Statement, Sequence[str], Callable[[], Details]]] = {}  # the programs that were traced
+_run: set[int] = set()  # the words of programs that have run
+_found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
+
+
+def register_program(statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
+    """Keep what a program sends, in words, and what tells all of it, for an error."""
+    _programs[statement.fingerprint] = statement, sent, details
+
+
+def set_mismatch_handler(backend: Any) -> None:
+    """Have the ranks of a transport that compares explain their differences."""
+    _programs.clear()
+    _run.clear()
+    _found.clear()
+    if backend.compares_inline:
+        backend.set_mismatch_handler(partial(_explain, backend))
+
+
+def has_run(fingerprint: int) -> bool:
+    """Whether the ranks have run the program with this fingerprint: the same on all of them, as they run it together."""
+    return fingerprint in _run
+
+
+def note_run(fingerprint: int) -> None:
+    """Remember that the ranks have agreed on a program with this fingerprint."""
+    _run.add(fingerprint)
+
+
+def raise_mismatch(error: Exception) -> None:
+    """Raise what the error of a program stands for, if it is that the ranks differ."""
+    if _found and str(_found[0]) in str(error):
+        raise _found.pop() from None
+
+
+def _explain(backend: Any, fingerprint: int, message: str) -> str:
+    statement, _, details = _programs.get(fingerprint, (Statement.of(message), (), dict))
+    _found[:] = [_mismatch(backend, statement, details(), message)]
+    return f"RankMismatchError: {_found[0]}"
+
+
+def _mismatch(backend: Any, statement: Statement, details: Details, message: str = "") -> RankMismatchError:
+    """The error that all ranks raise, of what each of them says."""
+    everyone = backend.gather_details((tuple(statement), dict(details), message))
+    said = [Statement(*statement) for statement, _, _ in everyone]
+    if len(set(said)) > 1:
+        return RankMismatchError(_compare(said, [details for _, details, _ in everyone]))
+    messages = [message for _, _, message in everyone]  # the same program, at different places
+    at = [Statement.of(m)._replace(title=statement.title) for m in messages]
+    return RankMismatchError(_compare(at, [{"sent": [m]} for m in messages], PLACES))
+
+
+def _compare(everyone: Sequence[Statement], details: Sequence[Details], advice: str = "") -> str:
+    """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
+    other = next(rank for rank, said in enumerate(everyone) if said.fingerprint != everyone[0].fingerprint)
+    names = [
+        in_words([r for r, said in enumerate(everyone) if said.fingerprint == everyone[k].fingerprint]) for k in (0, other)
+    ]
+    titles = everyone[0].title, everyone[other].title
+    differences = {
+        verb: _differences(details[0].get(verb, ()), details[other].get(verb, ())) for verb in (*CALLS, *DETAILS, *WHOLE)
+    }
+    head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
+    if titles[0] != titles[1]:
+        head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}. {SAME_CALLS}"
+    shown = () if differences["sent"] or differences["given"] else DETAILS
+    pairs = [(verb, *pair) for verb in (*CALLS, *shown) for pair in differences[verb]]
+    pairs = pairs or [(verb, *differences[verb][0]) for verb in WHOLE if differences[verb]][:1]
+    lines = [
+        f"\n  {verb} by {name}: {line or 'nothing more'}"
+        for verb, *both in pairs
+        for name, line in zip(names, both, strict=True)
+    ]
+    hidden = len(pairs) - SHOWN
+    return head + "".join(lines[: 2 * SHOWN]) + (f"\n  ... and {hidden} more differences" if hidden > 0 else "")
+
+
+def _advice(differences: Mapping[str, Sequence[Any]]) -> str:
+    """What to do about differences of calls of one function."""
+    if differences["given"]:
+        return SAME_ARGUMENTS
+    if differences["taken"] and differences["sent"]:
+        return SAME_ARRAYS
+    return SAME_SHAPES if differences["taken"] and differences["computed"] else BRANCH
+
+
+def _differences(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+    return [(a, b) for a, b in zip_longest(mine, theirs, fillvalue="") if a != b]
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Such as "ranks 0, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

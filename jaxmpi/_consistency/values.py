@@ -1,0 +1,53 @@
+"""JAXMPI_CHECK=1: what should be equal on all ranks is compared, bit by bit, before and after every call of a step.
+
+A step is many times slower with it: it is for finding out when, and where, replicas part.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._consistency.compare import in_words
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._leaves import is_key
+from jaxmpi._process import settings
+
+__all__ = ["checksum", "compare", "wanted"]
+
+
+def wanted() -> bool:
+    """Whether JAXMPI_CHECK asks for it."""
+    return bool(settings.get("JAXMPI_CHECK"))
+
+
+def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any], equal: Sequence[bool]) -> None:
+    """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
+
+    Args:
+      backend: the ranks.
+      title: of the step.
+      names: of the arrays.
+      leaves: the arrays.
+      equal: which of them are to be equal.
+    """
+    sums = {name: checksum(x) for name, x, same in zip(names, leaves, equal, strict=True) if same}
+    everyone = backend.allgather_object(sums)
+    for name in sums:
+        values = [of_rank.get(name) for of_rank in everyone]
+        usual = max(values, key=values.count)
+        if other := [rank for rank, value in enumerate(values) if value != usual]:
+            raise RankMismatchError(
+                f"{title}: {name} is not equal on all ranks: {in_words(other)} "
+                f"{'have' if len(other) > 1 else 'has'} other values (JAXMPI_CHECK). Synchronize what is different from the "
+                "start with jaxmpi.synchronize, and look for what changes it on one rank alone."
+            )
+
+
+def checksum(x: Any) -> int:
+    """That of an array's bytes."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
+        x = x.addressable_data(0)
+    return zlib.crc32(np.ascontiguousarray(jax.random.key_data(x) if is_key(jax.numpy.asarray(x)) else x).tobytes())

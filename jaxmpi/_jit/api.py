@@ -1,0 +1,144 @@
+"""`jaxmpi.jit`: one function of a rank's arrays, for one rank, many processes or simulated ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi import _jaxcompat
+from jaxmpi._jit.function import Function, choose_arguments, is_per_rank
+from jaxmpi._jit.step import Step
+from jaxmpi._world import session
+
+__all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    replicated_argnums: int | Sequence[int] = (),
+    replicated_outnums: int | Sequence[int] = (),
+    **jit_kwargs: Any,
+) -> Any:
+    """`jax.jit` for a function of one rank's arrays, in which the ranks are the named axis `jaxmpi.AXIS`.
+
+    Inside, `jaxmpi.tree_*`, `lax.psum`, `pmean`, `pmax`, `pmin`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute` and
+    `axis_index` over the axis, and code that takes an axis name, such as Flax's BatchNorm, communicate: in branches, loops,
+    `vmap`, `jax.checkpoint` and custom derivatives, too. Collectives that don't depend on each other travel together.
+    On one rank it is `jax.jit`.
+
+    **Collective:** every rank calls the function, with arguments that lead to the same collectives, in one order; each is
+    carried out whether its result is used or not. Before a program runs, the ranks compare theirs. On the xla backend all ranks
+    run one program: shapes, constants and arrays from outside must be equal, too.
+    **Communication:** what `jaxmpi.explain` lists, and the comparison: with the first message of a program on the native
+    transport, 16 bytes of their own a call on the others.
+
+    Args:
+      fun: the function; a decorator is returned without it.
+      replicated_argnums: positions of arguments that are equal on all ranks, such as parameters and optimizer state. All
+        others count as different.
+      replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a result that is no tuple. What
+        computes them from the last reduction on is compared, such as a learning rate.
+      **jit_kwargs: those of `jax.jit`.
+
+    Returns:
+      The jitted function, with `lower`, `trace` and `eval_shape` as that of `jax.jit`.
+
+    Raises:
+      RankMismatchError: when called, on every rank, if the ranks would not send the same.
+      ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks, with its path; if a branch
+        or loop with a collective depends on what may differ, with its source line; if the function changes an nnx object in
+        place and does not return it: `jaxmpi.nn.jit` is for that.
+      NotImplementedError: when traced, a collective in a place that is not supported, with its source line.
+
+    >>> import jax, jaxmpi
+    >>> step = jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS))
+    >>> float(step(3.0))
+    3.0
+    """
+    if fun is None:
+        return partial(jit, replicated_argnums=replicated_argnums, replicated_outnums=replicated_outnums, **jit_kwargs)
+    return Step(describe(fun, replicated_argnums, replicated_outnums, jit_kwargs), jit_kwargs)
+
+
+def describe(fun: Callable[..., Any], argnums: int | Sequence[int], outnums: int | Sequence[int], jit_kwargs: Any) -> Function:
+    """A function, its arguments and outputs that are equal on all ranks, and what the options of `jax.jit` say of them."""
+    static = choose_arguments(fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames"))
+    donated = choose_arguments(fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames"))
+    outputs = (outnums,) if isinstance(outnums, int) else tuple(outnums)
+    return Function(fun, static, donated, choose_arguments(fun, argnums, ()), outputs)
+
+
+def local(tree: Any) -> Any:
+    """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
+
+    What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back in as they are; but JAX
+    refuses to add them to an array that is committed to a device, and plain `jax.jit` would run them on all ranks. On the
+    other backends nothing changes. Nothing is copied.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The same pytree, of arrays on this rank's device.
+    """
+    backend: Any = session.current("local")
+    return jax.tree.map(backend.unwrap, tree) if backend.name == "xla" else tree
+
+
+def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[..., Any]:
+    """A function of this module's callers as a step of its own: compiled once for each kind of arguments.
+
+    What it returns are arrays of this rank alone, on every backend.
+    """
+    fun.__name__ = name
+    step = Step(replace(describe(fun, (), (), jit_kwargs), of_user=False), jit_kwargs)
+
+    def call(*args: Any) -> Any:
+        session.current(name)  # for an error that names the function
+        return local(step(*args))
+
+    return call
+
+
+def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
+
+    Keep what this returns: it holds what was compiled, and another one compiles again.
+    """
+    step = eager(fun, name)
+
+    def call(*args: Any) -> Any:
+        backend = session.current(name)
+        outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
+        return step(*args) if outside else fun(*args)
+
+    return call
+
+
+def compiled(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """As `anywhere`, for a function with loops and branches of its own: called eagerly, it is a step on one rank, too.
+
+    Its arguments may have leaves that are no arrays, which are constants of the step.
+    """
+    step = eager(lambda structure, arrays: fun(*_joined(structure, arrays)), name, static_argnums=0)
+
+    def call(*args: Any) -> Any:
+        if _jaxcompat.tracing():
+            return fun(*args)
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_per_rank)
+        arrays = [isinstance(x, jax.Array | np.ndarray | np.generic) or is_per_rank(x) for x in leaves]
+        constants = tuple(None if is_array else x for x, is_array in zip(leaves, arrays, strict=True))
+        given = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
+        return step((treedef, tuple(arrays), constants), given)
+
+    return call
+
+
+def _joined(structure: Any, given: Sequence[Any]) -> Any:
+    treedef, arrays, constants = structure
+    left = iter(given)
+    return treedef.unflatten([next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)])

@@ -1,0 +1,109 @@
+"""A Python function of pytrees, and what is known of its arguments."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi._backends.simulate import PerRank
+
+__all__ = ["Arguments", "Function", "choose_arguments", "is_per_rank"]
+
+_aval = attrgetter("aval")
+
+
+class Arguments(NamedTuple):
+    """Some of a function's arguments."""
+
+    nums: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def hold(self, path: Any) -> bool:
+        """Whether a leaf of (args, kwargs) is in one of them."""
+        kind, first = path[0].idx, path[1]
+        return first.key in self.names if kind else first.idx in self.nums
+
+
+@dataclass(frozen=True)
+class Function:
+    """A Python function, and what is known of its arguments and outputs."""
+
+    fun: Callable[..., Any]
+    static: Arguments  # that are no arrays, and compared by value
+    donated: Arguments
+    replicated: Arguments  # that are equal on all ranks
+    outputs: tuple[int, ...]  # positions of outputs that must be
+    of_user: bool = True  # and no function of ours
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return getattr(self.fun, "__name__", None) or type(self.fun).__name__
+
+    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with None in the place of static ones."""
+        if not self.static.names and not self.static.nums:
+            return args, kwargs
+        return (
+            tuple(None if i in self.static.nums else arg for i, arg in enumerate(args)),
+            {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
+        )
+
+    def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The arrays among the arguments."""
+        return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)
+
+    def key(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What two calls with one structure have in common if they run the same program.
+
+        In the steady state all comparisons of keys are of identity.
+        """
+        try:
+            avals = list(map(_aval, leaves))
+        except AttributeError:  # NumPy arrays and numbers
+            avals = [x.aval if isinstance(x, jax.Array) else _kind(x) for x in leaves]
+        x64 = jax.config.jax_enable_x64
+        if not self.static.names and not self.static.nums:
+            return avals, x64
+        values: list[tuple[int | str, Any]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
+        values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
+        for which, value in values:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ValueError(
+                    f"jaxmpi.jit: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
+                    "Pass a tuple, or make it an array argument."
+                ) from error
+        return avals, x64, [(which, type(value), value) for which, value in values]
+
+
+def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:
+    """Arguments by position and by name, each inferred from the other as in `jax.jit`."""
+    nums = {nums} if isinstance(nums, int) else set(nums or ())
+    names = {names} if isinstance(names, str) else set(names or ())
+    if not nums and not names:
+        return Arguments()
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        return Arguments(frozenset(nums), frozenset(names))
+    either = {i: p.name for i, p in enumerate(parameters) if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    nums = {i + positional if i < 0 else i for i in nums}
+    names |= {either[i] for i in nums if i in either}
+    nums |= {i for i, name in either.items() if name in names}
+    return Arguments(frozenset(nums), frozenset(names))
+
+
+def is_per_rank(x: Any) -> bool:
+    """Whether every simulated rank has its own."""
+    return isinstance(x, PerRank)
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else type(x)

@@ -1,0 +1,156 @@
+"""Steps that change Flax nnx objects in place: they travel as their graphs and their arrays, and the arrays come back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import jax
+
+from jaxmpi._jit.function import Function
+from jaxmpi._jit.nnx_changes import is_object
+from jaxmpi._jit.program import Program
+from jaxmpi._jit.stages import Traced
+from jaxmpi._jit.step import Step
+from jaxmpi._leaves import PerRankKey
+
+__all__ = ["InPlace"]
+
+
+class _Key(jax.tree_util.GetAttrKey):  # type: ignore[misc]
+    """A key that does not show in the names of leaves."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class _OwnKey(PerRankKey):
+    """The same, of what each rank has of its own."""
+
+    __str__ = _Key.__str__
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass
+class _Part:
+    """An argument with nnx objects in it. What several arguments share is in the first that has it."""
+
+    own: Any  # its arrays that each rank has of its own, by their types
+    state: Any  # the others
+    graph: Any  # of all such arguments together
+
+    def tree_flatten_with_keys(self) -> Any:
+        return ((_OwnKey("own"), self.own), (_Key("state"), self.state)), self.graph
+
+    def tree_flatten(self) -> Any:
+        return (self.own, self.state), self.graph
+
+    @classmethod
+    def tree_unflatten(cls, graph: Any, children: Any) -> "_Part":
+        own, state = children
+        return cls(own, state, graph)
+
+
+class InPlace(Step):
+    """A Step whose nnx arguments hold, after a call, what the function has left in them."""
+
+    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+        super().__init__(replace(function, fun=_pure(function.fun)), options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and leave in its objects what it has made of them."""
+        from flax import nnx
+
+        with nnx.update_context("jaxmpi.nn.jit"):  # where `nnx.cached_partial` expects a transformation of nnx
+            args, kwargs, objects = _split(args, kwargs)
+        return _write_back(objects, super().__call__(*args, **kwargs))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """As `jax.jit(fun).trace`."""
+        args, kwargs, _ = _split(args, kwargs)
+        return super().trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fun).eval_shape`."""
+        args, kwargs, _ = _split(args, kwargs)
+        return super().eval_shape(*args, **kwargs)[-1]
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """What a call with these arguments would do."""
+        args, kwargs, _ = _split(args, kwargs)
+        return super().program(*args, **kwargs)
+
+    def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs, objects = _split(args, kwargs)
+        return _write_back(objects, super()._run_compiled(program, compiled, args, kwargs))
+
+
+def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of parts. It returns what becomes of each positional argument, then of those by name, then its result."""
+    from flax import nnx
+
+    @wraps(fun)
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        given = _named(args, kwargs)
+        parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
+        graph: Any = next((part.graph for part in parts.values()), None)
+        objects = nnx.merge(graph, *_states(parts)) if parts else {}
+        given |= objects
+        out = fun(*(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs})
+        left, found = _taken_apart(objects)
+        if parts and left != graph:
+            raise ValueError(
+                f"jaxmpi.nn.jit: {fun.__name__} adds variables to its nnx arguments, removes some or shares them anew. Do "
+                "that before, outside of the step."
+            )
+        here = [found.get(str(i)) for i in range(len(args))]
+        return *here, {name: found[name] for name in kwargs if name in found}, out
+
+    return pure
+
+
+def _split(args: Any, kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The arguments with parts in the place of objects, and the objects by the names of their arguments."""
+    given = _named(args, kwargs)
+    objects = {key: arg for key, arg in given.items() if _has_object(arg)}
+    if objects:
+        graph, parts = _taken_apart(objects)
+        given |= {key: replace(part, graph=graph) for key, part in parts.items()}
+    return tuple(given[str(i)] for i in range(len(args))), {name: given[name] for name in kwargs}, objects
+
+
+def _named(args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments, positional ones by their number."""
+    return {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+
+
+def _has_object(arg: Any) -> bool:
+    return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))
+
+
+def _write_back(objects: dict[str, Any], outs: Any) -> Any:
+    from flax import nnx
+
+    *here, named, out = outs
+    parts = {str(i): part for i, part in enumerate(here) if part is not None} | named
+    if objects:
+        nnx.update(objects, *_states(parts))
+    return out
+
+
+def _taken_apart(objects: dict[str, Any]) -> tuple[Any, dict[str, _Part]]:
+    """The graph of nnx objects, and the arrays of each."""
+    from flax import nnx
+
+    split: Any = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState), ...)
+    graph, own, rest = split
+    empty: Any = nnx.State({})
+    return graph, {key: _Part(own.get(key, empty), rest.get(key, empty), None) for key in objects}
+
+
+def _states(parts: Mapping[str, _Part]) -> tuple[Any, Any]:
+    """The arrays of all parts, as nnx has them."""
+    from flax import nnx
+
+    own = {key: part.own for key, part in parts.items()}
+    return nnx.State(own), nnx.State({key: part.state for key, part in parts.items()})

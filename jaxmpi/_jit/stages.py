@@ -1,0 +1,57 @@
+"""A step that is compiled ahead of time: the stages of `jax.stages`, whose last the ranks compare before each call."""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Compiled", "Lowered", "Traced"]
+
+
+class _Stage:
+    """A stage of `jax.stages`; it has all that JAX's own has.
+
+    Args:
+      stage: JAX's.
+      run: calls what was compiled, `run(compiled, args, kwargs)`.
+    """
+
+    def __init__(self, stage: Any, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._stage, self._run = stage, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class Traced(_Stage):
+    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`.
+
+    Args:
+      stage: JAX's.
+      run: as that of the others.
+      lowered_to: is called with JAX's next stage.
+    """
+
+    def __init__(self, stage: Any, run: Callable[..., Any], lowered_to: Callable[[Any], None]) -> None:
+        super().__init__(stage, run)
+        self._lowered_to = lowered_to
+
+    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+        """Lower it; nothing is sent."""
+        lowered = self._stage.lower(*args, **kwargs)
+        self._lowered_to(lowered)
+        return Lowered(lowered, self._run)
+
+
+class Lowered(_Stage):
+    """What `Step.lower` returns: a `jax.stages.Lowered` that leads to a `Compiled`."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+        """Compile it; nothing is sent."""
+        return Compiled(self._stage.compile(*args, **kwargs), self._run)
+
+
+class Compiled(_Stage):
+    """What `Lowered.compile` returns: a `jax.stages.Compiled` that the ranks compare before each call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compare, and run."""
+        return self._run(self._stage, args, kwargs)

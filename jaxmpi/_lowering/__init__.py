@@ -1,0 +1,20 @@
+"""What `jaxmpi.jit` makes of a traced function, step by step.
+
+trace          trace the function once, with the axis bound, and open the calls that contain a collective
+batched_while  loops under vmap whose lanes end on their own
+classify       what an equation has to do with the ranks
+refuse         which equations are refused, and in which words
+translate      which collective an equation is
+replication    which values differ between the ranks
+carried_state  train state that parts between the ranks because a mean was forgotten
+combine        which collectives travel together
+piggyback      which numbers share the message of another collective
+fuse_mean      which divisions are done on the way
+summary        what will be sent, for `explain`
+costs          how many bytes and seconds that takes
+control_slice  which computations control what is sent, and must be the same on all ranks
+text           equations as text
+signature      of all these, what the ranks compare
+rewrite        a backend's collectives in the place of JAX's
+lower          what `jax.jit` compiles
+"""

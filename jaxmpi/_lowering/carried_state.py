@@ -1,0 +1,153 @@
+"""Train state that a step carries from call to call, and that may part between the ranks: the mark of a forgotten mean.
+
+An output is carried where an argument has the same path, shape and dtype, and the output is that argument plus something, as a
+parameter is plus its update. Whether it was equal on all ranks is known when the program runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import DIFFERS, EQUAL
+from jaxmpi._leaves import is_own, leaf_name
+from jaxmpi._lowering.classify import CALLS, kind
+from jaxmpi._lowering.replication import varying
+
+__all__ = ["Carried"]
+
+SHOWN = 3  # outputs
+SAME = ("convert_element_type", "copy", "optimization_barrier", "reshape", "reduce_precision", "name")  # operand i is result i
+SUMS = ("add", "add_any", "max", "min")
+Sources = frozenset[int]  # numbers of inputs
+NONE: Sources = frozenset()
+
+
+class Pair(NamedTuple):
+    """An input of the program, and the output that it is carried to."""
+
+    source: int
+    output: int
+    name: str  # of the output
+
+
+class Carried:
+    """The outputs of a program that may differ between the ranks after a call, though their inputs were equal."""
+
+    def __init__(self, title: str, jaxpr: Any, pairs: Sequence[Pair]) -> None:
+        self._title, self._jaxpr, self._pairs = title, jaxpr, pairs
+
+    @classmethod
+    def find(cls, title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any], captured: int) -> "Carried | None":
+        """What may be found when the program runs; None where nothing can be.
+
+        Args:
+          title: of the program.
+          jaxpr: of `trace.trace`, whose first `captured` inputs are arrays from outside.
+          ins: the paths of the arguments' arrays.
+          outs: those of the outputs.
+          captured: how many there are.
+        """
+        inner, _ = _jaxcompat.parts(jaxpr)
+        by_path = _by_path(ins, captured)
+        kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
+        pairs = []
+        for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
+            names = [] if is_own(path) or isinstance(v, Literal) else _names(path)
+            sources = [source for name in names for source in by_path.get(name, [])]
+            pairs += [Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)]
+        if not pairs:
+            return None
+        equal = {pair.source for pair in pairs}
+        varies = _may_differ(jaxpr, [i not in equal for i in range(len(kinds))])
+        if not any(varies[pair.output] for pair in pairs):
+            return None
+        added = _added(jaxpr, [frozenset({i}) for i in range(len(kinds))])
+        pairs = [pair for pair in pairs if varies[pair.output] and pair.source in added[pair.output]]
+        return cls(title, jaxpr, pairs) if pairs else None
+
+    def parting(self, equal: Sequence[bool]) -> str:
+        """What to say of a call, given which inputs, those from outside first, were `equal` on all ranks; "" for nothing."""
+        varies = _may_differ(self._jaxpr, [not same for same in equal])
+        names = list(dict.fromkeys(pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]))
+        if not names:
+            return ""
+        more = f" and {len(names) - SHOWN} more outputs" if len(names) > SHOWN else ""
+        return (
+            f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks from this call on, and was "
+            "equal on all of them before: each rank trains on its own. Average the gradients (jaxmpi.distributed, "
+            "jaxmpi.tree_allreduce), or put what each rank is to have of its own into a jaxmpi.PerRankState."
+        )
+
+
+def _by_path(ins: Sequence[Any], captured: int) -> Mapping[Any, list[int]]:
+    """The inputs by what follows the position of their argument in their paths; an array alone has its position."""
+    found: dict[Any, list[int]] = {}
+    for i, path in enumerate(ins, captured):
+        rest = tuple(map(str, path[2:])) or path[1]
+        if not is_own(path) and (len(ins) > 1 or path[2:]):
+            found.setdefault(rest, []).append(i)
+    return found
+
+
+def _names(path: Any) -> list[Any]:
+    """What an output may be found under: it stands in a tuple, or is returned alone."""
+    alone = tuple(map(str, path)) or jax.tree_util.SequenceKey(0)
+    return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
+
+
+def _may_differ(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+    return varying(jaxpr, ins, check=False, equal_names=(EQUAL, DIFFERS))
+
+
+def _added(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:
+    """Of each output, the inputs that it is the sum of, with whatever else."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    known: dict[Any, Sources] = dict(zip(inner.invars, ins, strict=True))
+
+    def read(v: Any) -> Sources:
+        return NONE if isinstance(v, Literal) else known.get(v, NONE)
+
+    for eqn in inner.eqns:
+        xs = [read(v) for v in eqn.invars]
+        if any(xs):
+            known.update(zip(eqn.outvars, _outs(eqn, xs), strict=False))
+    return [read(v) for v in inner.outvars]
+
+
+def _outs(eqn: Any, xs: list[Sources]) -> list[Sources]:
+    name = eqn.primitive.name
+    if name in SAME:
+        return xs
+    if name in SUMS:
+        return [NONE.union(*xs)]
+    if name == "sub":
+        return [xs[0]]
+    if name == "select_n":
+        return [NONE.union(*xs[1:])]
+    if name == "clamp":
+        return [xs[1]]
+    if name in CALLS and kind(eqn) != "collective":
+        return _added(eqn.params[CALLS[name]], xs)
+    if name == "cond":
+        branches = [_added(branch, xs[1:]) for branch in eqn.params["branches"]]
+        return [NONE.union(*outs) for outs in zip(*branches, strict=True)]
+    if name == "scan":
+        consts, carry = _jaxcompat.scan_counts(eqn)
+        return _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry])
+    if name == "while":
+        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:])
+    return []
+
+
+def _loop(body: Any, consts: list[Sources], state: list[Sources]) -> list[Sources]:
+    """Of the carry of a loop, what every turn adds to."""
+    count = len(_jaxcompat.parts(body)[0].invars)  # what is scanned over, too
+    while True:
+        outs = _added(body, [*consts, *state, *[NONE] * (count - len(consts) - len(state))])[: len(state)]
+        if (after := [a & b for a, b in zip(state, outs, strict=True)]) == state:
+            return state
+        state = after

@@ -1,0 +1,116 @@
+"""Which collectives of a program travel together.
+
+A value's level is the number of rounds of communication that it depends on. All collectives of one level and of one kind are
+independent of each other, so they become one call: the mean of a tree of 161 gradients is one, and the number of rounds is
+that of the longest chain, which no other order can undercut.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Collective
+from jaxmpi._lowering.classify import communicates, follows_from, kind, other_effects
+from jaxmpi._lowering.piggyback import share_messages
+from jaxmpi._lowering.translate import Translation, translate
+
+__all__ = ["Group", "Level", "folded", "schedule"]
+
+# what makes constants of constants, of any shape
+UNIFORM = (
+    *("mul", "div", "neg", "add", "add_any", "sub", "convert_element_type", "copy", "copy_p"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"),
+)
+
+
+class Group(NamedTuple):
+    """Collectives that are one call: the same `call` on the operand of each equation."""
+
+    call: Collective
+    eqns: list[Any]
+    translations: list[Translation]
+
+
+class Level(NamedTuple):
+    """A round: first what is local, then the messages, then the loops that contain more of them."""
+
+    local: list[Any]
+    groups: list[Group]
+    loops: list[Any]
+
+
+def schedule(jaxpr: Any, size: int, *, combine: bool = True) -> Iterator[Level]:
+    """The rounds of an opened program on `size` ranks, without local work that no output needs.
+
+    A collective is carried out whether its result is used or not: another rank may use it.
+
+    Args:
+      jaxpr: of `trace.opened`.
+      size: the number of ranks.
+      combine: False where every collective is to stay a call of its own.
+    """
+    eqns = list(_needed(_jaxcompat.parts(jaxpr)[0]))
+    known = folded(jaxpr)
+    depth: dict[Any, int] = {}
+    levels: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    last = 0
+    for eqn in eqns:
+        level = max((depth.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
+        remote = communicates(eqn) and id(eqn) not in known
+        if other_effects(eqn):  # these keep their order
+            level = max(level, last)
+            last = level + remote
+        levels[level][remote].append(eqn)
+        depth.update((v, level + remote) for v in eqn.outvars)
+    for level in sorted(levels):
+        local, remote_eqns = levels[level]
+        yield Level(local, _groups(remote_eqns, size, combine), [e for e in remote_eqns if kind(e) == "loop"])
+
+
+def _groups(eqns: list[Any], size: int, combine: bool) -> list[Group]:
+    groups: dict[Any, Group] = {}
+    for i, eqn in enumerate(eqns):
+        if kind(eqn) == "collective":
+            translation = translate(eqn, size)
+            group = groups.setdefault(translation.call if combine else i, Group(translation.call, [], []))
+            group.eqns.append(eqn)
+            group.translations.append(translation)
+    return share_messages(list(groups.values()), size) if combine else list(groups.values())
+
+
+def _needed(jaxpr: Any) -> Iterator[Any]:
+    """The collectives, and the equations that one of them, an output or an effect depends on, in order."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or communicates(eqn):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return reversed(kept)
+
+
+def folded(jaxpr: Any) -> set[int]:
+    """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
+
+    The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python number that each rank has its
+    own of, and so the ranks compare the text of what these sums follow from (`steering`). That text has no shapes: what depends
+    on one, such as a count of samples, is sent, as is a number that is summed as it stands.
+    """
+    constant: set[Any] = set()
+    quotients: set[int] = set()  # these, by id
+    found = set()
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        if not follows_from(constant, eqn):
+            continue
+        if name in UNIFORM:
+            constant.update(eqn.outvars)
+            if name == "div" or not quotients.isdisjoint(map(id, eqn.invars)):
+                quotients.update(map(id, eqn.outvars))
+        elif name == "psum" and kind(eqn) == "collective" and not quotients.isdisjoint(map(id, eqn.invars)):
+            constant.update(eqn.outvars)
+            found.add(id(eqn))
+    return found

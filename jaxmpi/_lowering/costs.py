@@ -1,0 +1,76 @@
+"""What the collectives of a program cost: messages and bytes, counted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxmpi._backends import packing
+from jaxmpi._lowering.summary import Entry
+
+__all__ = ["Cost", "cost", "table"]
+
+
+class Cost(NamedTuple):
+    """Of one time that an entry is carried out, on each rank."""
+
+    messages: int  # calls of MPI, or of XLA's collective
+    sent_bytes: float  # with the best of the known algorithms
+
+
+def cost(entry: Entry, backend: Any) -> Cost:
+    """What an entry costs on the ranks of `backend`."""
+    size, kind = backend.place.size, entry.call.kind
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
+    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
+    # mpi packs, splits and widens as its transport needs
+    sent = backend.messages(entry.call, arrays) if backend.name == "mpi" else packing.messages(entry.call, arrays, size)
+    return Cost(len(sent), share * sum(sent))
+
+
+def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:
+    """The entries and their costs, as lines of text.
+
+    Args:
+      title: of the program.
+      entries: of `listing`.
+      backend: the ranks.
+      seconds: what a cost takes; without it that column is left out.
+    """
+    ranks = f"{backend.place.size} rank{'s' * (backend.place.size > 1)} ({backend.name})"
+    if not entries:
+        return f"{title} on {ranks}: nothing is sent\n"
+    costs = [cost(entry, backend) for entry in entries]
+    rows = [("collective", "arrays", "sent per rank", "messages", "times", "where", "seconds")]
+    for entry, each in zip(entries, costs, strict=True):
+        where = " ".join(filter(None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))))
+        took = f"{seconds(each):.1e}" if seconds else ""
+        times = "?" if entry.times is None else str(entry.times)
+        rows.append((entry.name, _arrays(entry), _bytes(each.sent_bytes), str(each.messages), times, where, took))
+    known = [(entry.times, each) for entry, each in zip(entries, costs, strict=True) if entry.times is not None]
+    messages, sent = (sum(times * each[i] for times, each in known) for i in (0, 1))
+    total = f"{sum(times * seconds(each) for times, each in known):.1e}" if seconds else ""
+    rows.append(
+        ("total", "", _bytes(sent), str(messages), "", "without those of unknown times" * (len(known) < len(rows) - 1), total)
+    )
+    columns = [column for column in zip(*rows, strict=True) if seconds or column[0] != "seconds"]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+    return f"{title} on {ranks}:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+def _arrays(entry: Entry) -> str:
+    if len(entry.arrays) == 1:
+        shape, dtype = entry.arrays[0]
+        return f"{dtype}{list(shape)}"
+    return f"{len(entry.arrays)} of {'/'.join(sorted({dtype for _, dtype in entry.arrays}))}"
+
+
+def _bytes(count: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"

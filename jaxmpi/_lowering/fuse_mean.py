@@ -1,0 +1,99 @@
+"""Means as one collective: of short floats everywhere, of all floats for transports that divide on the way.
+
+In a traced program, a mean is a sum and a division. The sum of float16 may be infinite where the mean is not: taken together,
+they are computed in float32 and rounded once. And each of them reads and writes all of the memory again, as do the conversions
+that stand around a mean of bfloat16: a transport that sums bfloat16 in float32, and divides what it has just summed, does the
+same while it is in the cache.
+"""
+
+from collections import Counter
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._lowering.classify import kind, map_subjaxprs
+from jaxmpi._lowering.combine import folded
+
+__all__ = ["fold"]
+
+SUMS = ("psum", "reduce_scatter")
+SHORT = (jnp.bfloat16, jnp.float16)
+
+
+def fold(jaxpr: Any, size: int, *, fuses_mean: bool) -> Any:
+    """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it.
+
+    Args:
+      jaxpr: of `trace.trace`.
+      size: the number of ranks.
+      fuses_mean: whether the transport divides, and takes any float; otherwise only short ones are taken in.
+    """
+    open_jaxpr = _jaxcompat.parts(jaxpr)[0]
+    around = _Around(open_jaxpr, size, fuses_mean)
+    known = folded(jaxpr)
+    eqns: list[Any] = []
+    for eqn in open_jaxpr.eqns:
+        if kind(eqn) == "loop":
+            inside = map_subjaxprs(eqn, lambda inner: fold(inner, size, fuses_mean=fuses_mean))
+            eqns.append(eqn.replace(params={**eqn.params, **inside}))
+        elif kind(eqn) == "collective" and eqn.primitive.name in SUMS and id(eqn) not in known:
+            eqns.append(around.take_in(eqn))
+        elif id(eqn) not in around.taken:
+            eqns.append(eqn)
+    return _jaxcompat.with_equations(jaxpr, eqns)
+
+
+class _Around:
+    """What stands before and behind the sums of a program, and is done on the way."""
+
+    def __init__(self, jaxpr: Any, size: int, fuses_mean: bool) -> None:
+        used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
+        self._uses = Counter([v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)])
+        self._user = dict(used)
+        self._source = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._size, self._divides = size, fuses_mean
+        self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
+
+    def take_in(self, eqn: Any) -> Any:
+        """A sum, with the division and the conversions around it if there are any."""
+        x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
+        then = self._only_user(y)
+        if then is not None and (self._divides or _is_short(y)) and _divides(then, y, self._size):
+            self.taken.add(id(then))
+            y, op = then.outvars[0], "mean"
+            then = self._only_user(y)
+        if not self._divides:
+            return eqn.replace(outvars=[y], params={**eqn.params, "op": op})
+        before = None if isinstance(x, Literal) else self._source.get(x)
+        if then is not None and before is not None and _widens(before) and _converts(then, before.invars[0].aval.dtype):
+            self.taken.add(id(then))
+            x, y = before.invars[0], then.outvars[0]
+        return eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
+
+    def _only_user(self, y: Any) -> Any:
+        return self._user.get(y) if self._uses[y] == 1 else None
+
+
+def _is_short(y: Any) -> bool:
+    return jnp.issubdtype(y.aval.dtype, jnp.floating) and jnp.finfo(y.aval.dtype).bits < 32
+
+
+def _divides(eqn: Any, y: Any, size: int) -> bool:
+    """Whether it divides a float y by the number of ranks."""
+    if eqn.primitive.name != "div" or eqn.invars[0] is not y or not jnp.issubdtype(y.aval.dtype, jnp.floating):
+        return False
+    by = eqn.invars[1]
+    return isinstance(by, Literal) and by.aval.shape == () and by.val == size
+
+
+def _widens(eqn: Any) -> bool:
+    """Whether it makes float32 of a short float."""
+    return eqn.primitive.name == "convert_element_type" and (
+        eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
+    )
+
+
+def _converts(eqn: Any, dtype: Any) -> bool:
+    return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == dtype

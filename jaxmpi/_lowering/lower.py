@@ -1,0 +1,152 @@
+"""From a traced function to what `jax.jit` compiles, for each of the ways to run.
+
+| backend | the program becomes |
+|---|---|
+| single | itself: collectives over one rank are the identity |
+| mpi | a program of MPI calls, in an order that tokens in its module keep, with no JAX effect outside |
+| xla | a `shard_map` over one device a rank, with XLA's collectives |
+| simulate | a `vmap` over the ranks, with JAX's reductions in one process |
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS
+from jaxmpi._backends import on_axis, packing, primitive
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._backends.single import Single
+from jaxmpi._lowering.classify import has_collective
+from jaxmpi._lowering.refuse import refuse_references
+from jaxmpi._lowering.replication import varying
+from jaxmpi._lowering.rewrite import Target, rewrite
+from jaxmpi._lowering.trace import make_jaxpr
+
+__all__ = ["build", "combines"]
+
+Flat = Callable[..., list[Any]]  # of arrays, to arrays
+
+
+def build(
+    jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], first: Collective | None, fingerprint: int, *, hide: bool
+) -> tuple[Flat, Flat]:
+    """Make a traced program one of `backend`.
+
+    Args:
+      jaxpr: of `trace.trace`.
+      backend: the ranks.
+      stacked: for simulated ranks, which of the arguments each rank has its own of.
+      first: what it carries out before anything else, if it surely does.
+      fingerprint: what the ranks compare, where the transport does; 0 where there is nothing to.
+      hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call of a jitted function
+        through Python, at tens of microseconds for each array; but inside of another function it is what keeps the order.
+
+    Returns:
+      The program, and what is done to its outputs.
+    """
+    if backend.name in ("simulate", "xla") and backend.place.size > 1:
+        refuse_references(jaxpr, backend.name)
+    if backend.name == "simulate":
+        differ = varying(jaxpr, stacked, check=False)
+        return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
+    if not has_collective(jaxpr):
+        return _jaxcompat.as_function(jaxpr), list
+    if backend.place.size == 1:
+        return _jaxcompat.as_function(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
+    if backend.name == "xla":
+        return _on_mesh(jaxpr, backend), list
+    return _on_mpi(jaxpr, backend, first, fingerprint, hide), list
+
+
+def combines(backend: Any) -> bool:
+    """Whether collectives that can travel together do: not on GPUs, where XLA knows best what to combine."""
+    return backend.name != "xla" or jax.default_backend() == "cpu"
+
+
+def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
+    def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return primitive.run(call._replace(fingerprint=fingerprint), xs, backend)
+
+    rank = backend.place.rank
+    program = rewrite(jaxpr, Target(backend.place.size, run, lambda: np.int32(rank)))
+    if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
+        program = _behind_a_comparison(program, backend, fingerprint)
+    effects = set(_jaxcompat.parts(program)[0].effects)
+    # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
+    others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
+    if not hide or not effects or others:
+        return _jaxcompat.as_function(program)
+    if not _jaxcompat.can_hide_effects():
+        warnings.warn(
+            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of them are dispatched more "
+            f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
+            stacklevel=2,
+        )
+        return _jaxcompat.as_function(program)
+    return lambda *xs: program_p.bind(*xs, program=_Program(program))
+
+
+def _behind_a_comparison(program: ClosedJaxpr, backend: Any, fingerprint: int) -> ClosedJaxpr:
+    """A program that compares its word before anything else, as its first message would not."""
+
+    def whole(*xs: Any) -> list[Any]:
+        primitive.compare_fingerprint(fingerprint, backend)
+        return _jaxcompat.as_function(program)(*xs)
+
+    return make_jaxpr(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
+
+
+def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
+    target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), combines(backend))
+    program = _jaxcompat.as_function(rewrite(jaxpr, target))
+    spec = PartitionSpec()
+    return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def _simulated(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool]) -> Flat:
+    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
+    axes = tuple(0 if own else None for own in stacked)
+    return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
+
+
+def _marked(differ: Sequence[bool], outs: Sequence[Any]) -> list[Any]:
+    """`PerRank` where the ranks have their own values, and one array where they don't."""
+    return [PerRank(out) if own else out[0] for own, out in zip(differ, outs, strict=True)]
+
+
+# a whole program as one primitive without effects
+
+program_p = Primitive("jaxmpi_program")
+program_p.multiple_results = True
+
+
+class _Program:
+    """A jaxpr as a parameter, compared by identity."""
+
+    def __init__(self, jaxpr: ClosedJaxpr) -> None:
+        self.jaxpr = jaxpr
+
+
+def _abstract(*_: Any, program: _Program) -> list[Any]:
+    outs = _jaxcompat.parts(program.jaxpr)[0].outvars
+    return [ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in outs]
+
+
+def _lower(ctx: Any, *xs: Any, program: _Program) -> Any:
+    return _jaxcompat.lower_with_tokens(ctx, *xs, jaxpr=program.jaxpr)
+
+
+program_p.def_abstract_eval(_abstract)
+program_p.def_impl(lambda *xs, program: _jaxcompat.as_function(program.jaxpr)(*xs))  # under jax.disable_jit
+mlir.register_lowering(program_p, _lower)

@@ -1,0 +1,157 @@
+"""Which values of a program may differ between the ranks.
+
+That finds a forgotten mean, and a collective that only some ranks would reach. A value varies when it depends on this rank's
+number, or on an argument that varies, without a collective that makes it equal on all ranks. (`shard_map` calls the same notion
+varying and replicated; here it is found on the traced program afterwards.)
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import EQUAL
+from jaxmpi._lowering.classify import CALLS, calls_python, communicates, follows_from, kind, line, subjaxprs
+
+__all__ = ["varying"]
+
+EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
+
+Sums = dict[Any, list[tuple[Any, bool]]]  # by the call that they come from: the equation, and whether it changes anything
+
+
+def varying(
+    jaxpr: Any,
+    ins: Sequence[bool],
+    *,
+    constants: bool = True,
+    check: bool = True,
+    warn: bool = True,
+    equal_names: Sequence[str] = (EQUAL,),
+) -> list[bool]:
+    """Which outputs of an opened program vary, given which inputs do.
+
+    Args:
+      jaxpr: of `trace.trace`, or one inside of it.
+      ins: for each input.
+      constants: whether the arrays that the program itself holds vary.
+      check: whether to raise and warn.
+      warn: whether to warn.
+      equal_names: identities with such a name stand for what is equal on all ranks.
+
+    Raises:
+      ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait in it for ever.
+
+    Warns:
+      UserWarning: a sum or mean of what is equal on all ranks already. The transpose of a sum is a sum, too, often of such
+        values, and comes from the same call: it is the calls that are warned of, if all sums that come from one are such.
+    """
+    sums: Sums = defaultdict(list)
+    outs = _varying(jaxpr, ins, constants, check, sums, equal_names)
+    for of_call in sums.values():
+        if check and warn and not any(needed for _, needed in of_call):
+            _warn_of_reduction(of_call[0][0])
+    return outs
+
+
+def _varying(
+    jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums: Sums, equal_names: Sequence[str]
+) -> list[bool]:
+    """The same; all sums go into `sums`."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
+    literal: set[Any] = set()
+    for eqn in inner.eqns:
+        xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
+        known = follows_from(literal, eqn)
+        if known and kind(eqn) == "":
+            literal.update(eqn.outvars)
+        if check and eqn.primitive.name == "psum" and kind(eqn) == "collective":
+            sums[_jaxcompat.call_site(eqn)].append((eqn, known or any(xs)))
+        inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
+        named_equal = eqn.primitive.name == "name" and eqn.params["name"] in equal_names
+        varies.update(zip(eqn.outvars, [False] if named_equal else _outs(eqn, xs, inside, check), strict=True))
+    return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
+
+
+def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+    name = eqn.primitive.name
+    what = kind(eqn)
+    if what == "index":
+        return [True]
+    if what == "collective":
+        return [name not in EQUALIZING]
+    if name == "scan":
+        return _scan(eqn, xs, inside)
+    if name == "while":
+        return _while(eqn, xs, inside, check)
+    if name == "cond":
+        return _cond(eqn, xs, inside, check)
+    if name in CALLS:
+        return inside(eqn.params[CALLS[name]], xs)
+    return [any(xs) or calls_python(eqn)] * len(eqn.outvars)
+
+
+def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
+    consts, carry = _jaxcompat.scan_counts(eqn)
+    state = xs[consts : consts + carry]
+    while True:
+        ins = xs[:consts] + state + xs[consts + carry :]
+        outs = inside(eqn.params["jaxpr"], ins, check=False)
+        if (after := [a or b for a, b in zip(state, outs[:carry], strict=True)]) == state:
+            return inside(eqn.params["jaxpr"], ins)
+        state = after
+
+
+def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+    of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
+    while True:
+        (goes_on,) = inside(eqn.params["cond_jaxpr"], cond_consts + state, check=False)
+        outs = inside(eqn.params["body_jaxpr"], body_consts + state, check=False)
+        if (after := [a or b or goes_on for a, b in zip(state, outs, strict=True)]) == state:
+            break
+        state = after
+    if check:
+        if goes_on and communicates(eqn):
+            _refuse(eqn, "while_loop", "whether the loop goes on")
+        inside(eqn.params["cond_jaxpr"], cond_consts + state)
+        inside(eqn.params["body_jaxpr"], body_consts + state)
+    return state
+
+
+def _cond(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+    if check and xs[0] and communicates(eqn):
+        _refuse(eqn, "cond", "which branch is taken")
+    outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
+    return [xs[0] or any(of_branches) for of_branches in zip(*outs, strict=True)]
+
+
+def _refuse(eqn: Any, name: str, what: str) -> None:
+    inside = next(found for jaxpr in subjaxprs(eqn) for found in _collective_lines(jaxpr))
+    raise ValueError(
+        f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
+        "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
+        "'min'), or say with replicated_argnums which arguments are equal on all ranks."
+    )
+
+
+def _collective_lines(jaxpr: Any) -> list[str]:
+    lines = []
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        if kind(eqn) == "collective":
+            lines.append(f"{eqn.primitive.name} at {line(eqn)}")
+        lines.extend(found for inner in subjaxprs(eqn) for found in _collective_lines(inner))
+    return lines
+
+
+def _warn_of_reduction(eqn: Any) -> None:
+    warnings.warn(
+        f"jaxmpi.jit: what is summed or averaged at {line(eqn)} is equal on all ranks already. "
+        "A mean is not needed there, and a sum multiplies it by the number of ranks.",
+        stacklevel=3,
+    )

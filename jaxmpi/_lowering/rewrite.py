@@ -1,0 +1,76 @@
+"""The same program with a backend's collectives in it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Collective
+from jaxmpi._lowering.classify import kind, map_subjaxprs
+from jaxmpi._lowering.combine import Group, schedule
+from jaxmpi._lowering.trace import Env, make_jaxpr
+from jaxmpi._lowering.translate import translate
+
+__all__ = ["Target", "rewrite"]
+
+
+class Target(NamedTuple):
+    """What a program is rewritten for."""
+
+    size: int  # the number of ranks
+    run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]  # carries out a collective, in traced code
+    rank: Callable[[], Any]  # this rank's number, in traced code
+    combine: bool = True  # whether collectives that can travel together do
+
+
+def rewrite(jaxpr: Any, target: Target) -> ClosedJaxpr:
+    """Put `target`'s collectives in the place of JAX's in an opened program, round by round."""
+    return make_jaxpr(
+        lambda *args: _evaluate(jaxpr, target, *args), target.size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
+    )
+
+
+def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
+    read = Env(jaxpr, args)
+    for level in schedule(jaxpr, target.size, combine=target.combine):
+        for eqn in level.local:
+            read.write(eqn, _local(eqn, target, read(eqn.invars)))
+        for group in level.groups:
+            _carry_out(group, target, read)
+        for eqn in level.loops:
+            read.write(eqn, _loop(eqn, target, read(eqn.invars)))
+    return read.outs()
+
+
+def _loop(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
+    return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
+
+
+def _local(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
+    match kind(eqn):
+        case "index":
+            return [target.rank()]
+        case "loop":  # that asks for the rank
+            return _loop(eqn, target, xs)
+        case "collective":  # of what all ranks know
+            x = translate(eqn, target.size).before(xs[0])
+            return [x * target.size if eqn.primitive.name == "psum" else x]
+        case _:
+            return _jaxcompat.bind(eqn, xs)
+
+
+def _carry_out(group: Group, target: Target, read: Env) -> None:
+    with _jaxcompat.at_source(group.eqns[0]):
+        same: dict[Any, list[int]] = {}  # an array that several equations reduce is sent once
+        for i, eqn in enumerate(group.eqns):
+            same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
+        operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
+        outs = target.run(group.call, operands)
+        for indices, out in zip(same.values(), outs, strict=True):
+            for i in indices:
+                eqn = group.eqns[i]
+                y = group.translations[i].after(out)
+                dtype = eqn.outvars[0].aval.dtype
+                read.write(eqn, [y if y.dtype == dtype else y.astype(dtype)])

@@ -1,0 +1,64 @@
+"""Equations as lines of text: the same on two ranks where the equations are."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import PARAMETERS
+from jaxmpi._lowering.classify import subjaxprs
+
+__all__ = ["Text", "equations", "is_note", "parameters"]
+
+SIZES = ("length", "unroll")  # parameters that follow from shapes, or change no result
+
+
+class Text:
+    """Names the variables of one jaxpr in the order in which they are met."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        inner, _ = _jaxcompat.parts(jaxpr)
+        self._names = {v: f"in{i}" for i, v in enumerate((*inner.constvars, *inner.invars))}
+
+    def atom(self, v: Any) -> str:
+        """A literal's value, or a variable's name."""
+        return repr(np.asarray(v.val).tolist()) if isinstance(v, Literal) else self._names.setdefault(v, f"v{len(self._names)}")
+
+    def equation(self, eqn: Any, *, shapes: bool) -> str:
+        """Such as "v3 = mul(in0, 2.0)"; with `shapes`, and the parameters that may follow from them, "v3: float32[4] = ..."."""
+        outs = ", ".join(self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars)
+        params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if _is_plain(name, value, shapes)]
+        return f"{outs} = {eqn.primitive.name}({', '.join([*map(self.atom, eqn.invars), *params])})"
+
+
+def equations(jaxpr: Any) -> Iterator[str]:
+    """All equations with shapes and source lines, inner ones behind the one that holds them."""
+    text = Text(jaxpr)
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        yield " at ".join(filter(None, (text.equation(eqn, shapes=True), _jaxcompat.source_line(eqn))))
+        for inner in subjaxprs(eqn):
+            yield from equations(inner)
+    yield f"returns {', '.join(map(text.atom, _jaxcompat.parts(jaxpr)[0].outvars))}"
+
+
+def parameters(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The parameters that `with_parameters` has noted, in order, each with its source line."""
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        if is_note(eqn):
+            yield eqn.params["name"].removeprefix(PARAMETERS), _jaxcompat.source_line(eqn)
+        for inner in subjaxprs(eqn):
+            yield from parameters(inner)
+
+
+def is_note(eqn: Any) -> bool:
+    """Whether it is an identity of `with_parameters`."""
+    return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
+
+
+def _is_plain(name: str, value: Any, shapes: bool) -> bool:
+    """Whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
+    if name in SIZES or not shapes:
+        return isinstance(value, bool | int | float | str) and name not in SIZES
+    return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)

@@ -1,0 +1,103 @@
+"""From a function to a jaxpr in which every collective stands at the top or in a loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.lax_collectives import from_root
+from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
+from jaxmpi._lowering.classify import BROADCASTS, CALLS, kind, map_subjaxprs
+from jaxmpi._lowering.refuse import explained, refuse_meshes
+from jaxmpi._lowering.text import is_note, parameters
+
+__all__ = ["Env", "evaluate", "make_jaxpr", "opened", "trace"]
+
+
+def trace(
+    function: Callable[..., Any], size: int, avals: Sequence[Any]
+) -> tuple[ClosedJaxpr, Sequence[Any], list[tuple[str, str]]]:
+    """Trace a function of flat arrays with the axis bound, and open the calls that contain a collective.
+
+    Returns:
+      The program; the arrays that the function had from outside, which are the first of the program's arguments; what
+      `text.parameters` finds.
+    """
+    traced = make_jaxpr(explained(function), size, avals)
+    inner, captured = _jaxcompat.parts(traced)
+    if size > 1:
+        refuse_meshes(inner)
+    arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
+    return make_jaxpr(lambda *args: _open(inner, size, *args), size, arguments), captured, [*parameters(inner)]
+
+
+def make_jaxpr(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
+    """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, jax.core.ShapedArray) else a
+        for a in avals
+    ]
+    return jax.make_jaxpr(function, axis_env=[(AXIS, size)])(*structs)
+
+
+def opened(jaxpr: Any, size: int) -> ClosedJaxpr:
+    """The same program without calls around collectives, in its loops, too."""
+    return make_jaxpr(lambda *args: _open(jaxpr, size, *args), size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars])
+
+
+def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
+    def step(eqn: Any, xs: list[Any]) -> list[Any]:
+        match kind(eqn):
+            case "call":
+                if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                    xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
+                with _jaxcompat.at_source(eqn):
+                    return _open(eqn.params[CALLS[eqn.primitive.name]], size, *xs)
+            case "loop":
+                inside = map_subjaxprs(eqn, lambda inner: opened(inner, size))
+                if batched_predicate(eqn):
+                    with _jaxcompat.at_source(eqn):
+                        return with_scalar_predicate({**eqn.params, **inside}, xs)
+                return _jaxcompat.bind(eqn, xs, **inside)
+            case "bcast":
+                with _jaxcompat.at_source(eqn):
+                    return [from_root(eqn.params[BROADCASTS[eqn.primitive.name]], xs[0])]
+            case _:
+                return xs if is_note(eqn) else _jaxcompat.bind(eqn, xs)
+
+    return evaluate(jaxpr, step, *args)
+
+
+class Env:
+    """The values of a jaxpr's variables while it is evaluated."""
+
+    def __init__(self, jaxpr: Any, args: Sequence[Any]) -> None:
+        inner, consts = _jaxcompat.parts(jaxpr)
+        if len(args) == len(inner.invars):  # otherwise the constants are the first arguments
+            args = (*consts, *args)
+        self.values = dict(zip((*inner.constvars, *inner.invars), args, strict=True))
+        self.outvars = inner.outvars
+
+    def __call__(self, atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
+
+    def outs(self) -> list[Any]:
+        """The outputs; a literal of the jaxpr has lost its weak type, which the outputs are to keep."""
+        outs = self(self.outvars)
+        weak = [not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars]
+        return [_jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x for x, w in zip(outs, weak, strict=True)]
+
+    def write(self, eqn: Any, outs: Sequence[Any]) -> None:
+        self.values.update(zip(eqn.outvars, outs, strict=True))
+
+
+def evaluate(jaxpr: Any, step: Callable[[Any, list[Any]], Sequence[Any]], *args: Any) -> list[Any]:
+    """Evaluate a jaxpr with a rule of one's own for each equation."""
+    read = Env(jaxpr, args)
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        read.write(eqn, step(eqn, read(eqn.invars)))
+    return read.outs()

@@ -1,0 +1,302 @@
+"""No rank waits for one that is gone.
+
+MPI does not end a job when one rank raises or exits: the others wait in their next collective for ever. On every rank of more
+than one, `install` therefore sees to it that
+- an exception that nobody handles is printed with its rank and ends the whole job;
+- a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
+- an interrupt ends a rank that stands inside MPI and cannot react to it;
+- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (witness.py).
+A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Guard.print`, the stall
+watch, the flight recorder, and the agreement on a call to stop at.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from jaxmpi import _jaxcompat
+from jaxmpi._monitor import death_reporter
+from jaxmpi._monitor.flight_recorder import Recorder
+from jaxmpi._monitor.gathering import Gathering
+from jaxmpi._monitor.ordered_output import Key, OrderedOutput
+from jaxmpi._monitor.preemption import Preemption
+from jaxmpi._monitor.watchdog import Watchdog
+from jaxmpi._process import peers, run_dir, stderr
+from jaxmpi._process.signals import Signals
+
+__all__ = ["Monitor", "active", "install", "last_words", "remove"]
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
+KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
+END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
+LEAVE_SECONDS = 30.0  # for the guard's thread to end
+GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
+
+_guard: "Monitor | None" = None
+
+last_words: list[
+    Callable[[], Any]
+] = []  # are called after all other ends: those registered later than this, MPI's too, run first
+atexit.register(lambda: [call() for call in last_words])
+
+
+def install(backend: Any) -> None:
+    """Guard this rank from now on; a job of one rank needs no guard."""
+    global _guard
+    if backend.place.size > 1 and _guard is None:
+        _guard = Monitor(backend)
+        if _guard.listening:
+            Watchdog(_guard, Recorder(_guard))
+            _guard.greet()
+
+
+def remove() -> None:
+    """Wait for the other ranks, as at the end of the script, and stop guarding."""
+    global _guard
+    if _guard is not None:
+        _guard.leave()
+        _guard = None
+
+
+def active() -> "Monitor | None":
+    """The guard of this rank, where there is one that can talk to the others'."""
+    return _guard if _guard is not None and _guard.listening else None
+
+
+def _before_fork() -> None:
+    if _guard is not None:
+        _guard.signals.hold()
+
+
+def _in_parent() -> None:
+    if _guard is not None:
+        _guard.signals.go_on()
+
+
+def _in_child() -> None:
+    """Forget the guard in a forked child, which is no rank, and what the rank does at its end: JAX and MPI would hang there."""
+    global _guard
+    if _guard is not None:
+        watch, _guard = _guard, None
+        watch.abandon()
+        atexit._clear()
+        _jaxcompat.leave_as_it_is()
+        watch.signals.go_on()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+class Monitor:
+    """One rank's watch over the others."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
+        self.rounds = OrderedOutput(backend.place.size)
+        self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
+        self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
+        self.at_end: list[Callable[[str], Any]] = []  # called with the reason
+        self.stop = Preemption(self, backend.place.size, backend.place.rank)
+        self.gathering = Gathering(self)
+        self.signals = Signals()
+        self._failed: list[Callable[..., Any]] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
+        self._waiting_since: float | None = None
+        self._waits = _jaxcompat.watch_communication()
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
+        self._dismiss_witness = death_reporter.call(backend)
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=self._run, name=peers.GUARD, daemon=True)
+        if self.listening:
+            self._thread.start()
+
+    # messages
+
+    def print(self, key: Key, text: str) -> None:
+        """Show this rank's text on rank 0, with the other ranks' of the same round."""
+        if self.backend.place.rank != 0:
+            self.send(0, "print", (key, text))
+            return
+        self.rounds.add(0, key, text)
+        while self.rounds.pending(key):
+            self.poll()
+            time.sleep(0.001)
+        self.rounds.flush()
+
+    def send(self, rank: int, topic: str, message: Any) -> None:
+        """Send a picklable object to another rank's guard; returns at once."""
+        with self._lock:
+            self.backend.send(rank, (topic, message))
+
+    def poll(self) -> None:
+        """Hand over what has arrived."""
+        with self._lock:
+            arrived = self.backend.receive()
+        for rank, (topic, message) in arrived:
+            if topic in self.topics:
+                self._call(self.topics[topic], rank, message)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call what watches; a defect in it must not end the watching of the rest."""
+        try:
+            function(*args)
+        except Exception:
+            if function not in self._failed:
+                self._failed.append(function)
+                self.say(f"a defect in jaxmpi's guard, which goes on:\n{traceback.format_exc()}")
+
+    def send_all(self, topic: str, message: Any) -> None:
+        """Send an object to the guards of all other ranks."""
+        for rank in range(self.backend.place.size):
+            if rank != self.backend.place.rank:
+                self.send(rank, topic, message)
+
+    def greet(self) -> None:
+        """Open the connections to other hosts while the network works: one that is opened when it does not ends the job."""
+        _, here = self.members[self.backend.place.rank]
+        away = [rank for rank, (_, host) in enumerate(self.members) if host != here]
+        if len(away) <= GREETED:
+            for rank in away:
+                self.send(rank, "hello", None)
+
+    def _on_print(self, rank: int, message: tuple[Key, str]) -> None:
+        self.rounds.add(rank, *message)
+
+    def _on_left(self, rank: int, entered: int) -> None:
+        self._left = rank, entered
+
+    # the thread
+
+    def _run(self) -> None:
+        """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
+        why = "the thread that watches this rank has ended"
+        try:
+            peers.mark_thread(peers.GUARD)
+            self._watch()
+        except BaseException as error:
+            why = f"the thread that watches this rank has failed ({stderr.one_line(error)})"
+            stderr.say(traceback.format_exc())
+        finally:
+            if not self._stop.is_set():
+                self.end(1, f"{why}.")
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            for call in self.signals.wait(POLL_SECONDS):
+                self._call(call)
+            self.poll()
+            self.rounds.flush()
+            for watch in self.watchers:
+                self._call(watch)
+            if self._left is not None and self._waits_for_ever(*self._left):
+                self.end(
+                    1,
+                    f"rank {self._left[0]} has exited while this rank waits for it in a collective. "
+                    "Every rank must make the same calls.",
+                )
+            if self.signals.interrupt_is_stuck(POLL_SECONDS):
+                self.end(130, "interrupted while it waited inside a collective.")
+
+    def _waits_for_ever(self, rank: int, entered: int) -> bool:
+        mine, inside = self.backend.progress()
+        if inside and mine > entered:
+            return True
+        if not self._waits():
+            self._waiting_since = None
+            return False
+        self._waiting_since = self._waiting_since or time.monotonic()
+        return time.monotonic() - self._waiting_since > GRACE_SECONDS
+
+    def say(self, text: str) -> None:
+        """Write to stderr, with who says it."""
+        place = self.backend.place
+        stderr.say(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
+
+    # the ends
+
+    def end(self, code: int, why: str) -> None:
+        """End the whole job with a line that says which rank and why."""
+        try:
+            stderr.at_most(END_SECONDS, lambda: self._prepare_end(why))
+        finally:
+            stderr.end_process(code, self.backend.abort)
+
+    def _prepare_end(self, why: str) -> None:
+        stderr.at_most(stderr.SAY_SECONDS, lambda: sys.stdout.flush())
+        for call in self.at_end:
+            self._call(call, why)
+        self.say(f"{why} The job ends.")
+        time.sleep(0.1)  # let the launcher pass the lines on
+        if self._left is None and self._has_lost_one():
+            time.sleep(KILLED_SECONDS)  # who aborts before the launcher knows would be named instead
+        self._dismiss_witness()
+
+    def _has_lost_one(self) -> bool:
+        """Whether a rank of this host has ended."""
+        _, here = self.members[self.backend.place.rank]
+        return any(run_dir.state(pid) == "ended" for pid, host in self.members if host == here)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        try:
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+            label = f"[{self.backend.place.rank}] "
+            stderr.say("".join(label + line for line in lines))
+        finally:
+            self.end(code, f"{stderr.one_line(error)}.")
+
+    def _at_exit(self) -> None:
+        try:
+            self.leave()
+        except BaseException as error:  # or else it would wait for the others in MPI_Finalize
+            self.end(1, f"the end of this rank has failed ({stderr.one_line(error)}).")
+
+    def leave(self) -> None:
+        """Wait until every rank has come to its end; tell the next rank when that takes long."""
+        if self._stop.is_set():
+            return
+        self.backend.finish()
+        for call in self.at_end:
+            self._call(call, "the end")
+        self._stop.set()
+        if self.listening:
+            self._thread.join(LEAVE_SECONDS)
+            if self._thread.is_alive():
+                raise RuntimeError("the thread that watches this rank does not end")
+        self._wait(self.backend.sent, self.backend.place.size)
+        self._wait(self.backend.everyone_leaves(), self.backend.place.size)
+        self._dismiss_witness()
+        self.poll()
+        self.rounds.flush(all_rounds=True)
+        sys.excepthook = self._excepthook
+        self.signals.release()
+        atexit.unregister(self._at_exit)
+        if directory := os.environ.get("JAXMPI_RUN_DIR"):
+            run_dir.leave(directory, self.backend.place.rank)
+
+    def abandon(self) -> None:
+        """Leave nothing of it in a forked child."""
+        sys.excepthook = self._excepthook
+        self.signals.release(wake_others=False)
+
+    def _wait(self, done: Callable[[], bool], size: int) -> None:
+        """Sleep until `done`; after a second tell the next rank that this one has left."""
+        start, told, pause = time.monotonic(), False, 0.0005
+        while not done():
+            self.poll()
+            if not told and time.monotonic() - start > 1.0:
+                told = True
+                self.send((self.backend.place.rank + 1) % size, "left", self.backend.progress()[0])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)

@@ -1,0 +1,177 @@
+"""Says why a job hangs: who waits for whom, where, and what the missing ranks are doing.
+
+A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the guards of all others where
+they are: these are threads, and answer whatever their main thread does. The lowest rank that waits writes the report. After
+JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends. A wait of many times the usual is announced sooner.
+"""
+
+import itertools
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxmpi import _jaxcompat
+from jaxmpi._consistency.compare import in_words
+from jaxmpi._monitor.flight_recorder import Recorder, where
+from jaxmpi._process import run_dir, settings
+
+__all__ = ["Watchdog"]
+
+ANSWER_SECONDS = 2.0  # for the guards of the others
+EARLY_FACTOR, EARLY_SECONDS, EARLY_STEPS = 30, 10.0, 20  # times the usual, at least, after so many collectives
+FRAMES = 3
+
+
+class Answer(NamedTuple):
+    """Where a rank is."""
+
+    entered: int  # collectives
+    inside: bool
+    waited: float  # seconds since its last collective began or ended
+    doing: str
+    long_operation: str  # with what takes long, and is all right
+    stack: list[str]  # of its main thread, from the innermost call
+    in_program: bool  # which is watched as a whole, and may take long
+
+
+class Watchdog:
+    """One rank's."""
+
+    def __init__(self, guard: Any, recorder: Recorder) -> None:
+        self._guard, self._backend, self._recorder = guard, guard.backend, recorder
+        self._limit, self._last = settings.limits()
+        self._main = threading.main_thread().ident or 0
+        self._state = (0, False)
+        self._since = time.monotonic()
+        self._usual: deque[float] = deque(maxlen=64)  # seconds from one look at which something had happened to the next
+        self._asked: float | None = None
+        self._answers: dict[int, Answer] = {}
+        self._due = self._deadlines()  # of this wait
+        self._next = next(self._due)
+        self._said = False
+        guard.topics["where"] = lambda rank, _: guard.send(rank, "here", self._here())
+        guard.topics["here"] = self._on_answer
+        guard.watchers.append(self._look)
+
+    def _look(self) -> None:
+        state, now = self._backend.progress(), time.monotonic()
+        if state != self._state or not state[1]:
+            if self._said:
+                self._guard.say(f"goes on after {now - self._since:.0f} s.")
+            if state[0] != self._state[0]:
+                self._usual.append(now - self._since)
+                self._since = now
+            self._state, self._asked, self._said = state, None, False
+            self._due = self._deadlines()
+            self._next = next(self._due)
+            return
+        waited = now - self._since
+        if self._asked is not None:
+            everyone = len(self._answers) == self._backend.place.size - 1
+            if everyone or now - self._asked > ANSWER_SECONDS:
+                self._asked = None
+                self._report(waited)
+        elif waited > self._next:
+            self._next = next(self._due)
+            self._asked, self._answers = now, {}
+            self._guard.send_all("where", None)
+
+    def _deadlines(self) -> Iterator[float]:
+        """After how many seconds of one wait to say something."""
+        usual = statistics.median(self._usual) if len(self._usual) >= EARLY_STEPS else math.inf
+        if self._limit:
+            if (early := max(EARLY_SECONDS, EARLY_FACTOR * usual)) < self._limit:
+                yield early
+            yield self._limit
+            if self._last:
+                yield from itertools.count(self._last, max(self._limit, 60.0))
+        yield math.inf
+
+    def _on_answer(self, rank: int, answer: Answer) -> None:
+        self._answers[rank] = Answer(*answer)
+
+    def _here(self) -> Answer:
+        entered, inside = self._backend.progress()
+        waited, long_operation = time.monotonic() - self._since, self._backend.long_operation
+        return Answer(
+            entered, inside, waited, where(self._backend), long_operation, _stack(self._main), self._backend.in_program()
+        )
+
+    def _report(self, waited: float) -> None:
+        place = self._backend.place
+        everyone = {**self._answers, place.rank: self._here()}
+        entered = everyone[place.rank].entered
+        arrived = [r for r, a in sorted(everyone.items()) if a.entered > entered or (a.entered == entered and a.inside)]
+        if not arrived:  # it has just gone on
+            return
+        missing = [rank for rank in range(place.size) if rank not in arrived]
+        stalled = waited > self._limit
+        at_work = [rank for rank in missing if rank in everyone and everyone[rank].long_operation]
+        long = any(everyone[rank].in_program for rank in arrived)
+        hopeless = len(at_work) < len(missing) or (not missing and not long)
+        self._said = True
+        if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:  # that one says it
+            return
+        lines = [f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"]
+        if missing:
+            lines.append(f"  arrived: {in_words(arrived)}")
+            lines += [line for rank in missing for line in self._missing(rank, everyone.get(rank))]
+        elif not long:
+            lines.append("  all ranks have arrived: it does not get on")
+        else:
+            lines.append("  all ranks are inside of it: it takes long, or one of them is stuck in it")
+        left = self._last - waited if self._last else math.inf
+        if stalled and hopeless and 0 < left < math.inf:
+            lines.append(f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
+        self._guard.say("\n".join(lines))
+        if stalled:
+            self._guard.send_all("dump", "stall")
+            if path := self._recorder.dump("stall"):
+                self._guard.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
+        if hopeless and left < 0:
+            time.sleep(0.5)  # for the others' dumps
+            self._guard.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
+
+    def _missing(self, rank: int, answer: Answer | None) -> list[str]:
+        pid, host = self._guard.members[rank]
+        name = f"  missing: rank {rank} (pid {pid} on {host})"
+        if answer is None:
+            return [f"{name} does not answer: {_why_silent(pid, host)}"]
+        if answer.long_operation:
+            return [f"{name} is {answer.long_operation}"]
+        return [
+            f"{name}, {answer.doing}, {answer.waited:.0f} s ago; its main thread is at",
+            *(f"      {line}" for line in answer.stack),
+        ]
+
+    def _blame(self, missing: Sequence[int]) -> str:
+        if not missing:
+            return "a collective that all ranks have entered does not end"
+        return f"{in_words(missing)} on {', '.join(sorted({self._guard.members[r][1] for r in missing}))} did not come"
+
+
+def _stack(thread: int) -> list[str]:
+    """Where a thread is: the innermost call, and the user's innermost lines."""
+    frame = sys._current_frames().get(thread)
+    calls = list(reversed(traceback.extract_stack(frame))) if frame else []
+    of_user = [call for call in calls if not _jaxcompat.in_library(call.filename)]
+    shown = [*(calls[:1] if calls[:1] != of_user[:1] else []), *of_user[:FRAMES]]
+    lines = [f"{os.path.basename(c.filename)}:{c.lineno} in {c.name}" + (f": {c.line}" if c.line else "") for c in shown]
+    return (["(compiling)"] if _jaxcompat.compiling(thread) else []) + lines
+
+
+def _why_silent(pid: int, host: str) -> str:
+    if host == os.uname().nodename:
+        return {
+            "ended": "it has ended",
+            "stopped": "it is stopped (SIGSTOP, or a debugger)",
+            "runs": "it runs, but its Python does not: some code holds the GIL",
+        }[run_dir.state(pid)]
+    return "it is stopped, its host is down, or the network is"

@@ -1,0 +1,231 @@
+"""Means over ranks in fewer bytes: the codecs behind the public name `jaxmpi.codecs`."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi._axis import with_parameters
+from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
+from jaxmpi._optim.float_leaves import floats
+from jaxmpi._world import session
+
+__all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
+
+
+class Codec(NamedTuple):
+    """What is sent for a mean.
+
+    Attributes:
+      init: params -> state, of arrays like them.
+      mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced code, on all ranks.
+    """
+
+    init: Callable[[Any], Any]
+    mean: Callable[[Any, Any], tuple[Any, Any]]
+
+
+def check_codec(function: str, codec: Any) -> None:
+    """Raise a TypeError unless it is a codec."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{function}: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+
+
+def bf16() -> Codec:
+    """Send bfloat16: half of float32's bytes, 8 bits of precision, its whole range.
+
+    The sum is formed in float32 and rounded once more. On the native transport half of the bytes travel; the others carry
+    short floats as float32. No state.
+    """
+    return _cast("codecs.bf16", jnp.bfloat16)
+
+
+def f16() -> Codec:
+    """Send float16: 11 bits of precision; what is beyond ±65504 is sent as that, and what is below 3e-8 as zero.
+
+    As `bf16` otherwise.
+    """
+    return _cast("codecs.f16", jnp.float16)
+
+
+def _cast(name: str, dtype: Any) -> Codec:
+    largest = float(jnp.finfo(dtype).max)
+
+    def mean(updates: Any, state: Any) -> tuple[Any, Any]:
+        leaves, put = floats(name, with_parameters(updates, name))
+        means = tree_allreduce([jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], op="mean")
+        return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)]), state
+
+    return Codec(lambda params: (), mean)
+
+
+class Residual(NamedTuple):
+    """What a rank has not sent yet.
+
+    Attributes:
+      sent: of its own gradients, float32.
+      summed: of the means that it forms for others, float32.
+    """
+
+    sent: jax.Array
+    summed: jax.Array
+
+
+def int8(block: int = 256) -> Codec:
+    """Send 8 bits for a number, and one float32 for each block of them: about a quarter of float32's bytes.
+
+    x ≈ s·q with s = max|x| / 127 over a block and q rounded to an int8. Every rank receives its part of all ranks' numbers
+    (alltoall), adds them in float32, rounds the mean in the same way and gives it to all (allgather). What both roundings
+    leave is kept and added to the next mean. (Tang et al. 2019, "DoubleSqueeze".)
+
+    Args:
+      block: how many numbers share a scale.
+
+    Raises:
+      ValueError: block is below 1.
+    """
+    _at_least_one("int8", "block", block)
+
+    def columns(leaves: list[Any]) -> int:
+        """How many numbers of each rank's part, in whole blocks."""
+        return -(-sum(x.size for x in leaves) // (session.size() * block)) * block
+
+    def init(params: Any) -> Residual:
+        leaves, _ = floats("codecs.int8", params)
+        k = columns(leaves)
+        return Residual(jnp.zeros((session.size(), k), jnp.float32), jnp.zeros(k, jnp.float32))
+
+    def encode(x: jax.Array) -> jax.Array:
+        """`[.., k]` float32 as `[.., k + 4·k/block]` int8: the numbers, then the bytes of the scales."""
+        blocks = x.reshape(*x.shape[:-1], -1, block)
+        scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+        q = jnp.round(blocks / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
+        scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
+        return jnp.concatenate([q.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)], axis=-1)
+
+    def decode(coded: jax.Array, k: int) -> jax.Array:
+        q, scales = coded[..., :k], coded[..., k:].reshape(*coded.shape[:-1], k // block, 4)
+        scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
+        return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
+
+    def mean(updates: Any, state: Residual) -> tuple[Any, Residual]:
+        leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
+        size, k = session.size(), columns(leaves)
+        flat = jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
+        mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
+        coded = encode(mine)
+        part = jnp.sum(decode(tree_alltoall(coded), k), axis=0) / size + state.summed
+        answer = encode(part)
+        whole = decode(tree_allgather(answer), k).reshape(-1)
+        ends = [sum(x.size for x in leaves[: i + 1]) for i in range(len(leaves))]
+        outs = [whole[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
+        return put(outs), Residual(mine - decode(coded, k), part - decode(answer, k))
+
+    return Codec(init, mean)
+
+
+def topk(fraction: float) -> Codec:
+    """Send the largest numbers of each array, with their places: 8 bytes for each of them.
+
+    Of n numbers, ⌈fraction·n⌉ of the largest absolute value; the others are kept and added to the next gradient. (Stich et al.
+    2018, "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient compression".) All ranks' numbers are gathered: p · 8
+    bytes times fraction · n arrive, so it pays where fraction is well below 1/p.
+
+    Args:
+      fraction: above 0, at most 1.
+
+    Raises:
+      ValueError: a fraction out of this range.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"codecs.topk: fraction is {fraction}. It is the share of the numbers that is sent: above 0, at most 1."
+        )
+
+    def init(params: Any) -> list[jax.Array]:
+        return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
+
+    def mean(updates: Any, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        leaves, put = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
+        size, filled = session.size(), [i for i, x in enumerate(leaves) if x.size]
+        vectors = {i: leaves[i].astype(jnp.float32).reshape(-1) + state[i] for i in filled}
+        places = {i: jax.lax.top_k(jnp.abs(v), math.ceil(fraction * v.size))[1].astype(jnp.int32) for i, v in vectors.items()}
+        values = {i: vectors[i][places[i]] for i in filled}
+        coded = {i: jnp.stack([places[i], jax.lax.bitcast_convert_type(values[i], jnp.int32)]) for i in filled}
+        outs, kept = [jnp.zeros_like(x) for x in leaves], list(state)  # of an empty array nothing is sent
+        for i, rows in tree_allgather(coded).items():
+            total = jnp.zeros_like(vectors[i])
+            for row in rows:  # in the order of the ranks, on GPUs, too
+                numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
+                total = total.at[row[0]].add(numbers, unique_indices=True)
+            outs[i] = (total / size).reshape(leaves[i].shape).astype(leaves[i].dtype)
+            kept[i] = vectors[i].at[places[i]].set(0)
+        return put(outs), kept
+
+    return Codec(init, mean)
+
+
+class LowRank(NamedTuple):
+    """The state of PowerSGD, for each array that it compresses.
+
+    Attributes:
+      q: the right factors, `[columns, rank]`, equal on all ranks.
+      error: what was not sent, `[rows, columns]`.
+    """
+
+    q: list[jax.Array]
+    error: list[jax.Array]
+
+
+def powersgd(rank: int = 4) -> Codec:
+    """Send each matrix as two thin ones: rank · (rows + columns) numbers in the place of rows · columns.
+
+    An array of shape [.., m] is a matrix of m columns. With M = gradient + error: P = mean of M·Q, made orthonormal; Q = mean
+    of Mᵀ·P; the mean is taken to be P·Qᵀ, and M - P·Qᵀ is the next error. Q starts random and is kept: one power iteration a
+    step. (Vogels et al. 2019, "PowerSGD".) Vectors, and matrices that would not be smaller, are sent as they are. Two rounds.
+
+    Args:
+      rank: of the factors.
+
+    Raises:
+      ValueError: rank is below 1.
+    """
+    _at_least_one("powersgd", "rank", rank)
+
+    def shapes(leaves: list[Any]) -> dict[int, tuple[int, int]]:
+        """Rows and columns of what is compressed, by the number of the leaf."""
+        matrices = {i: (x.size // x.shape[-1], x.shape[-1]) for i, x in enumerate(leaves) if x.ndim > 1 and x.size}
+        return {i: (n, m) for i, (n, m) in matrices.items() if rank * (n + m) < n * m}
+
+    def init(params: Any) -> LowRank:
+        chosen = shapes(floats("codecs.powersgd", params)[0])
+        qs = [jax.random.normal(jax.random.key(i), (m, rank), jnp.float32) for i, (_, m) in chosen.items()]
+        return LowRank(qs, [jnp.zeros(shape, jnp.float32) for shape in chosen.values()])
+
+    def mean(updates: Any, state: LowRank) -> tuple[Any, LowRank]:
+        leaves, put = floats("codecs.powersgd", with_parameters(updates, f"codecs.powersgd rank={rank}"))
+        chosen = shapes(leaves)
+        ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]
+        whole = {i: x for i, x in enumerate(leaves) if i not in chosen}
+        ps, outs = tree_allreduce(([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean")
+        ps = [jnp.linalg.qr(p)[0] for p in ps]
+        qs = tree_allreduce([_product(m.T, p) for m, p in zip(ms, ps, strict=True)], op="mean")
+        found = [_product(p, q.T) for p, q in zip(ps, qs, strict=True)]
+        outs |= {i: x.reshape(leaves[i].shape).astype(leaves[i].dtype) for i, x in zip(chosen, found, strict=True)}
+        errors = [m - x for m, x in zip(ms, found, strict=True)]
+        # a column that a gradient of zeros has made zero would stay zero
+        kept = [jnp.where(jnp.any(q != 0, axis=0), q, old) for q, old in zip(qs, state.q, strict=True)]
+        return put([outs[i] for i in range(len(leaves))]), LowRank(kept, errors)
+
+    return Codec(init, mean)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _at_least_one(codec: str, name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"codecs.{codec}: {name} is {value}, and must be 1 or more.")

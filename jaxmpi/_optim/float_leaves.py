@@ -1,0 +1,130 @@
+"""The leaves that the transforms of this folder compute with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxmpi import _jaxcompat
+from jaxmpi._leaves import leaf_name
+from jaxmpi._world import session
+
+__all__ = [
+    "check_in_step",
+    "check_shapes",
+    "check_transform",
+    "computed_once",
+    "either",
+    "equal_types",
+    "floats",
+    "map_floats",
+    "wide",
+]
+
+
+def check_in_step(function: str) -> None:
+    """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
+    if session.current(function).name == "simulate" and not _jaxcompat.tracing():
+        raise RuntimeError(
+            f"{function}: update was called outside of a step, where simulated ranks have no arrays of their own. "
+            "Use jaxmpi.jit."
+        )
+
+
+def check_transform(function: str, name: str, transform: Any) -> None:
+    """Raise a TypeError unless `transform` is one of optax."""
+    if not isinstance(transform, optax.GradientTransformation):
+        raise TypeError(
+            f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as optax.adam(1e-3)."
+        )
+
+
+def check_shapes(function: str, gradients: Any, like: Any) -> None:
+    """Raise a ValueError if the gradients have one axis more than `like`: the parameters, or what `inner` makes of them."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
+    if treedef != jax.tree.structure(like):
+        return
+    for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
+        if jnp.ndim(x) > jnp.ndim(y) and jnp.shape(x)[1:] == jnp.shape(y):
+            raise ValueError(
+                f"{function}: leaf {leaf_name(path)} of the gradients has shape {list(jnp.shape(x))}, and its update "
+                f"{list(jnp.shape(y))}: gradients of single samples, of which each rank has others. Combine them first, with "
+                "optax.contrib.differentially_private_aggregate before jaxmpi.average_gradients() in a chain; its "
+                "noise_multiplier divided by the number of ranks."
+            )
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype that sums of numbers of this one are formed in: 32 bits at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def map_floats(function: str, work: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`jax.tree.map` over the leaves that hold real or complex numbers; float0, the gradient of an integer, stays as it is.
+
+    Raises:
+      TypeError: a leaf of integers or booleans, with its path.
+    """
+
+    def one(path: Any, x: Any, *ys: Any) -> Any:
+        dtype = jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
+        if dtype == jax.dtypes.float0:
+            return x
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient to work with. Take it out of the tree, "
+                "or hide it with optax.masked."
+            )
+        return work(x, *ys)
+
+    return jax.tree_util.tree_map_with_path(one, tree, *others)
+
+
+def floats(function: str, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of real numbers, and a function that puts others in their places.
+
+    Raises:
+      TypeError: a leaf of anything else, but float0, with its path.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [x for _, x in paths]
+    chosen = []
+    for i, (path, x) in enumerate(paths):
+        if x.dtype == jax.dtypes.float0:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. Leave it out.")
+        chosen.append(i)
+
+    def put(new: list[Any]) -> Any:
+        changed = list(leaves)
+        for i, x in zip(chosen, new, strict=True):
+            changed[i] = x
+        return treedef.unflatten(changed)
+
+    return [leaves[i] for i in chosen], put
+
+
+def equal_types(new: Any, old: Any) -> Any:
+    """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
+    return jax.tree.map(lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)), new, old)
+
+
+def computed_once(flag: Any) -> jax.Array:
+    """A boolean that follows from all leaves, for use on every leaf: XLA computes it once.
+
+    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves take n² instructions to
+    compile. It does not fuse a sort; an `optimization_barrier` is gone before it fuses.
+    """
+    return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
+
+
+def either(which: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: Any) -> Any:
+    """`lax.cond`; called eagerly, one of the two functions is called eagerly, as it may communicate."""
+    if isinstance(which, jax.core.Tracer):
+        return lax.cond(which, yes, no, *args)
+    return (yes if which else no)(*args)

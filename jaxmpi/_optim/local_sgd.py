@@ -1,0 +1,126 @@
+"""Steps of each rank's own, averaged now and then: for links where every step cannot communicate."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi._axis import equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._leaves import PerRankState
+from jaxmpi._optim.compression import Codec, check_codec
+from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats
+from jaxmpi._world import session
+
+__all__ = ["LocalSGDState", "local_sgd"]
+
+
+class LocalSGDState(NamedTuple):
+    """The state of `local_sgd`.
+
+    Attributes:
+      calls: of `update` since the ranks last met, an int32 that is equal on all ranks.
+      inner: the state of the inner transform, a `PerRankState`.
+      anchor: the parameters where they last met; () without an outer transform and a codec.
+      outer: the state of the outer transform; () without one.
+      codec: that of the codec, a `PerRankState`.
+    """
+
+    calls: jax.Array
+    inner: PerRankState
+    anchor: Any
+    outer: Any
+    codec: PerRankState
+
+
+def local_sgd(
+    inner: optax.GradientTransformation,
+    every: int,
+    outer: optax.GradientTransformation | None = None,
+    *,
+    codec: Codec | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Let each rank take steps of its own with `inner`, and meet the others at every `every`-th call of `update`.
+
+    Without `outer`, the parameters θ become their mean over the ranks (Stich 2019, "Local SGD converges fast and communicates
+    little"). With it (Douillard et al. 2023, "DiLoCo"), Δ = θ₀ - mean θ, the way from where they last met, is a gradient for
+    it: θ ← θ₀ + outer(Δ). DiLoCo's own is `optax.sgd(0.7, momentum=0.9, nesterov=True)`, around an AdamW.
+
+    Between meetings the ranks' parameters differ, so they are no replicated output of a `jaxmpi.jit`; take the mean of them
+    before you evaluate or save. At a meeting they are equal but for the rounding of `optax.apply_updates`. The state of `inner`
+    stays each rank's own.
+
+    **Collective:** every rank calls `update` equally often, with parameters.
+    **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of `distributed`; with a codec, its.
+
+    Args:
+      inner: any optax transform, which does not communicate.
+      every: calls of `update` from one meeting to the next.
+      outer: an optax transform for the parameters where they meet, or None for their mean.
+      codec: one of `jaxmpi.codecs`, for Δ.
+
+    Raises:
+      ValueError: `every` is below 1; `update` gets no parameters.
+      TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, with its path.
+    """
+    check_transform("local_sgd", "inner", inner)
+    if outer is not None:
+        check_transform("local_sgd", "outer", outer)
+    if codec is not None:
+        check_codec("local_sgd", codec)
+    if every < 1:
+        raise ValueError(f"local_sgd: every is {every}. It is the number of steps from one meeting to the next: 1 or more.")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> LocalSGDState:
+        anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
+        coded = codec.init(params) if codec else ()
+        return LocalSGDState(
+            jnp.zeros((), jnp.int32),
+            PerRankState(inner.init(params)),
+            anchor,
+            outer.init(params) if outer else (),
+            PerRankState(coded),
+        )
+
+    def averaged(here: Any, state: LocalSGDState) -> tuple[Any, Any, Any]:
+        """The parameters that all go on from, and the states of the outer transform and the codec."""
+        here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
+        if not outer and not codec:
+            return tree_allreduce(here, op="mean"), (), state.codec
+        way = jax.tree.map(lambda x, y: x - y, state.anchor, here)
+        if codec and session.size() > 1:
+            way, coded = codec.mean(way, state.codec.per_rank)
+            coded = PerRankState(coded)
+        else:
+            way, coded = tree_allreduce(way, op="mean"), state.codec
+        if not outer:
+            return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, way), (), coded
+        step, outer_state = outer.update(way, state.outer, state.anchor)
+        return optax.apply_updates(state.anchor, step), outer_state, coded
+
+    def update(updates: Any, state: LocalSGDState, params: Any = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
+        if params is None:
+            raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
+        own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)
+        calls = equal_on_all_ranks(state.calls) + 1
+
+        def with_the_others() -> Any:
+            there, outer_state, coded = averaged(optax.apply_updates(params, own_updates), state)
+            after = (there if outer or codec else (), outer_state, coded)
+            return map_floats("local_sgd", _way, params, there), equal_types(after, state[2:])
+
+        def alone() -> Any:
+            return may_differ(equal_types(own_updates, params)), tuple(state[2:])
+
+        out, after = either(calls == every, with_the_others, alone)
+        return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _way(x: jax.Array, to: jax.Array) -> jax.Array:
+    """An update that leads from x to `to`: rounded once where they are far apart, and not at all otherwise."""
+    way = to - x
+    return way + (to - (x + way))

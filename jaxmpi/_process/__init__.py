@@ -1,0 +1,12 @@
+"""A rank as a process of this host. Nothing here imports JAX.
+
+settings              the environment variables
+run_dir               who takes part, in files that `jaxmpi run` reads
+init_failure          who has not called `init`, while others wait there
+peers                 the ranks of this host, as other processes see them
+children              processes that a rank starts
+signals               what the process is told, also while it stands inside MPI
+communicating_thread  which thread communicates
+stderr                messages and the end of the process, though a stream is full, closed or gone
+files                 files in folders where other users may write
+"""

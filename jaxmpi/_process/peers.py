@@ -1,0 +1,99 @@
+"""The processes of a job's ranks on this host, as /proc shows them: also of those that have not called `init`."""
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmpi._process import run_dir
+
+__all__ = ["GUARD", "INIT", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
+
+INIT, GUARD = (
+    "jaxmpi-init",
+    "jaxmpi-guard",
+)  # names of threads, by which other processes see how far a rank is; 15 letters at most
+_RANK = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PALS_RANKID",
+    "FLUX_TASK_RANK",
+    "PMIX_RANK",
+    "SLURM_PROCID",
+)
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
+_JOB = (
+    "PMIX_NAMESPACE",
+    "JAXMPI_RUN_DIR",
+)  # equal in all processes of a job; without them the launcher's daemon is their parent
+_DAEMONS = ("prte", "orted", "mpirun", "mpiexec", "hydra", "slurmstepd")  # what the processes that start ranks are called
+_PR_SET_NAME = 15
+
+
+class Peer(NamedTuple):
+    """A rank's process: its number, its state as in `registry.state`, and whether the rank has called `init`."""
+
+    pid: int
+    state: str
+    called: bool
+
+
+def rank_here() -> int | None:
+    """This process's rank, as the launcher's environment has it; None without one."""
+    return _number(dict(os.environ), _RANK)
+
+
+def all_are_here(size: int) -> bool:
+    """Whether all ranks are on this host and /proc shows what their launcher has started: a rank that is not seen has ended."""
+    daemon = _read("/proc", str(os.getppid()), "comm")
+    return _number(dict(os.environ), _LOCAL_SIZE) == size and daemon.startswith(_DAEMONS)
+
+
+def mark_thread(name: str) -> None:
+    """Give the calling thread a name that other processes see, too."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def peers() -> dict[int, Peer]:
+    """This host's ranks of this process's job; of a rank with several processes, the one that has called `init`."""
+    found: dict[int, Peer] = {}
+    job = _job("self")
+    for path in Path("/proc").glob("[0-9]*"):
+        if job is None or _job(path.name) != job:
+            continue
+        rank = _number(_environ(path.name), _RANK)
+        if rank is not None and not (rank in found and found[rank].called):
+            found[rank] = Peer(int(path.name), run_dir.state(int(path.name)), _has_called(path))
+    return found
+
+
+def _job(pid: str) -> str | None:
+    environ = _environ(pid)
+    named = next((environ[name] for name in _JOB if name in environ), None)
+    return named or (_parent(pid) if environ else None)
+
+
+def _environ(pid: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in _read("/proc", pid, "environ").split("\0") if "=" in line)
+
+
+def _parent(pid: str) -> str | None:
+    return next(iter(_read("/proc", pid, "stat").rpartition(")")[2].split()[1:]), None)
+
+
+def _has_called(process: Path) -> bool:
+    return any(_read(str(path)).strip() in (INIT, GUARD) for path in process.glob("task/*/comm"))
+
+
+def _read(*path: str) -> str:
+    try:
+        return Path(*path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(environ: dict[str, str], names: tuple[str, ...]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)

@@ -1,0 +1,108 @@
+"""What the command line of `jaxmpi run` asks for: our options, MPI's and the program, told apart."""
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from jaxmpi._process import settings
+from jaxmpi._run.mpiexec import LaunchError
+
+__all__ = ["Request", "parse"]
+
+_OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads", "--restarts", "--min-ranks")  # each takes a value
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    ranks: int
+    mpiexec: str | None
+    bind_to: str | None
+    threads: int | None
+    huge_pages: bool
+    restarts: int
+    min_ranks: int | None
+    mpi_options: tuple[str, ...]
+    program: tuple[str, ...]  # what follows `python` in the command of a rank
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}. See `jaxmpi run --help`.")
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Tell our options, MPI's and the program apart.
+
+    The program starts at the first argument that ends in .py, at -m, or after --; before it, what is not ours is MPI's.
+
+    Raises:
+        LaunchError: An option is wrong, or there is no program.
+    """
+    own: list[str] = []
+    mpi_options: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0] not in ("--", "-m") and not rest[0].endswith(".py"):
+        name = rest[0].partition("=")[0]
+        if rest[0] in _OWN:
+            own, rest = own + rest[:2], rest[2:]
+        elif name in _OWN or name in ("-h", "--help", "--no-huge-pages") or re.fullmatch(r"-n\d+", name):
+            own.append(rest.pop(0))
+        else:
+            mpi_options.append(rest.pop(0))
+    if rest and rest[0].startswith("-") and rest[0].endswith(".py"):
+        rest[0] = f"./{rest[0]}"  # a script, which Python would take for an option
+    program = rest[1:] if rest[:1] == ["--"] else rest
+
+    parser = _Parser(
+        prog="jaxmpi run",
+        usage="jaxmpi run -n N [options] [MPI's options] {script.py | -m module | -- program} [arguments]",
+        description="Run a Python program on N ranks. Options not listed here go to MPI's launcher as they are.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "-np", "--np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--mpiexec", metavar="PATH", help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python")
+    parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
+    parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
+    parser.add_argument("--no-huge-pages", action="store_true", help="leave malloc as it is, slower but with smaller pages")
+    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start a job that has failed again, up to K times")
+    parser.add_argument(
+        "--min-ranks", type=int, metavar="M", help="with --restarts: each time on one rank less, but on M at least"
+    )
+    options = parser.parse_args(own)
+
+    if options.ranks < 1:
+        raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
+    if options.threads is not None and options.threads < 1:
+        raise LaunchError(f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more.")
+    if options.restarts < 0:
+        raise LaunchError(
+            f"--restarts is {options.restarts}. Give how often a job that has failed is started again, 0 or more."
+        )
+    if options.min_ranks is not None and not 1 <= options.min_ranks <= options.ranks:
+        raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
+    if options.min_ranks is not None and not options.restarts:
+        raise LaunchError("--min-ranks says what a restart may do without. Give --restarts K, too.")
+    try:
+        settings.check()
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    if not program or program == ["-m"]:
+        raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
+    if not program[0].startswith("-") and not os.path.exists(program[0]):
+        raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
+    return Request(
+        options.ranks,
+        options.mpiexec,
+        options.bind_to,
+        options.threads,
+        not options.no_huge_pages,
+        options.restarts,
+        options.min_ranks,
+        tuple(mpi_options),
+        tuple(program),
+    )

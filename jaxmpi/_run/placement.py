@@ -1,0 +1,156 @@
+"""What MPI's launcher is told: where each rank runs, on how many cores, with which variables."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxmpi._run.hosts import on_other_nodes, ranks_of_a_node
+from jaxmpi._run.mpiexec import Launcher, LaunchError
+from jaxmpi._run.options import Request
+
+__all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
+
+MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
+
+# MPI's options that place ranks: given one of them, ours stay away. Other nodes may have other cores: ranks there are not
+# bound, and run in any number, where Open MPI would refuse more than cores.
+_PLACING = (
+    "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
+    "|configfile)(=.*)?$"
+)
+
+# Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
+# both MPIs split at a colon. So arguments that look like options travel as one that does not.
+_UNPACK = "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is here."""
+
+    cores: int  # physical ones, which we may use
+    bindable: bool  # whether a launcher may bind to them
+    root: bool  # whether we are
+    huge_pages: bool  # whether a process gets huge pages if it asks for them, and not otherwise
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options for the launcher, variables for the ranks, and the line that tells the user."""
+
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+    summary: str
+
+
+def survey() -> Machine:
+    """Count the cores, of which hyperthreads are parts, and see whether malloc would have to ask for huge pages."""
+    cpus = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel grants what the cpuset allows
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+    cores = {path.read_text() if path.exists() else str(path) for path in files}
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return Machine(
+        cores=len(cores),
+        bindable=cpus == allowed,  # both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where others run
+        root=os.getuid() == 0,
+        huge_pages=huge_pages.exists() and "[madvise]" in huge_pages.read_text(),
+    )
+
+
+def check_counts(request: Request, environ: Mapping[str, str]) -> None:
+    """Refuse numbers that no machine can run: the launcher tries them, and never ends.
+
+    Raises:
+        LaunchError: There are more ranks or threads than processes or threads can be.
+    """
+    here = min(_number("pid_max"), _number("threads-max"))
+    ranks = MOST_RANKS if on_other_nodes(request.mpi_options, environ) else min(here, MOST_RANKS)
+    for option, number, limit in (("-n", request.ranks, ranks), ("--threads", request.threads or 1, here)):
+        if number > limit:
+            where = "MPI can number" if limit == MOST_RANKS else "this machine can run"
+            raise LaunchError(f"{option} is {number}, and {where} at most {limit}. Give a smaller number.")
+
+
+def _number(name: str) -> int:
+    """A limit of the kernel; what MPI can count where it is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("/proc/sys/kernel", name).read_text())
+    return MOST_RANKS
+
+
+def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
+    """Place the ranks and share out the cores of a node, which other nodes have as many of as this one.
+
+    Each rank is bound to as many cores of its own as there are for each rank of a node. With more ranks than cores, or on
+    several nodes, nothing is bound. A variable that the user has set stays as it is.
+    """
+    cores, open_mpi = machine.cores, launcher.vendor == "Open MPI"
+    ranks = ranks_of_a_node(request.ranks, request.mpi_options, environ)
+    share, crowded = (max(1, cores // ranks), ranks > cores) if ranks else (0, False)  # cores of a rank; 0: unknown
+    hosts = on_other_nodes(request.mpi_options, environ)
+    placed = any(re.match(_PLACING, option) for option in request.mpi_options)
+    default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
+    bind = request.bind_to or default
+    per_core = bind == "core" and not (crowded or placed or hosts)
+
+    flags: list[str] = []
+    if open_mpi:
+        flags += ["--allow-run-as-root"] * machine.root
+        if not placed and not hosts:
+            flags += ["--map-by", "slot:OVERSUBSCRIBE"] * crowded + ["--map-by", f"slot:PE={share}"] * per_core
+        if bind:
+            flags += ["--bind-to", f"{bind}:overload-allowed" if crowded and bind != "none" else bind]
+    elif launcher.vendor == "MPICH" and bind:
+        flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
+
+    threads = request.threads or share
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
+    if huge := request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ:
+        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
+    told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
+    if not open_mpi:
+        wanted["PYTHONUNBUFFERED"] = "1"  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
+    elif crowded:
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+
+    bound = "not bound" if bind == "none" else f"bound to {_count(share, 'core') + ' each' if per_core else bind}"
+    said = [
+        "oversubscribed" if crowded else "",
+        "" if machine.bindable else "CPU affinity restricted",
+        "placed by MPI's options" if placed else "on the hosts given" if hosts else "",
+        bound if bind else "",
+        f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
+        "huge pages" if huge else "",
+        *told,
+        "as root" if machine.root else "",
+    ]
+    head = f"{_count(request.ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
+    return Plan(
+        flags=tuple(flags),
+        environ={name: value for name, value in wanted.items() if name not in environ},
+        summary=f"{head}: {', '.join(filter(None, said))}",
+    )
+
+
+def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
+    """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
+    given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
+    exports = [word for name in exported if name not in given for word in ("-x", name)]
+    exports = exports if launcher.vendor == "Open MPI" else []  # the others export all
+    mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
+    if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
+        return [*mpi, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
+    return [*mpi, sys.executable, *request.program]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,64 @@
+"""`jaxmpi run`: from the command line to the exit code. Nothing here imports jax or MPI."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jaxmpi._run.environment import prepare
+from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
+from jaxmpi._run.options import Request, parse
+from jaxmpi._run.output import open_streams, say
+from jaxmpi._run.placement import check_counts, command, plan, survey
+from jaxmpi._run.supervisor import Outcome, supervise
+
+__all__ = ["run"]
+
+# Where Open MPI 5 and 4 put the files of a job on the launcher's host. By default that is a folder in /tmp named after the
+# launcher's process id: one that a killed job has left makes the job fail that has the same id, days later.
+_SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
+
+_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")  # what the user sets here holds for ranks on other hosts, too
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
+    open_streams()
+    try:
+        prepare(os.environ)
+        request = parse(arguments)
+        check_counts(request, os.environ)
+        launcher = identify(find_launcher(request.mpiexec, os.environ))
+        check_library(launcher)
+    except LaunchError as error:
+        say(str(error))
+        return 2
+    for attempt in range(request.restarts + 1):
+        outcome = _run_once(request, launcher, attempt)
+        if not outcome.failed:
+            break
+        if attempt < request.restarts:
+            ranks = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)
+            request = replace(request, ranks=ranks)
+            say(f"restart {attempt + 1} of {request.restarts}")
+    return outcome.code
+
+
+def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
+    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
+    decided = plan(request, launcher, survey(), os.environ)
+    say(decided.summary)
+    run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
+    added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
+    environ = {**os.environ, **added}
+    for name in _SESSIONS:
+        environ.setdefault(name, run_dir)
+    exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
+    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir)
+
+
+def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
+    """Tell the ranks, who see pipes only, that their stderr ends up on a terminal, and how wide it is."""
+    if not os.isatty(2):
+        return {}
+    return {"JAXMPI_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(os.get_terminal_size(2).columns))}

@@ -1,0 +1,49 @@
+"""A World of simulated ranks, for as long as a `with` block."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from jaxmpi._backends.simulate import Simulated
+from jaxmpi._world import session
+
+__all__ = ["simulate"]
+
+
+@contextmanager
+def simulate(n: int) -> Iterator[session.World]:
+    """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
+
+        with jaxmpi.simulate(8):
+            params, state, loss = step(params, state, batch)
+
+    Inside, `init` gives a World of n ranks, and a function that `jaxmpi.jit` has wrapped runs on all of them at once, as
+    `jax.vmap` over the axis. Arrays are equal on all ranks, unless they are a `jaxmpi.PerRank`: `jaxmpi.batches` yields those,
+    and a step returns them where its outputs differ between the ranks. Python itself runs once, as rank 0.
+
+    Args:
+      n: the number of ranks.
+
+    Raises:
+      ValueError: n is below 1.
+      RuntimeError: this process is one of several ranks.
+
+    >>> import jax, jaxmpi, numpy as np
+    >>> with jaxmpi.simulate(3):
+    ...     print(jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))(jaxmpi.PerRank(np.arange(3.0))))
+    3.0
+    """
+    if n < 1:
+        raise ValueError(f"simulate: n is {n}. Name a number of ranks above 0.")
+    before = session._State.backend, session._State.world
+    if before[1] is not None and before[1].size > 1 and before[1].backend != "simulate":
+        raise RuntimeError(f"simulate: this is one of {before[1].size} real ranks. Start a single process for simulated ones.")
+    backend = _ranks(n)
+    session._State.backend, session._State.world = backend, session.World(*backend.place, backend="simulate")
+    try:
+        yield session._State.world
+    finally:
+        session._State.backend, session._State.world = before
+
+
+_ranks = cache(Simulated)  # the same for every block of n ranks, so that what a step has compiled serves them all

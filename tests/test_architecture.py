@@ -1,0 +1,92 @@
+"""The rooms of the package, and what may be where. CONTRIBUTING.md has a line for each."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import jaxmpi
+
+PACKAGE = Path(jaxmpi.__file__).parent
+FOUNDATION = {"_axis", "_errors", "_leaves", "_devices", "_jaxcompat", "_process", "_data"}
+FOLDERS = [
+    *("_backends", "_consistency", "_lowering", "_monitor", "_world", "_jit", "_collectives", "_optim", "_checkpoint", "_run"),
+    "_cli",
+]
+PUBLIC = {"data", "nn", "codecs", "console", "checkpoint", "diagnose", "testing", "__main__", "__init__"}
+LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]  # the one list: each imports from itself and from those before
+
+
+def modules():
+    """The name of each module below `jaxmpi`, and its file."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def imports(path):
+    """The modules of jaxmpi that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jaxmpi":
+            module = node.module.removeprefix("jaxmpi").removeprefix(".")
+            for alias in node.names:
+                name = f"{module}.{alias.name}".removeprefix(".")
+                file = PACKAGE.joinpath(*name.split("."))
+                if file.with_suffix(".py").exists() or file.is_dir():
+                    yield name
+                elif module:
+                    yield module
+
+
+def test_every_module_stands_in_a_layer():
+    assert {name.partition(".")[0] for name, _ in modules()} == set().union(*LAYERS)
+
+
+def test_modules_import_from_their_own_layer_or_below():
+    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for name, path in modules():
+        for imported in imports(path):
+            assert layer[imported.partition(".")[0]] <= layer[name.partition(".")[0]], f"{name} imports {imported}, above it"
+
+
+def test_no_two_files_import_each_other():
+    graph = {name: {found for found in imports(path) if found != name} for name, path in modules() if name != "testing"}
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_what_a_rank_is_as_a_process_needs_no_jax():
+    for path in (PACKAGE / "_process").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not any(name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names), path
+                assert not any(name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names), path
+
+
+def test_each_folder_has_a_line_for_each_of_its_files():
+    for folder in PACKAGE.iterdir():
+        if (folder / "__init__.py").exists() and folder.name.startswith("_"):
+            for path in folder.glob("*.py"):
+                assert path.stem in (folder / "__init__.py").read_text() or path.stem == "__init__", path
+
+
+def test_file_names_are_told_apart_by_more_than_a_line_below():
+    names = [path.stem.strip("_") for name, path in modules() if path.stem != "__init__"]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice <= {"simulate", "files", "nnx", "preemption", "preempted"}, twice
+
+
+@pytest.mark.parametrize(
+    ("words", "home"), [(("mpi4py", "mpi4jax"), "_backends/mpi.py"), (("jax._src",), "_jaxcompat.py")], ids=["mpi", "jax._src"]
+)
+def test_what_is_imported_in_one_file_only(words, home):
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            if isinstance(node, ast.Import | ast.ImportFrom) and any(name.startswith(word) for name in names for word in words):
+                assert path == PACKAGE / home
+
+
+def test_public_names_are_documented():
+    for name in jaxmpi.__all__:
+        assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
