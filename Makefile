@@ -12,6 +12,8 @@
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
 # make lint    ruff, mypy and clang-format
+# make tables   write the tables that tests make into docs/ anew
+# make check    what CI runs
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
@@ -31,8 +33,20 @@ HASHED := $(PIP) --require-hashes --no-deps
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
+.PHONY: help check tables train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
 .SUFFIXES:
+
+help:
+	@sed -n 's/^# //p; /^PYTHON/q' Makefile
+
+# the order is that of what fails first
+check: lint train test test-examples docs package
+	@$(MAKE) test-mpi4jax TESTS="tests/collectives/test_collectives.py tests/consistency/test_agreement.py"
+	@$(MAKE) test VENV=.venv-mpich MPI=mpich TESTS="tests/collectives/test_collectives.py tests/backends/test_native.py"
+
+tables: $(VENV)/.test-installed
+	@for page in lowering/test_compatibility process/test_settings; do \
+	  PYTHONPATH=tests:tests/run $(BIN)/python tests/$$page.py || exit 1; done
 
 train: $(VENV)/.installed
 	@echo "== training examples/digits.py on $(RANKS) ranks"
@@ -53,33 +67,33 @@ test-mpi4jax: $(VENV)/.test-installed
 test-loaders: $(VENV)/.test-installed
 	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"
 	@$(PIP) torch tensorflow-cpu datasets || { $(FAILED); }
-	@$(BIN)/python -m pytest tests/test_loaders.py
+	@$(BIN)/python -m pytest tests/data/test_loaders.py
 
 matrix: $(VENV)/.test-installed
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
-	@$(BIN)/python -m pytest -m matrix tests/test_laws.py tests/test_gloo.py
-	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/test_laws.py -k "test_matrix and not xla and not simulated"
+	@$(BIN)/python -m pytest -m matrix tests/optim/test_laws.py tests/backends/test_gloo.py
+	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/optim/test_laws.py -k "test_matrix and not xla and not simulated"
 
 disagreements: $(VENV)/.test-installed
 	@echo "== random programs of which one rank deviates: ten minutes"
-	@$(BIN)/python -m pytest -m disagreements tests/test_disagreements.py
+	@$(BIN)/python -m pytest -m disagreements tests/consistency/test_disagreements.py
 
 faults: $(VENV)/.test-installed
 	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: half an hour"
 	@rm -f build/faults.jsonl; mkdir -p build
-	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/test_faults.py; \
-	  status=$$?; $(BIN)/python tests/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
+	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/monitor/test_faults.py; \
+	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
 
 environments: $(VENV)/.test-installed
 	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
 	@rm -f build/environments.jsonl; mkdir -p build
 	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m 'environments or not environments' \
-	  tests/test_environments.py; status=$$?; \
-	  $(BIN)/python tests/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
+	  tests/run/test_environments.py; status=$$?; \
+	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
 
 soak: $(VENV)/.test-installed
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"
-	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py tests/test_corruptions.py
+	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py tests/checkpoint/test_corruptions.py
 
 # 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed

@@ -105,7 +105,9 @@ class Pool:
         Whoever interrupts it ends the ranks: their answers are still to come, and would be taken for those to the next task.
         """
         if isinstance(task, Task):
-            task = task._replace(kwargs=pickle.dumps(task.kwargs))  # to be read once the test's module is there
+            task = task._replace(
+                kwargs=pickle.dumps(task.kwargs), search=tuple(sys.path)
+            )  # to be read once the test's module is there
         with self._turn:
             try:
                 results, failed, waiting = self._answers(task)

@@ -14,6 +14,7 @@ class Task(NamedTuple):
     qualname: str
     kwargs: Any
     timeout_seconds: float
+    search: tuple[str, ...] = ()  # where the outer process finds modules
 
 
 class Call(NamedTuple):

@@ -90,6 +90,7 @@ def _find(task: Task) -> Callable[..., None]:
     name = Path(task.path).stem
     if name not in sys.modules:
         sys.path.insert(0, str(Path(task.path).parent))
+        sys.path += [folder for folder in task.search if folder not in sys.path]
         spec = importlib.util.spec_from_file_location(name, task.path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)

@@ -145,7 +145,7 @@ def test_a_nan_is_not_hidden():
 def test_a_codec_in_twenty_lines():
     """That of docs/optimizers.md: the sign of each number, and one scale for an array."""
 
-    text = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     names = {"jax": jax, "jnp": jnp, "jaxmpi": jaxmpi}
     exec(re.search(r"```python\n(def signs\(\):.*?)```", text, re.DOTALL)[1], names)
     signs = names["signs"]

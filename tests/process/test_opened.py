@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parent.parent / "docs/security.md"
+PAGE = Path(__file__).parents[2] / "docs/security.md"
 SCRIPT = """
 import os, sys, time
 import jax.numpy as jnp

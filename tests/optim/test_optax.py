@@ -14,7 +14,7 @@ from optax_cases import CASES, RATE, SINGLE_SAMPLES, WRAPPERS, check, groups, na
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
-PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 ON_MPI = (  # of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
     ("adamw", "lamb", "apply_if_finite", "MultiSteps", "add_noise", "monitor", "contrib.prodigy", "contrib.reduce_on_plateau"),
     ("lbfgs", "scale_by_backtracking_linesearch", "polyak_sgd", "adafactor", "contrib.muon", "contrib.sam", "contrib.sophia"),

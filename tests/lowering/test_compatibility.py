@@ -1,6 +1,6 @@
 """The table of docs/compatibility.md: what it says holds on every way to run, and what it says is refused is.
 
-python tests/test_compatibility.py    # writes the table into the page anew
+make tables    # writes the table into the page anew
 """
 
 import re
@@ -20,8 +20,8 @@ from jaxmpi._run.pool import Pool, pool
 from jaxmpi._run.task import Task
 from jaxmpi.testing import IDLE_SECONDS
 
-PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
-START, END = "<!-- made by tests/test_compatibility.py -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+START, END = "<!-- made by tests/lowering/test_compatibility.py -->\n", "<!-- end -->\n"
 
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # is what these programs are to be compiled
@@ -156,7 +156,7 @@ def written():
 
 
 def test_the_page_is_that_of_these_cases():
-    assert PAGE.read_text() == written(), "docs/compatibility.md is not up to date: run python tests/test_compatibility.py"
+    assert PAGE.read_text() == written(), "docs/compatibility.md is not up to date: make tables"
 
 
 def test_there_are_cases_of_every_kind():

@@ -2,7 +2,7 @@
 # Two hosts on this machine, network namespaces with a virtual cable between them, and a job of 2 ranks on each, over TCP.
 # Needs root, ip and the Open MPI or MPICH of PYTHON's environment:
 #
-#     PYTHON=.venv/bin/python tests/two_hosts.sh [--cut FILE SECONDS] script.py [its arguments]
+#     PYTHON=.venv/bin/python tests/backends/two_hosts.sh [--cut FILE SECONDS] script.py [its arguments]
 #
 # --cut: when FILE appears the cable is cut, for some seconds or `forever`.
 set -euo pipefail

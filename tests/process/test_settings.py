@@ -1,6 +1,6 @@
 """The environment variables of jaxmpi: one table, one check, on all ranks, before anything else is done with them.
 
-`python tests/test_settings.py` writes the table into docs/api.md.
+`make tables` writes the table into docs/api.md.
 """
 
 import re
@@ -13,7 +13,7 @@ import jaxmpi
 from jaxmpi.__main__ import main
 from jaxmpi._process import children, settings
 
-PAGE = Path(__file__).parent.parent / "docs/api.md"
+PAGE = Path(__file__).parents[2] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
 SECONDS = [name for name in settings.SETTINGS if name.endswith("SECONDS")]
 COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART"]

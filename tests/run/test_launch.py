@@ -22,7 +22,7 @@ from jaxmpi._run.mpiexec import Launcher, LaunchError
 from jaxmpi._run.options import Request, parse
 from jaxmpi._run.placement import Machine, check_counts, command, plan, survey
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
 MPICH = Launcher("/opt/bin/mpiexec", "MPICH", "5.0.2")
 INTEL = Launcher("/opt/bin/mpiexec", "Intel MPI", "2021.13")

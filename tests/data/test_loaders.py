@@ -12,7 +12,7 @@ import pytest
 
 from jaxmpi.data import Batches
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 N, B = 22, 4
 MODULES = {"Grain": "grain", "PyTorch": "torch", "tf.data": "tensorflow", "Hugging Face datasets": "datasets"}
 SCRIPT = """
