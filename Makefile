@@ -1,5 +1,6 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
+# make test-slow   the tests that take longest, such as every optimizer of optax: quarter of an hour
 # make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
 # make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
@@ -33,14 +34,14 @@ HASHED := $(PIP) --require-hashes --no-deps
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
+.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
 .SUFFIXES:
 
 help:
 	@sed -n 's/^# //p; /^PYTHON/q' Makefile
 
 # the order is that of what fails first
-check: lint train test test-examples docs package
+check: lint train test docs package
 	@$(MAKE) test-mpi4jax TESTS="tests/collectives/test_collectives.py tests/consistency/test_agreement.py"
 	@$(MAKE) test VENV=.venv-mpich MPI=mpich TESTS="tests/collectives/test_collectives.py tests/backends/test_native.py"
 
@@ -55,6 +56,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.test-installed
 	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
 	@$(SUITE) $(TESTS)
+
+test-slow: $(VENV)/.test-installed
+	@echo "== running the tests that take longest"
+	@$(SUITE) -m slow tests
 
 test-examples: $(VENV)/.test-installed
 	@echo "== running the examples and benchmarks from beginning to end"
@@ -93,7 +98,7 @@ environments: $(VENV)/.test-installed
 
 soak: $(VENV)/.test-installed
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"
-	@JAXMPI_SOAK=1 $(BIN)/python -m pytest tests/test_soak.py tests/checkpoint/test_corruptions.py
+	@JAXMPI_SOAK=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_soak.py tests/checkpoint/test_corruptions.py
 
 # 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed

@@ -61,6 +61,7 @@ def test_notebooks_are_stored_without_outputs(path):
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
+@pytest.mark.slow
 def test_six_lines_make_a_script_for_one_device_one_for_many():
     """Those that the quick start shows."""
     one, many = ROOT / "examples" / "one_device.py", ROOT / "examples" / "many_devices.py"

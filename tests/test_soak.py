@@ -8,11 +8,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from test_guard import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
+pytestmark = pytest.mark.slow
 SOAK = os.environ.get("JAXMPI_SOAK") == "1"
 TREES = 10_000 if SOAK else 60
 KILLS = 200 if SOAK else 3

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
 TRAINS = """
 import os, sys, time

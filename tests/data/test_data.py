@@ -194,6 +194,7 @@ def test_shard_iteration_does_not_hide_an_index_error_of_the_source():
 # batches: the plan
 
 
+@pytest.mark.filterwarnings("ignore:batches. an epoch of")
 @pytest.mark.parametrize(("n", "batch_size", "seed"), PLANS)
 def test_batches_drop_gives_every_number_of_ranks_the_same_global_batches(n, batch_size, seed):
     one_rank, positions = play(n, batch_size, 1, seed=seed, epoch=2)
@@ -205,6 +206,7 @@ def test_batches_drop_gives_every_number_of_ranks_the_same_global_batches(n, bat
             assert play(n, batch_size, size, seed=seed, epoch=2) == (one_rank, positions)
 
 
+@pytest.mark.filterwarnings("ignore:batches. an epoch of")
 @pytest.mark.parametrize(("n", "batch_size", "seed"), PLANS)
 def test_batches_mask_gives_each_sample_once_on_every_number_of_ranks(n, batch_size, seed):
     one_rank, positions = play(n, batch_size, 1, seed=seed, epoch=2, remainder="mask")
@@ -220,6 +222,7 @@ def test_batches_mask_and_drop_agree_on_the_full_batches():
     assert masked[:3] == dropped and len(masked) == 4
 
 
+@pytest.mark.filterwarnings("ignore:batches. an epoch of")
 @pytest.mark.parametrize(("n", "batch_size", "seed"), PLANS)
 def test_batches_mask_shapes_are_constant_and_padding_repeats_the_step(n, batch_size, seed):
     for size in SIZES:
@@ -279,9 +282,33 @@ def test_batches_permutation_changes_with_seed_and_epoch_alone():
     assert all(play(40, 40, 1, epoch=epoch)[0] == [values(40).tolist()] for epoch in range(4))  # no seed, no shuffle
 
 
+@pytest.mark.parametrize(("n", "remainder"), [(3, "drop"), (0, "drop"), (0, "mask")])
+def test_an_epoch_without_steps_is_warned_of_on_rank_0(n, remainder):
+    with pytest.warns(UserWarning, match=f"batches: an epoch of {n} samples has no step with batch_size 4. Pass a smaller"):
+        assert list(Batches(values(n), 4, rank=0, size=2, remainder=remainder)) == []
+    assert list(Batches(values(n), 4, rank=1, size=2, remainder=remainder)) == []
+    assert list(Batches(values(8), 4, rank=0, size=2, start=8)) == []  # the end of an epoch, resumed
+
+
+COLUMNS = [np.ones((500, 2)), np.ones(500)]
+
+
+@pytest.mark.parametrize("call", [lambda data: jaxmpi.batches(data, 100), jaxmpi.shard])
+def test_a_list_of_columns_is_refused(call):
+    jaxmpi.init()
+    with pytest.raises(
+        TypeError, match=r"data is a list of 2 arrays with 500 rows each, and a list is one of samples\. Pass a tuple"
+    ):
+        call(COLUMNS)
+    call(tuple(COLUMNS))
+    call([*np.ones((40, 3))])  # forty samples
+    call([{"x": np.ones(3)}, {"x": np.ones(3)}])
+
+
 # batches: where it is
 
 
+@pytest.mark.filterwarnings("ignore:batches. an epoch of")
 @pytest.mark.parametrize(("n", "batch_size", "seed"), PLANS)
 @pytest.mark.parametrize("remainder", ["drop", "mask"])
 def test_batches_resume_sees_exactly_the_rest(n, batch_size, seed, remainder):

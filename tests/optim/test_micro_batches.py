@@ -62,6 +62,7 @@ def digests():
     return found
 
 
+@pytest.mark.slow
 def test_any_number_of_threads_gives_the_same_bits():
     """NPROC is the number of threads of XLA's CPU client; the sums of these optimizers are large enough for several."""
     runs = [
@@ -74,6 +75,7 @@ def test_any_number_of_threads_gives_the_same_bits():
         assert other == one
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_all_ranks_have_the_same_bits():
     found = digests()

@@ -16,11 +16,13 @@ LOSSES = (  # L-BFGS has a zoom line search
 )
 
 
+@pytest.mark.slow
 @run_ranks(3, timeout_seconds=400)
 def test_transforms_that_take_the_loss():
     check(LOSSES, ("distributed",))
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla", timeout_seconds=400)
 def test_transforms_that_take_the_loss_on_xla():
     check(LOSSES, ("distributed",))

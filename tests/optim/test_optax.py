@@ -25,12 +25,14 @@ def test_every_transform_of_optax_is_listed():
     assert names() == {*CASES, *SINGLE_SAMPLES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", groups(6), ids=lambda group: group[0])
 def test_simulated_ranks_do_what_plain_optax_does(group):
     with jaxmpi.simulate(3):
         check(group)
 
 
+@pytest.mark.slow
 @run_ranks(2, timeout_seconds=400)
 @pytest.mark.parametrize("group", ON_MPI, ids=lambda group: group[0])
 def test_ranks_do_what_plain_optax_does(group):

@@ -223,6 +223,7 @@ def test_what_decides_by_whole_arrays_is_right_on_shards(ranks):
         equal_to_distributed()
 
 
+@pytest.mark.slow
 @run_ranks(3)
 def test_what_decides_by_whole_arrays_is_right_on_shards_of_mpi():
     equal_to_distributed()
