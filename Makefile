@@ -59,7 +59,7 @@ test: $(VENV)/.test-installed
 
 test-slow: $(VENV)/.test-installed
 	@echo "== running the tests that take longest"
-	@$(SUITE) -m slow tests
+	@$(SUITE) -m slow
 
 test-examples: $(VENV)/.test-installed
 	@echo "== running the examples and benchmarks from beginning to end"
