@@ -296,9 +296,7 @@ COLUMNS = [np.ones((500, 2)), np.ones(500)]
 @pytest.mark.parametrize("call", [lambda data: jaxmpi.batches(data, 100), jaxmpi.shard])
 def test_a_list_of_columns_is_refused(call):
     jaxmpi.init()
-    with pytest.raises(
-        TypeError, match=r"data is a list of 2 arrays with 500 rows each, and a list is one of samples\. Pass a tuple"
-    ):
+    with pytest.raises(TypeError, match=r"data is a list of 2 arrays with 500 rows each, .*Pass a tuple"):
         call(COLUMNS)
     call(tuple(COLUMNS))
     call([*np.ones((40, 3))])  # forty samples
