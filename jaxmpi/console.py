@@ -133,7 +133,7 @@ def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
     backend = session.current("average_metrics")
-    if backend.name != "simulate":  # whose leaves are stacks
+    if not backend.simulates:  # whose leaves are stacks
         for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
             as_array("average_metrics", path, leaf, "max")
     dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(metrics))

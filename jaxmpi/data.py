@@ -57,7 +57,7 @@ def shard(data: Any) -> "Shard":
     (9, array([16., 17.]), array([2, 3, 0]))
     """
     backend = session.current("shard")
-    if backend.name == "simulate":
+    if backend.simulates:
         raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
     place = backend.place
     return Shard(data, rank=place.rank, size=place.size)
@@ -115,7 +115,7 @@ def batches(
     backend = session.current("batches")
     rank, size = backend.place.rank, backend.place.size
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
-    if backend.name == "simulate":
+    if backend.simulates:
         return StackedBatches([Batches(data, batch_size, rank=r, size=size, **options) for r in range(size)])
     made = Batches(data, batch_size, rank=rank, size=size, **options)
     if size > 1:
@@ -146,7 +146,7 @@ def rank_key(key: jax.Array) -> Any:
     True
     """
     backend = session.current("rank_key")  # before init the error names this function, not rank
-    if backend.name == "simulate" and not _axis.bound():
+    if backend.simulates and not _axis.bound():
         return PerRank(jax.vmap(partial(jax.random.fold_in, key))(np.arange(backend.place.size)))
     return jax.random.fold_in(key, session.rank())
 

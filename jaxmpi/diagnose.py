@@ -82,7 +82,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def _measured(backend: Any) -> Callable[[Cost], float] | None:
     """Seconds for a cost, from a small and a large allreduce; None where there is only one process."""
-    if backend.name in ("single", "simulate"):
+    if backend.place.size == 1 or backend.simulates:
         return None
     if not hasattr(backend, "speed"):
         small, large = _median_seconds(jnp.zeros(2)), _median_seconds(jnp.zeros(LARGE_BYTES // 4))

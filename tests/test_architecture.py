@@ -63,6 +63,17 @@ def test_what_a_rank_is_as_a_process_needs_no_jax():
                 assert not any(name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names), path
 
 
+def test_no_code_asks_for_the_name_of_a_backend():
+    """But what it can: `Backend` has an attribute for each such question."""
+    for name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and not name.startswith("_backends"):
+                asked = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == "name"]
+                assert not any(
+                    "backend" in ast.unparse(part.value) or "current(" in ast.unparse(part.value) for part in asked
+                ), path
+
+
 def test_each_folder_has_a_line_for_each_of_its_files():
     for folder in PACKAGE.iterdir():
         if (folder / "__init__.py").exists() and folder.name.startswith("_"):

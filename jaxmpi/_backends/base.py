@@ -63,9 +63,20 @@ class Place(NamedTuple):
 class Backend(Protocol):
     """The ranks of one job, and how they talk."""
 
-    name: str
+    name: str  # for people: the code asks for what follows
     place: Place
     forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
+    simulates: bool  # whether the ranks are simulated in this process, and what differs between them is stacked
+    global_arrays: bool  # whether its programs take and return arrays that JAX knows as those of all processes
+    nests: bool  # whether its programs may stand inside of others
+    takes_references: bool  # whether its programs may have references as arguments of their loops
+    fuses_mean: bool  # whether it carries "mean", and sums short floats in float32
+    compares_inline: bool  # whether the ranks compare their programs while these run
+    same_module: bool  # whether all ranks must run one compiled program
+
+    @property
+    def combines(self) -> bool:
+        """Whether collectives that can travel together do."""
 
     @property
     def effects(self) -> frozenset[Hashable]:
@@ -73,6 +84,18 @@ class Backend(Protocol):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call` on every array of `xs`, in traced code."""
+
+    def carries(self, call: Collective) -> bool:
+        """Whether the ranks compare what they send when they carry it out."""
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """The bytes of each message that `run` sends for arrays like these."""
+
+    def wrap(self, leaves: list[Any]) -> list[Any]:
+        """Arrays of this rank as its programs take them; the list itself if they all are."""
+
+    def unwrap(self, x: Any) -> Any:
+        """This rank's array of one that a program has returned."""
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """All ranks' picklable objects, in the order of the ranks."""

@@ -39,8 +39,7 @@ class Mpi(MpiProcessGroup):
 
     name = "mpi"
     transport = "mpi4jax"
-    fuses_mean = False  # whether it carries "mean", and sums short floats in float32
-    needs_mpi4jax = True
+    nests = needs_mpi4jax = True
 
     def __init__(self, launched: int) -> None:
         """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
@@ -56,10 +55,6 @@ class Mpi(MpiProcessGroup):
         """mpi4jax's ordered effect, which keeps all its calls in program order."""
         probe = jax.make_jaxpr(lambda x: self._mpi4jax.bcast(x, 0, comm=self._programs))
         return frozenset(map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects))
-
-    def carries(self, call: Collective) -> bool:
-        """Whether the ranks compare what they send when they carry it out."""
-        return False
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `_plan.messages`."""

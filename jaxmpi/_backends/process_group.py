@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import bucketing
-from jaxmpi._backends.base import Place
+from jaxmpi._backends.base import Collective, Place
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir, settings
 from jaxmpi._process.communicating_thread import Turn
@@ -33,8 +33,8 @@ class MpiProcessGroup:
 
     name: str  # of the backend
     forked = False  # whether this process is a forked child of the rank
-    compares_inline = False  # whether the ranks compare their programs while these run
-    same_module = False  # whether all ranks must run one compiled program
+    simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
+    takes_references = True
 
     def __init__(self, mpi: Any) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
@@ -61,6 +61,23 @@ class MpiProcessGroup:
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Any] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
+
+    @property
+    def combines(self) -> bool:
+        """Whether collectives that can travel together do."""
+        return True
+
+    def carries(self, call: Collective) -> bool:
+        """Whether the ranks compare what they send when they carry it out."""
+        return False
+
+    def wrap(self, leaves: list[Any]) -> list[Any]:
+        """The arrays as they are."""
+        return leaves
+
+    def unwrap(self, x: Any) -> Any:
+        """The array as it is."""
+        return x
 
     def _node_communicator(self) -> Any:
         """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""

@@ -46,6 +46,7 @@ class Simulated(OneProcess):
     """`size` ranks, of which Python sees rank 0; values that are no `PerRank` are equal on all of them."""
 
     name = "simulate"
+    simulates, takes_references = True, False
 
     def __init__(self, size: int) -> None:
         self.place = Place(rank=0, size=size, local_rank=0, local_size=size, node=0)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective, Place
 
 __all__ = ["OneProcess", "Single"]
@@ -19,7 +20,24 @@ class OneProcess:
     place: Place
     forked = False  # a forked child is one process, too
     long_operation = ""  # with what takes long, for those who watch
-    same_module = False  # as in `Job`
+    simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
+    takes_references = combines = True
+
+    def carries(self, call: Collective) -> bool:
+        """Whether the ranks compare what they send when they carry it out."""
+        return False
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """As between processes of backend "xla"."""
+        return packing.messages(call, arrays, self.place.size)
+
+    def wrap(self, leaves: list[Any]) -> list[Any]:
+        """The arrays as they are."""
+        return leaves
+
+    def unwrap(self, x: Any) -> Any:
+        """The array as it is."""
+        return x
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """The object, once for each rank."""

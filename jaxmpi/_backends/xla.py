@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.mpi import import_mpi4py, take_device
 from jaxmpi._backends.process_group import MpiProcessGroup, check_start
@@ -32,6 +33,7 @@ class Xla(MpiProcessGroup):
 
     name = "xla"
     effects: frozenset[Hashable] = frozenset()
+    global_arrays, takes_references = True, False
     same_module = True  # XLA orders collectives by the whole program that it compiles, and gloo tells them apart by their order
 
     def __init__(self, launched: int, devices: Sequence[int] | None) -> None:
@@ -71,6 +73,15 @@ class Xla(MpiProcessGroup):
                 f"init: JAX's processes could not join each other at {address}: {error} Call jaxmpi.init() before anything "
                 "that starts JAX's backend, such as jnp.zeros or jax.devices."
             ) from error
+
+    @property
+    def combines(self) -> bool:
+        """Not on GPUs, where XLA knows best what to combine."""
+        return jax.default_backend() == "cpu"
+
+    def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+        """The bytes of each of XLA's collectives for arrays like these."""
+        return packing.messages(call, arrays, self.place.size)
 
     def wrap(self, leaves: list[Any]) -> list[Any]:
         """Arrays of this rank as global ones; the list itself if all are global already, as the state of a train step is."""

@@ -42,7 +42,7 @@ def check_equal(backend: Backend, described: Sequence[tuple[Leaf, Any]]) -> None
     if backend.place.size == 1:
         return
     common = [(leaf, x) for leaf, x in described if leaf.part == "all" and (leaf.stored or leaf.plain)]
-    if backend.name == "simulate":
+    if backend.simulates:
         common = [(leaf, x) for leaf, x in common if isinstance(x, PerRank)]  # all else is equal
         everyone = [[_digest(x[rank]) for _, x in common] for rank in range(backend.place.size)]
     else:
@@ -106,4 +106,4 @@ def long_operation(backend: Any, what: str) -> Iterator[None]:
 
 def ranks_here(backend: Backend) -> Iterator[int]:
     """Those of this process."""
-    yield from range(backend.place.size) if backend.name == "simulate" else (backend.place.rank,)
+    yield from range(backend.place.size) if backend.simulates else (backend.place.rank,)

@@ -55,7 +55,7 @@ class Throughput:
         backend: Any = agreed("Throughput.read")
         now_ns = time.monotonic_ns()
         share: float | None = None
-        if backend.name in ("single", "simulate"):
+        if backend.place.size == 1 or backend.simulates:
             share = 0.0
         elif backend.compares_inline:
             share = _share(backend.events(), self._since_ns, now_ns)
@@ -63,7 +63,7 @@ class Throughput:
         self._samples, self._since_ns = 0, now_ns
         samples, seconds, shares = zip(*ranks, strict=True)
         size = session.size()
-        total = sum(samples) / max(seconds) * (size if backend.name == "simulate" else 1)
+        total = sum(samples) / max(seconds) * (size if backend.simulates else 1)
         return Rate(total, total / size, None if None in shares else sum(shares) / len(shares))
 
 

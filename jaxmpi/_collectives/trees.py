@@ -143,13 +143,13 @@ def check_op(function: str, op: Any) -> None:
 def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = session.current(function)
-    outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
+    outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), op, rows) if outside else None
-    if run and backend.name == "simulate":
+    if run and backend.simulates:
         return run(tree)
-    if backend.name == "simulate" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+    if backend.simulates and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
         raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
-    if backend.name == "single" and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+    if backend.place.size == 1 and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
         raise TypeError(
             f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
             "this rank's own array."

@@ -85,8 +85,8 @@ def local(tree: Any) -> Any:
     Returns:
       The same pytree, of arrays on this rank's device.
     """
-    backend: Any = session.current("local")
-    return jax.tree.map(backend.unwrap, tree) if backend.name == "xla" else tree
+    backend = session.current("local")
+    return jax.tree.map(backend.unwrap, tree) if backend.global_arrays else tree
 
 
 def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         backend = session.current(name)
-        outside = (backend.place.size > 1 or backend.name == "simulate") and not _jaxcompat.tracing()
+        outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
         return step(*args) if outside else fun(*args)
 
     return call

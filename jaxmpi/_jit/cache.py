@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxmpi._backends.base import Backend
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, build_program
 
@@ -16,7 +17,7 @@ Found = tuple[Program, Callable[[Sequence[Any]], Any], list[Any], list[str]]  # 
 class Programs:
     """The programs of a function on one backend, compiled with these options of `jax.jit`; the last used is tried first."""
 
-    def __init__(self, function: Function, backend: Any, options: Mapping[str, Any], announce: Callable[[Program], Any]):
+    def __init__(self, function: Function, backend: Backend, options: Mapping[str, Any], announce: Callable[[Program], Any]):
         self._function, self._backend, self._options = function, backend, options
         self._announce = announce  # called with each new one
         self._all: list[tuple[Program, Callable[[Sequence[Any]], Any]]] = []
@@ -56,4 +57,4 @@ class Programs:
         return program, run, leaves, program.numbers(given)
 
     def _leaves(self, leaves: list[Any]) -> list[Any]:
-        return self._backend.wrap(leaves) if self._backend.name == "xla" else leaves
+        return self._backend.wrap(leaves)

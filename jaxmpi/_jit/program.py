@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Backend
 from jaxmpi._consistency import compare
 from jaxmpi._jit.function import Function, is_per_rank
 from jaxmpi._jit.nnx_changes import watch_changes
@@ -104,10 +105,10 @@ def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(*indices)
 
 
-def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Any, *, hide: bool) -> Program:
+def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Backend, *, hide: bool) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`."""
     paths, treedef, avals = _kinds(function, args, kwargs)
-    if backend.name != "simulate" and (stray := [path for path, leaf in paths if is_per_rank(leaf)]):
+    if not backend.simulates and (stray := [path for path, leaf in paths if is_per_rank(leaf)]):
         raise TypeError(
             f"jaxmpi.jit: {_argument(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and this is "
             "no `with jaxmpi.simulate(n)`. Pass this rank's own array."
@@ -149,12 +150,12 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
             outside = [_from_outside(x) for x in constants]
     outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
     carried = None
-    if size > 1 and function.of_user and backend.name != "simulate":
+    if size > 1 and function.of_user and not backend.simulates:
         carried = Carried.find(function.title, jaxpr, [path for path, _ in paths], [path for path, _ in outs], len(captured))
     if hide and size > 1:  # what is not hidden may be differentiated yet
-        jaxpr = fold(jaxpr, size, fuses_mean=backend.name == "mpi" and backend.fuses_mean)
+        jaxpr = fold(jaxpr, size, fuses_mean=backend.fuses_mean)
     stacked = [False] * len(captured) + [is_per_rank(leaf) for _, leaf in paths]
-    entries = list(summary(jaxpr, size, combine=lower.combines(backend))) if size > 1 else []
+    entries = list(summary(jaxpr, size, combine=backend.combines)) if size > 1 else []
     entries = [entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),)) for entry in entries]
     if entries and backend.same_module and not outside:
         outside = [_from_outside(x) for x in constants]

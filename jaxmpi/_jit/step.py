@@ -156,7 +156,7 @@ class Step:
         if backend.forked:
             backend.turn.take()  # raises
         self.clear_cache()  # where what follows raises, the next call raises, too
-        self._alone = backend.place.size == 1 or backend.name == "simulate"
+        self._alone = backend.place.size == 1 or backend.simulates
         if not self._alone:
             self._programs = Programs(self._function, backend, _flat_options(self._options), self._announce)
             self._in_band, self._concurrent = backend.compares_inline, backend.concurrent
@@ -190,7 +190,7 @@ class Step:
             return jax.jit(self._function.fun, **self._options)
         if self._backend.place.size == 1:
             return self._jitted
-        if self._backend.name == "mpi":  # other programs may stand beside this one: the effect keeps the order
+        if self._backend.nests:  # other programs may stand beside this one: the effect keeps the order
             return self._open
         raise RuntimeError(
             f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
@@ -202,7 +202,7 @@ class Step:
         return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
 
     def _wrapped(self, args: Any, kwargs: Any) -> Any:
-        if self._backend.name != "xla" or self._backend.place.size == 1:
+        if not self._backend.global_arrays or self._backend.place.size == 1:
             return args, kwargs
         return tuple(map(self._wrap, args)), {name: self._wrap(arg) for name, arg in kwargs.items()}
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmpi._backends import packing
 from jaxmpi._lowering.summary import Entry
 
 __all__ = ["Cost", "cost", "table"]
@@ -24,7 +23,7 @@ def cost(entry: Entry, backend: Any) -> Cost:
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
-    sent = backend.messages(entry.call, arrays) if backend.name == "mpi" else packing.messages(entry.call, arrays, size)
+    sent = backend.messages(entry.call, arrays)
     return Cost(len(sent), share * sum(sent))
 
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import on_axis, packing, primitive
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._lowering.classify import has_collective
@@ -33,13 +33,13 @@ from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.rewrite import Target, rewrite
 from jaxmpi._lowering.trace import make_jaxpr
 
-__all__ = ["build", "combines"]
+__all__ = ["build"]
 
 Flat = Callable[..., list[Any]]  # of arrays, to arrays
 
 
 def build(
-    jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool], first: Collective | None, fingerprint: int, *, hide: bool
+    jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool], first: Collective | None, fingerprint: int, *, hide: bool
 ) -> tuple[Flat, Flat]:
     """Make a traced program one of `backend`.
 
@@ -55,26 +55,21 @@ def build(
     Returns:
       The program, and what is done to its outputs.
     """
-    if backend.name in ("simulate", "xla") and backend.place.size > 1:
+    if not backend.takes_references and backend.place.size > 1:
         refuse_references(jaxpr, backend.name)
-    if backend.name == "simulate":
+    if backend.simulates:
         differ = varying(jaxpr, stacked, check=False)
         return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
     if not has_collective(jaxpr):
         return _jaxcompat.as_function(jaxpr), list
     if backend.place.size == 1:
         return _jaxcompat.as_function(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
-    if backend.name == "xla":
+    if backend.global_arrays:
         return _on_mesh(jaxpr, backend), list
     return _on_mpi(jaxpr, backend, first, fingerprint, hide), list
 
 
-def combines(backend: Any) -> bool:
-    """Whether collectives that can travel together do: not on GPUs, where XLA knows best what to combine."""
-    return backend.name != "xla" or jax.default_backend() == "cpu"
-
-
-def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
+def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return primitive.run(call._replace(fingerprint=fingerprint), xs, backend)
 
@@ -97,7 +92,7 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Any, first: Collective | None, fingerpr
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
 
 
-def _behind_a_comparison(program: ClosedJaxpr, backend: Any, fingerprint: int) -> ClosedJaxpr:
+def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:
     """A program that compares its word before anything else, as its first message would not."""
 
     def whole(*xs: Any) -> list[Any]:
@@ -108,13 +103,13 @@ def _behind_a_comparison(program: ClosedJaxpr, backend: Any, fingerprint: int) -
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
-    target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), combines(backend))
+    target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), backend.combines)
     program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def _simulated(jaxpr: ClosedJaxpr, backend: Any, stacked: Sequence[bool]) -> Flat:
+def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) -> Flat:
     program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
     axes = tuple(0 if own else None for own in stacked)
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)

@@ -28,7 +28,7 @@ __all__ = [
 
 def check_in_step(function: str) -> None:
     """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
-    if session.current(function).name == "simulate" and not _jaxcompat.tracing():
+    if session.current(function).simulates and not _jaxcompat.tracing():
         raise RuntimeError(
             f"{function}: update was called outside of a step, where simulated ranks have no arrays of their own. "
             "Use jaxmpi.jit."

@@ -45,7 +45,7 @@ def launch(
     """
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
-    if session.initialized() and session.current("launch").name in ("mpi", "xla") and session.size() > 1:
+    if session.initialized() and session.size() > 1 and not session.current("launch").simulates:
         raise RuntimeError(
             f"launch: this is one of {session.size()} ranks. Call it in a process that is none, such as a notebook."
         )

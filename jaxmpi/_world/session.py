@@ -135,7 +135,7 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         backend = _check_settings(backend, launched) if parent is None else "single"
         if backend == "auto":
             backend = _choose(launched, devices)
-        chosen = _start(backend, launched, devices, parent)
+        chosen: Any = _start(backend, launched, devices, parent)
         place: Place = chosen.place
         _State.backend, _State.world = chosen, World(*place, backend=backend)
         if place.size > 1:
@@ -192,7 +192,7 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if _devices.enough(shown) else "mpi"
 
 
-def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Any:
+def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Backend:
     if backend == "xla":
         from jaxmpi._backends.xla import Xla
 
