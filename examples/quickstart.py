@@ -17,7 +17,7 @@ rngs = nnx.Rngs(0)
 hidden = [nnx.Linear(1, 256, rngs=rngs), jnp.tanh, nnx.Linear(256, 512, rngs=rngs), jnp.tanh]
 network = nnx.Sequential(*hidden, nnx.Linear(512, 256, rngs=rngs), jnp.tanh, nnx.Linear(256, 1, rngs=rngs))
 graph, params = nnx.split(network, nnx.Param)
-params = jaxmpi.synchronize(params)  # those of rank 0, on every rank
+params = jaxmpi.synchronize(params)  # copy rank 0's parameters to every rank
 
 optimizer = jaxmpi.distributed(optax.adam(1e-3))  # Adam on the mean of all ranks' gradients
 state = optimizer.init(params)

@@ -18,8 +18,9 @@ def jit(fun: Callable[..., Any] | None = None, *, replicated_argnums: int | Sequ
     """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
 
     What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold after the call. Their
-    arrays go in and come out; which variables there are must not change. Variables of type `nnx.BatchStat` and `MetricState`
-    are each rank's own, as if they stood in a `PerRankState`; all others are equal on all ranks, if the gradients are averaged.
+    arrays go in and come out; which variables there are must not change. Variables of type
+    `nnx.BatchStat`, `MetricState` and `RngState` are each rank's own, as if they stood in a `PerRankState`; all others
+    are equal on all ranks, if the gradients are averaged.
 
     **Collective:** as `jaxmpi.jit`.
     **Communication:** as `jaxmpi.jit`.

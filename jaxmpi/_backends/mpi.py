@@ -57,7 +57,7 @@ class Mpi(MpiProcessGroup):
         return frozenset(map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects))
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Carry out `call`: one MPI call for each of the messages of `_plan.messages`."""
+        """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall"), xs)
             return [reduce_rows(x, call.op) for x in rows]
@@ -170,7 +170,7 @@ def _start(mpi: Any, rc: Any) -> None:
     if init is None:
         mpi.Init_thread(level)
     elif init(None, None, level, ctypes.byref(ctypes.c_int())):
-        raise MPIError("init: MPI cannot start: MPI_Init_thread has failed. What it has written above says why.")
+        raise MPIError("init: MPI cannot start: MPI_Init_thread has failed. See MPI's own message above.")
     if handler := {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(rc.errors):
         for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
             comm.Set_errhandler(getattr(mpi, handler))

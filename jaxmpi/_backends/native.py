@@ -141,11 +141,11 @@ class Native(Mpi):
         return self._native.word()
 
     def events(self) -> list[Sequence[int | None]]:
-        """The last messages, as `Job` has them."""
+        """The last messages, as `MpiProcessGroup` has them."""
         return self._native.events()
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """As that of `Job`."""
+        """As that of `MpiProcessGroup`."""
         return self._statements.get(fingerprint) or super().described(fingerprint)
 
     def close(self) -> None:

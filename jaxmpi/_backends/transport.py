@@ -31,7 +31,9 @@ def join(launched: int, devices: Sequence[int] | None) -> Mpi:
     found = gathered(launched, lambda: "" if asked == "mpi4jax" else why_not_native())
     obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:
-        raise MPIError(f"init: JAXMPI_TRANSPORT is native, which cannot be. {obstacles[0]}. Set it to mpi4jax.")
+        raise MPIError(
+            f"init: JAXMPI_TRANSPORT is native, and the native transport is not available. {obstacles[0]}. Set it to mpi4jax."
+        )
     kind = Mpi if asked == "mpi4jax" or obstacles else Native
     return kind(launched)
 

@@ -145,7 +145,7 @@ class Archive:
             piece = scratch[: end - at] if buffer is None else buffer[at:end]
             found = zlib.crc32(self._fill(piece, None), found)
         if found != member.checksum:
-            raise CheckpointError(f"{self._path}: {leaf.name} is not what was written: its checksum is another.")
+            raise CheckpointError(f"{self._path}: {leaf.name} is corrupted: its checksum does not match.")
 
     def _fill(self, piece: memoryview, start: int | None) -> memoryview:
         """Read on, or from a place, as many bytes as the piece has."""

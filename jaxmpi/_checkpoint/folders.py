@@ -206,7 +206,7 @@ def read_manifest(folder: Path) -> Manifest:
         except Exception as error:  # whatever is in it
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}.") from error
     if not same:
-        raise CheckpointError(f"{path} is not what was written.")
+        raise CheckpointError(f"{path} is corrupted: its checksum does not match.")
     if _NAME.fullmatch(folder.name) and manifest.step != _step(folder):
         raise CheckpointError(f"{path} is of step {manifest.step}, and not of this folder.")
     return manifest

@@ -40,7 +40,10 @@ BRANCH = (
     "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own must be an argument of the "
     "function, or follow from jaxmpi.rank()."
 )
-PLACES = "A loop or a branch with a collective went another way: what decides on it must be equal on all ranks."
+PLACES = (
+    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside. The predicate must be "
+    "equal on all ranks."
+)
 
 
 class Statement(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 import jax
@@ -89,7 +89,6 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The function of parts. It returns what becomes of each positional argument, then of those by name, then its result."""
     from flax import nnx
 
-    @wraps(fun)
     def pure(*args: Any, **kwargs: Any) -> Any:
         given = _named(args, kwargs)
         parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
@@ -100,12 +99,15 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
         left, found = _taken_apart(objects)
         if parts and left != graph:
             raise ValueError(
-                f"jaxmpi.nn.jit: {fun.__name__} adds variables to its nnx arguments, removes some or shares them anew. Do "
-                "that before, outside of the step."
+                f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it adds variables, removes some, "
+                "shares them anew, or changes a static attribute, as model.eval() does. Do that outside of the step."
             )
         here = [found.get(str(i)) for i in range(len(args))]
         return *here, {name: found[name] for name in kwargs if name in found}, out
 
+    update_wrapper(pure, fun)
+    named: Any = next((f for f in (fun, getattr(fun, "func", None)) if hasattr(f, "__name__")), type(fun))
+    pure.__name__ = named.__name__
     return pure
 
 
@@ -142,7 +144,7 @@ def _taken_apart(objects: dict[str, Any]) -> tuple[Any, dict[str, _Part]]:
     """The graph of nnx objects, and the arrays of each."""
     from flax import nnx
 
-    split: Any = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState), ...)
+    split: Any = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState, nnx.RngState), ...)
     graph, own, rest = split
     empty: Any = nnx.State({})
     return graph, {key: _Part(own.get(key, empty), rest.get(key, empty), None) for key in objects}

@@ -46,17 +46,20 @@ class Step:
             return self._inside()(*args, **kwargs)
         if self._alone:
             return self._jitted(*args, **kwargs)
+        ready = None
         if self._new:
             program, run, leaves, _ = self._programs.find(args, kwargs)
             self._first(program, leaves)
             if not program.statement:  # what sends nothing may run on any rank alone
                 return run(leaves)[1]
+            ready = program
         check = self._compare_values(args, kwargs) if self._checks else None
         if not self._in_band:
             out = self._compared(args, kwargs)
         else:  # the program's own messages compare it; every call below is one that a step of 1 ms notices
             if (thread := get_ident()) != self._turn.thread:
                 self._take_turn(args, kwargs)
+            self._ready = ready  # for the trace of this call alone
             try:
                 end, out = self._with_end(*args, **kwargs)
                 self._ends[thread] = end
@@ -82,13 +85,11 @@ class Step:
 
     def _first(self, program: Program, leaves: Sequence[Any]) -> None:
         """Before the first call of a program that communicates, and before each one that does not until then."""
-        if program.statement:
-            self._new = False
-            self._ready = program if self._in_band else None
-            if get_ident() != self._turn.thread:
-                self._turn.take()
+        if program.statement and get_ident() != self._turn.thread:
+            self._turn.take()
         first_call.compare(self._backend, program, leaves)
         program.carried = None  # which holds all of it
+        self._new = not program.statement  # at last: what is above may raise
 
     def _compared(self, args: Any, kwargs: Any) -> Any:
         """Run the program for these arguments, after the ranks have compared theirs."""
@@ -178,7 +179,7 @@ class Step:
                 refuse_nan_search(self._function.title)
             program = self._build(args, kwargs, hide=hide)
             self._announce(program, show=self._alone or end)
-            self._traced = program
+            self._traced = program if end else None
             outs = program(self._function.leaves(args, kwargs))
             return (jnp.zeros((), jnp.bool_), outs) if end else outs
 
@@ -237,6 +238,7 @@ class Step:
             raise
 
     def _note_run(self, program: Program) -> None:
+        program.carried = None
         if program.statement:
             compare.note_run(program.statement.fingerprint)
 

@@ -4,6 +4,7 @@ An output is carried where an argument has the same path, shape and dtype, and t
 parameter is plus its update. Whether it was equal on all ranks is known when the program runs.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxmpi._axis import DIFFERS, EQUAL
 from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._lowering.classify import CALLS, kind
 from jaxmpi._lowering.replication import varying
+from jaxmpi._lowering.text import Text
 
 __all__ = ["Carried"]
 
@@ -68,6 +70,13 @@ class Carried:
         pairs = [pair for pair in pairs if varies[pair.output] and pair.source in added[pair.output]]
         return cls(title, jaxpr, pairs) if pairs else None
 
+    @property
+    def digest(self) -> str:
+        """The same on ranks with the same program."""
+        text, (inner, _) = Text(self._jaxpr), _jaxcompat.parts(self._jaxpr)
+        lines = [text.equation(eqn, shapes=False) for eqn in inner.eqns]
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
     def parting(self, equal: Sequence[bool]) -> str:
         """What to say of a call, given which inputs, those from outside first, were `equal` on all ranks; "" for nothing."""
         varies = _may_differ(self._jaxpr, [not same for same in equal])
@@ -77,8 +86,8 @@ class Carried:
         more = f" and {len(names) - SHOWN} more outputs" if len(names) > SHOWN else ""
         return (
             f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks from this call on, and was "
-            "equal on all of them before: each rank trains on its own. Average the gradients (jaxmpi.distributed, "
-            "jaxmpi.tree_allreduce), or put what each rank is to have of its own into a jaxmpi.PerRankState."
+            "equal on all of them before. If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). "
+            "If each rank is to have its own, such as a sum over its batches, put it into a jaxmpi.PerRankState."
         )
 
 
@@ -99,7 +108,7 @@ def _names(path: Any) -> list[Any]:
 
 
 def _may_differ(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
-    return varying(jaxpr, ins, check=False, equal_names=(EQUAL, DIFFERS))
+    return varying(jaxpr, ins, constants=False, check=False, equal_names=(EQUAL, DIFFERS))
 
 
 def _added(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:

@@ -32,7 +32,7 @@ def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[
 
     Args:
       title: of the program.
-      entries: of `listing`.
+      entries: of `summary`.
       backend: the ranks.
       seconds: what a cost takes; without it that column is left out.
     """

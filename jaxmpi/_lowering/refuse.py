@@ -67,7 +67,7 @@ def _refuse_pairs(where: str, pairs: Any, size: int) -> None:
         if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):
             raise ValueError(
                 f"{where} has pairs {[(int(p), int(q)) for p, q in pairs]} on {size} ranks. "
-                "Every rank may stand at most once on either side."
+                "Each rank may appear at most once as a source and at most once as a destination."
             )
 
 

@@ -37,8 +37,8 @@ class Signature:
 
         Args:
           title: of the program.
-          entries: of `listing`.
-          decides: of `steering`, and the arrays that the function holds where they must be equal.
+          entries: of `summary`.
+          decides: of `control_slice`, and the arrays that the function holds where they must be equal.
           parameters: of `text.parameters`.
           arguments: in words, for an error only.
         """

@@ -1,13 +1,14 @@
 """What all ranks say of one thing, whenever each of them comes to it; rank 0 looks at it once all have said it."""
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["Gathering"]
 
 TOPIC = "gather"
+KEPT = 64  # keys with the messages of some ranks
 
 
 class Gathering:
@@ -15,7 +16,7 @@ class Gathering:
 
     def __init__(self, guard: Any) -> None:
         self._guard = guard
-        self._messages: dict[str, dict[int, Any]] = defaultdict(dict)  # by rank
+        self._messages: dict[str, dict[int, Any]] = {}  # by rank
         self._counts: Counter[str] = Counter()
         self._judges: dict[str, Callable[[Sequence[Any]], str]] = {}
         self._lock = threading.Lock()
@@ -29,19 +30,25 @@ class Gathering:
           message: a picklable object.
           judge: on rank 0, takes all ranks' messages, and returns a line to say, or "".
         """
-        rank, self._counts[key] = self._guard.backend.place.rank, self._counts[key] + 1
-        key = f"{key} {self._counts[key]}"
+        rank = self._guard.backend.place.rank
+        with self._lock:
+            self._counts[key] += 1
+            key = f"{key} {self._counts[key]}"
+            if not rank:
+                self._judges[key] = judge
         if rank:
             self._guard.send(0, TOPIC, (key, message))
-            return
-        self._judges[key] = judge
-        self._add(rank, (key, message))
+        else:
+            self._add(rank, (key, message))
 
     def _add(self, rank: int, said: tuple[str, Any]) -> None:
         key, message = said
         with self._lock:
-            of_ranks = self._messages[key]
+            of_ranks = self._messages.setdefault(key, {})
             of_ranks[rank] = message
+            for old in list(self._messages)[:-KEPT]:  # of programs that some rank has not run
+                del self._messages[old]
+                self._judges.pop(old, None)
             complete = len(of_ranks) == self._guard.backend.place.size  # rank 0's judge, too
             judge = self._judges.pop(key) if complete else None
             if complete:

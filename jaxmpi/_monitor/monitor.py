@@ -5,8 +5,8 @@ than one, `install` therefore sees to it that
 - an exception that nobody handles is printed with its rank and ends the whole job;
 - a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
 - an interrupt ends a rank that stands inside MPI and cannot react to it;
-- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a witness (witness.py).
-A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Guard.print`, the stall
+- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a death reporter (death_reporter.py).
+A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Monitor.print`, the stall
 watch, the flight recorder, and the agreement on a call to stop at.
 """
 

@@ -70,7 +70,7 @@ def local_sgd(
     if codec is not None:
         check_codec("local_sgd", codec)
     if every < 1:
-        raise ValueError(f"local_sgd: every is {every}. It is the number of steps from one meeting to the next: 1 or more.")
+        raise ValueError(f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> LocalSGDState:

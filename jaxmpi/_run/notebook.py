@@ -47,7 +47,7 @@ def launch(
         raise ValueError(f"launch: ranks is {ranks}. Give 1 or more.")
     if session.initialized() and session.size() > 1 and not session.current("launch").simulates:
         raise RuntimeError(
-            f"launch: this is one of {session.size()} ranks. Call it in a process that is none, such as a notebook."
+            f"launch: this is one of {session.size()} ranks. Call it from a process that is not a rank, such as a notebook."
         )
     try:
         import cloudpickle

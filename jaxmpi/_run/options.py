@@ -80,13 +80,11 @@ def parse(arguments: Sequence[str]) -> Request:
     if options.threads is not None and options.threads < 1:
         raise LaunchError(f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more.")
     if options.restarts < 0:
-        raise LaunchError(
-            f"--restarts is {options.restarts}. Give how often a job that has failed is started again, 0 or more."
-        )
+        raise LaunchError(f"--restarts is {options.restarts}. Give the maximum number of restarts, 0 or more.")
     if options.min_ranks is not None and not 1 <= options.min_ranks <= options.ranks:
         raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
     if options.min_ranks is not None and not options.restarts:
-        raise LaunchError("--min-ranks says what a restart may do without. Give --restarts K, too.")
+        raise LaunchError("--min-ranks is the smallest number of ranks that a restart may use. Give --restarts K, too.")
     try:
         settings.check()
     except ValueError as error:
