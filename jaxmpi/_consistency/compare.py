@@ -41,8 +41,8 @@ BRANCH = (
     "function, or follow from jaxmpi.rank()."
 )
 PLACES = (
-    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside. The predicate must be "
-    "equal on all ranks."
+    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside. The predicate must "
+    "be equal on all ranks."
 )
 
 

@@ -96,8 +96,8 @@ def folded(jaxpr: Any) -> set[int]:
     """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
 
     The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python number that each rank has its
-    own of, and so the ranks compare the text of what these sums follow from (`control_slice`). That text has no shapes: what depends
-    on one, such as a count of samples, is sent, as is a number that is summed as it stands.
+    own of, and so the ranks compare the text of what these sums follow from (`control_slice`). That text has no shapes: what
+    depends on one, such as a count of samples, is sent, as is a number that is summed as it stands.
     """
     constant: set[Any] = set()
     quotients: set[int] = set()  # these, by id

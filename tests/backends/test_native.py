@@ -615,7 +615,11 @@ except (ValueError, jaxmpi.MPIError) as error:
         ("native", True, "native 2.0"),
         ("", "of other sources", "MPIError: The extension"),
         ("mpi4jax", "of other sources", "mpi4jax 2.0"),
-        ("native", False, "MPIError: init: JAXMPI_TRANSPORT is native, which cannot be. rank 0: the extension is not built"),
+        (
+            "native",
+            False,
+            "MPIError: init: JAXMPI_TRANSPORT is native, and the native transport is not available. rank 0: the extension is not built",
+        ),
     ],
 )
 def test_the_transport_is_chosen(transport, built, said, tmp_path):
