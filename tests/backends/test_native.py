@@ -618,7 +618,7 @@ except (ValueError, jaxmpi.MPIError) as error:
         (
             "native",
             False,
-            "MPIError: init: JAXMPI_TRANSPORT is native, and the native transport is not available. rank 0: the extension is not built",
+            "JAXMPI_TRANSPORT is native, and the native transport is not available. rank 0: the extension is not built",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
-from jaxmpi._monitor import monitor
+from jaxmpi._monitor import gathering, monitor
 from jaxmpi.testing import run_ranks
 
 SAID = (
@@ -270,6 +270,48 @@ def test_ranks_that_come_to_a_program_in_other_ways_still_agree():
     if rank == 1:
         step.clear_cache()
     step(*args, batch()[:2], True)
+
+
+@run_ranks(2)
+def test_after_a_difference_another_batch_gets_its_own_program():
+    rank, step = jaxmpi.rank(), jaxmpi.jit(lambda w, x: jaxmpi.tree_allreduce((x * w).mean()), replicated_argnums=0)
+    with pytest.raises(jaxmpi.RankMismatchError, match="is named in replicated_argnums"):
+        step(jnp.ones(()) + rank, jnp.ones(64))
+    assert step.program(jnp.ones(()), jnp.ones(32)).arguments[1].endswith("float32[32]")
+    assert float(step(jnp.ones(()), jnp.ones(32) * rank)) == 0.5
+
+
+@run_ranks(2)
+def test_a_program_of_one_rank_alone_is_not_compared_and_nothing_is_kept():
+    evaluate = jaxmpi.jit(lambda w, x: (x @ w).sum(), replicated_argnums=0)
+    for step in range(100 if jaxmpi.rank() == 0 else 1):
+        evaluate(jnp.ones(3) * step, jnp.ones((4, 3)))
+    assert len(monitor.active().gathering._messages) <= gathering.KEPT
+    jaxmpi.barrier()
+
+
+@run_ranks(2)
+def test_what_a_rank_has_from_outside_shifts_nothing():
+    """On mpi, a Python branch on the rank may use another array."""
+    rank, table, params = jaxmpi.rank(), jnp.arange(3.0), {"w": jnp.ones(2), "b": jnp.zeros(())}
+
+    def step(params, x):
+        value = loss(params, x) + (table.sum() if rank == 0 else 0.0)
+        return jaxmpi.tree_allreduce(value)
+
+    jaxmpi.jit(step, replicated_argnums=0)(params, batch())
+
+
+@run_ranks(2)
+def test_a_table_in_a_jit_of_its_own_counts_as_equal():
+    table = jnp.linspace(0.1, 0.01, 10)
+    rate = jax.jit(lambda count: table[count])
+
+    def step(params, count, x):
+        grads = jaxmpi.tree_allreduce(jax.grad(loss)(params, x))
+        return jax.tree.map(lambda p, g: p - rate(count) * g, params, grads), count + 1
+
+    assert not noted(lambda: jaxmpi.jit(step)(start(), jnp.zeros((), jnp.int32), batch()))
 
 
 SILENT = """
