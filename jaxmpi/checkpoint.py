@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jaxmpi._checkpoint import folders, parts
-from jaxmpi._checkpoint.all_ranks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
-from jaxmpi._checkpoint.fitting import difference
+from jaxmpi._checkpoint.compatibility import difference
 from jaxmpi._checkpoint.manifest import Leaf, Manifest
+from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.reading import newest, read
 from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
 from jaxmpi._collectives.objects import agreed, untraced

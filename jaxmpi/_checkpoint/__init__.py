@@ -4,10 +4,10 @@
 |---|---|
 | manifest | what the leaves are, and where in which file their numbers are, with checksums |
 | parts | a tree as leaves: which numbers of each this rank has, and how it gets them back |
-| fitting | whether a checkpoint fits the tree that it is to be restored into |
+| compatibility | whether a checkpoint fits the tree that it is to be restored into |
 | files | a rank's file: written in pieces, and read without trust |
 | folders | a checkpoint: there as a whole or not at all, and checked |
-| all_ranks | what the ranks say to each other about it |
+| rank_checks | what the ranks say to each other about it |
 | writing | a save in the background |
 | reading | on the ranks that there are now |
 """

@@ -12,8 +12,8 @@ import numpy as np
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import files, folders, parts
-from jaxmpi._checkpoint.all_ranks import long_operation, run_on_all_or_raise
 from jaxmpi._checkpoint.manifest import Leaf, Member
+from jaxmpi._checkpoint.rank_checks import long_operation, run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
 from jaxmpi._monitor import monitor
 

@@ -1,12 +1,12 @@
 """`jaxmpi.jit`: from a call to a program that runs.
 
-api          `jit`, and functions of ours that are compiled in the same way
-step         what `jit` returns: finds, compares and runs the program for its arguments
-cache        the programs of one function, by the kinds of their arguments
-program      a function for one kind of arguments and one backend; `_lowering` makes it
-function     a Python function, and what is known of its arguments
-first_call   arguments are compared by value at the first call, and a forgotten mean is named
-stages       `lower`, `trace` and `compile`
-nnx          `nn.jit`: steps that change Flax nnx objects in place
-nnx_changes  such changes under a plain `jit`, where they would be lost
+api               `jit`, and functions of ours that are compiled in the same way
+step              what `jit` returns: finds, compares and runs the program for its arguments
+cache             the programs of one function, by the kinds of their arguments
+program           a function for one kind of arguments and one backend; `_lowering` makes it
+function          a Python function, and what is known of its arguments
+first_call        arguments are compared by value at the first call, and a forgotten mean is named
+stages            `lower`, `trace` and `compile`
+nnx               `nn.jit`: steps that change Flax nnx objects in place
+lost_nnx_changes  such changes under a plain `jit`, where they would be lost
 """

@@ -14,7 +14,7 @@ from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, in_words, note_run
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.program import Program
-from jaxmpi._lowering.carried_state import Carried
+from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._monitor import monitor
 
 __all__ = ["compare"]

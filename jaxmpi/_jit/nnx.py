@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxmpi._jit.function import Function
-from jaxmpi._jit.nnx_changes import is_object
+from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
 from jaxmpi._jit.step import Step

@@ -14,12 +14,12 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._consistency import compare
 from jaxmpi._jit.function import Function, is_per_rank
-from jaxmpi._jit.nnx_changes import watch_changes
+from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._lowering import lower
-from jaxmpi._lowering.carried_state import Carried
 from jaxmpi._lowering.classify import communicates, held
 from jaxmpi._lowering.control_slice import Line, control_equations
+from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._lowering.fuse_mean import fold
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.signature import Signature

@@ -6,7 +6,7 @@ classify       what an equation has to do with the ranks
 refuse         which equations are refused, and in which words
 translate      which collective an equation is
 replication    which values differ between the ranks
-carried_state  train state that parts between the ranks because a mean was forgotten
+forgotten_mean train state that parts between the ranks because a mean was forgotten
 combine        which collectives travel together
 piggyback      which numbers share the message of another collective
 fuse_mean      which divisions are done on the way

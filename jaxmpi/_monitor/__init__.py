@@ -5,6 +5,6 @@ watchdog         who waits for whom, where, and what the missing ranks are doing
 death_reporter   a process that names the rank that was killed, where MPI does not
 flight_recorder  the last collectives of each rank
 preemption       a call at which all ranks stop, once one has got a signal
-gathering        what all ranks say of one thing, whenever each comes to it
+async_gather     what all ranks say of one thing, whenever each comes to it
 ordered_output   lines of text in the order of the ranks
 """

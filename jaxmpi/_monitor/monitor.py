@@ -22,8 +22,8 @@ from typing import Any
 
 from jaxmpi import _jaxcompat
 from jaxmpi._monitor import death_reporter
+from jaxmpi._monitor.async_gather import Gathering
 from jaxmpi._monitor.flight_recorder import Recorder
-from jaxmpi._monitor.gathering import Gathering
 from jaxmpi._monitor.ordered_output import Key, OrderedOutput
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._monitor.watchdog import Watchdog
