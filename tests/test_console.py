@@ -55,6 +55,18 @@ def test_text_that_the_screen_cannot_show_is_escaped(capsys, monkeypatch):
     assert said.err.count("a line of jaxmpi.print cannot be written to stdout") == 2  # once in a row
 
 
+def test_a_stream_of_the_script_may_raise_anything(monkeypatch, capfd):
+    class Stream:
+        encoding = "utf-8"
+
+        def write(self, text):
+            raise KeyError(text)
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    OrderedOutput(1).add(0, Key("f", 1, "t", 1), "text\n")
+    assert "a line of jaxmpi.print cannot be written to stdout ('text" in capfd.readouterr().err
+
+
 PRINTING = """
 import jaxmpi
 jaxmpi.print("before")

@@ -69,7 +69,7 @@ class OrderedOutput:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # type: ignore[union-attr]
             stream.flush()  # type: ignore[union-attr]
             self._failed = False
-        except (OSError, ValueError, AttributeError) as error:  # a full disk, a closed stream, none
+        except Exception as error:  # a full disk, a closed stream, none, or whatever a stream of the script raises
             if not self._failed:
                 stderr.say(f"jaxmpi: a line of jaxmpi.print cannot be written to {name} ({error}):\n{text}")
             self._failed = True
