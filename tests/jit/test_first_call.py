@@ -65,8 +65,8 @@ def noted(call):
     try:
         call()
         jaxmpi.barrier()
-        waiting = watch.gathering._messages
-        while any(len(of_ranks) > 1 for of_ranks in [*waiting.values()]):  # until the threads have what all ranks have sent
+        waiting, deadline = watch.gathering._messages, time.monotonic() + 2.0  # some may wait for ranks that say nothing
+        while any(len(of_ranks) > 1 for of_ranks in [*waiting.values()]) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
     finally:
