@@ -13,7 +13,7 @@
 #include <optional>
 #include <tuple>
 
-#include "staged.h"
+#include "gpu_staging.h"
 #include "transport.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "internode.h"
 #include "node.h"
-#include "nodes.h"
 #include "reduce.h"
-#include "stores.h"
+#include "store_policy.h"
 
 namespace jaxmpi {
 

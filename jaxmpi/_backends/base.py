@@ -6,12 +6,13 @@ Python, outside of it. The layers above know nothing else of how ranks talk to e
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-__all__ = ["Backend", "Collective", "Place", "fingerprint_of"]
+__all__ = ["Backend", "Collective", "Place", "Registry", "fingerprint_of"]
 
 
 def fingerprint_of(text: str) -> int:
@@ -58,6 +59,15 @@ class Place(NamedTuple):
     local_rank: int = 0
     local_size: int = 1
     node: int = 0
+
+
+@dataclass
+class Registry:
+    """What is known of the programs of a job. Its parts are those of `_consistency.compare`."""
+
+    programs: dict[int, Any] = field(default_factory=dict)  # that were traced, by their fingerprints
+    run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
+    found: list[Exception] = field(default_factory=list)  # on a thread of a program, and not raised yet
 
 
 class Backend(Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import bucketing
-from jaxmpi._backends.base import Collective, Place
+from jaxmpi._backends.base import Collective, Place, Registry
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir, settings
 from jaxmpi._process.communicating_thread import Turn
@@ -48,6 +48,7 @@ class MpiProcessGroup:
         _unlink_shared_memory(node_comm)
         node_comm.Free()
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
+        self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
         self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
         self.long_operation = ""  # with what takes long, for those who watch

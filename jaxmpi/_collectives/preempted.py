@@ -6,10 +6,9 @@ from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._monitor import monitor
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._process import stderr
+from jaxmpi._world import session
 
 __all__ = ["preempted"]
-
-_alone: Preemption | None = None
 
 
 def preempted() -> bool:
@@ -34,14 +33,14 @@ def preempted() -> bool:
     >>> preempted()
     False
     """
-    global _alone
     backend: Any = untraced("preempted")
     if watch := monitor.active():
         watch.stop.watch()
         return watch.stop.now()
-    _alone = _alone or Preemption(None, 1, 0)
-    _alone.watch()
-    stops = any(agreed("preempted").allgather_object(_alone.signalled))
+    state = session._State
+    state.preemption = alone = state.preemption or Preemption(None, 1, 0)
+    alone.watch()
+    stops = any(agreed("preempted").allgather_object(alone.signalled))
     if stops and backend.place.rank == 0:
         stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
     return stops

@@ -80,9 +80,9 @@ def check_consistent(backend: Any, statement: Statement, details: Callable[[], D
 def describe(backend: Any, fingerprint: int) -> str:
     """What a rank has sent with this word."""
     program, what = backend.described(fingerprint)
-    if program not in _programs:
+    if program not in backend.registry.programs:
         return what or "a collective"
-    statement, lines, _ = _programs[program]
+    statement, lines, _ = backend.registry.programs[program]
     if what in ("", statement.title):
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
@@ -92,45 +92,39 @@ def describe(backend: Any, fingerprint: int) -> str:
 
 # where the transport compares
 
-_programs: dict[int, tuple[Statement, Sequence[str], Callable[[], Details]]] = {}  # the programs that were traced
-_run: set[int] = set()  # the words of programs that have run
-_found: list[RankMismatchError] = []  # on a thread of a program, and not raised yet
 
-
-def register_program(statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
+def register_program(backend: Any, statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
     """Keep what a program sends, in words, and what tells all of it, for an error."""
-    _programs[statement.fingerprint] = statement, sent, details
+    backend.registry.programs[statement.fingerprint] = statement, sent, details
 
 
 def set_mismatch_handler(backend: Any) -> None:
     """Have the ranks of a transport that compares explain their differences."""
-    _programs.clear()
-    _run.clear()
-    _found.clear()
     if backend.compares_inline:
         backend.set_mismatch_handler(partial(_explain, backend))
 
 
-def has_run(fingerprint: int) -> bool:
+def has_run(backend: Any, fingerprint: int) -> bool:
     """Whether the ranks have run the program with this fingerprint: the same on all of them, as they run it together."""
-    return fingerprint in _run
+    return fingerprint in backend.registry.run
 
 
-def note_run(fingerprint: int) -> None:
+def note_run(backend: Any, fingerprint: int) -> None:
     """Remember that the ranks have agreed on a program with this fingerprint."""
-    _run.add(fingerprint)
+    backend.registry.run.add(fingerprint)
 
 
-def raise_mismatch(error: Exception) -> None:
+def raise_mismatch(backend: Any, error: Exception) -> None:
     """Raise what the error of a program stands for, if it is that the ranks differ."""
-    if _found and str(_found[0]) in str(error):
-        raise _found.pop() from None
+    found = backend.registry.found
+    if found and str(found[0]) in str(error):
+        raise found.pop() from None
 
 
 def _explain(backend: Any, fingerprint: int, message: str) -> str:
-    statement, _, details = _programs.get(fingerprint, (Statement.of(message), (), dict))
-    _found[:] = [_mismatch(backend, statement, details(), message)]
-    return f"RankMismatchError: {_found[0]}"
+    statement, _, details = backend.registry.programs.get(fingerprint, (Statement.of(message), (), dict))
+    backend.registry.found[:] = [_mismatch(backend, statement, details(), message)]
+    return f"RankMismatchError: {backend.registry.found[0]}"
 
 
 def _mismatch(backend: Any, statement: Statement, details: Details, message: str = "") -> RankMismatchError:

@@ -39,11 +39,11 @@ def compare(backend: Backend, program: Program, leaves: Sequence[Any]) -> None:
     outside = [f"array {i} from outside" for i in range(len(program.captured))]
     inputs = dict(zip([*outside, *program.arguments], [*program.captured, *leaves], strict=True))
     named = [argument for argument, same in zip(program.arguments, equal, strict=True) if same]
-    new = program.statement is not None and not has_run(program.statement.fingerprint)
+    new = program.statement is not None and not has_run(backend, program.statement.fingerprint)
     sums = {name: values.checksum(inputs[name]) for name in (inputs if program.carried else named if new else ())}
     if program.statement and new and named:
         check_consistent(backend, program.statement, program.signature.details)
-        note_run(program.statement.fingerprint)
+        note_run(backend, program.statement.fingerprint)
         _refuse_difference(title, backend.allgather_object({name: sums[name] for name in named}))
     if program.carried and (watch := monitor.active()):
         watch.gathering.add(f"{title} {program.carried.digest}", sums, partial(_parting, program.carried, list(inputs)))

@@ -214,7 +214,7 @@ class Step:
 
     def _explain(self, error: Exception, args: Any, kwargs: Any) -> None:
         """Raise our own error where JAX has met it first."""
-        compare.raise_mismatch(error)
+        compare.raise_mismatch(self._backend, error)
         check_arguments(self._function, args, kwargs)
 
     def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class Step:
     def _note_run(self, program: Program) -> None:
         program.carried = None
         if program.statement:
-            compare.note_run(program.statement.fingerprint)
+            compare.note_run(self._backend, program.statement.fingerprint)
 
     def _announce(self, program: Program, *, show: bool = True) -> None:
         """Keep what a new program sends, for an error, and print it where that is asked for."""
@@ -249,7 +249,7 @@ class Step:
         program.announced = show
         if program.statement and not self._alone:
             compare.register_program(
-                program.statement, program.signature.sent, program.signature.details if self._in_band else dict
+                self._backend, program.statement, program.signature.sent, program.signature.details if self._in_band else dict
             )
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))

@@ -18,6 +18,7 @@ from jaxmpi._backends.single import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import NotInitializedError, RankMismatchError
 from jaxmpi._monitor import monitor
+from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._process import children, run_dir, settings
 from jaxmpi._process.init_failure import joining
 
@@ -74,6 +75,7 @@ class World:
 class _State:
     backend: Backend | None = None
     world: World | None = None
+    preemption: Preemption | None = None  # of a rank without a monitor that talks to others
 
 
 def _leave_to_parent() -> None:
@@ -226,7 +228,7 @@ def finalize() -> None:
         compare.check_consistent(_State.backend, compare.Statement.of("finalize"))
         monitor.remove()
         _State.backend.close()
-    _State.backend = _State.world = None
+    _State.backend = _State.world = _State.preemption = None
 
 
 def current(function: str) -> Backend:

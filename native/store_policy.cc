@@ -1,4 +1,4 @@
-#include "stores.h"
+#include "store_policy.h"
 
 #include <algorithm>
 #include <vector>

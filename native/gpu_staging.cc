@@ -1,4 +1,4 @@
-#include "staged.h"
+#include "gpu_staging.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "nodes.h"
+#include "internode.h"
 
 #include <dlfcn.h>
 
