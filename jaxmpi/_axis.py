@@ -6,6 +6,8 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmpi._leaves import PyTree
+
 __all__ = ["AXIS", "DIFFERS", "EQUAL", "PARAMETERS", "bound", "equal_on_all_ranks", "may_differ", "with_parameters"]
 
 AXIS = "ranks"
@@ -31,7 +33,7 @@ def equal_on_all_ranks(x: Any) -> Any:
     return checkpoint_name(x, EQUAL)
 
 
-def may_differ(tree: Any) -> Any:
+def may_differ(tree: PyTree) -> Any:
     """Arrays of which the caller means that each rank has its own, such as updates between two meetings of the ranks.
 
     Train state that takes them up is no sign of a forgotten mean. They are identities with a name, too.
@@ -41,7 +43,7 @@ def may_differ(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, DIFFERS), tree)
 
 
-def with_parameters(tree: Any, text: str) -> Any:
+def with_parameters(tree: PyTree, text: str) -> Any:
     """Arrays that a call works with, whose parameters must be equal on all ranks, such as the root of a broadcast.
 
     The ranks compare the text with the program. It is the name of an identity on the first array, and no part of the program

@@ -15,7 +15,7 @@ from jax._src import ad_checkpoint, core, dispatch, source_info_util, xla_bridge
 from jax._src.lax import parallel
 from jax._src.lax.lax import _convert_element_type
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.ffi import ffi_lowering
 from jax.interpreters import ad, mlir
 
@@ -123,7 +123,7 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return lambda *args: list(core.eval_jaxpr(inner, consts, *args))
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's operands are constants, and how many its carry; the rest it scans over."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -147,7 +147,7 @@ def is_reference(aval: Any) -> bool:
 
 
 @contextlib.contextmanager
-def at_source(eqn: Any) -> Iterator[None]:
+def at_source(eqn: JaxprEqn) -> Iterator[None]:
     """What is traced here gets the source line and the context of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -159,20 +159,20 @@ def as_weak(x: Any) -> Any:
     return _convert_element_type(x, x.dtype, weak_type=True)
 
 
-def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     """Trace an equation again, on `args` and with other `params`."""
     with at_source(eqn):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def call_site(eqn: Any) -> tuple[tuple[str, int, int], ...]:
+def call_site(eqn: JaxprEqn) -> tuple[tuple[str, int, int], ...]:
     """The call that an equation comes from: its frames outside of JAX. That of a derivative is that of what it is one of."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     return tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, "file:line": the innermost one outside of the libraries; "" for none."""
     libraries = _library_folders()
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
@@ -181,7 +181,7 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
-def function_names(eqn: Any) -> list[str]:
+def function_names(eqn: JaxprEqn) -> list[str]:
     """The qualified names of the functions that an equation comes from, innermost first."""
     traceback = eqn.source_info.traceback
     return [frame.function_name for frame in traceback.frames] if traceback else []

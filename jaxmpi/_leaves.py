@@ -1,12 +1,15 @@
 """What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PerRankKey", "PerRankState", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+__all__ = ["PerRankKey", "PerRankState", "PyTree", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+
+
+PyTree: TypeAlias = Any  # of arrays and numbers, as `jax.tree` takes them apart; mypy has no type for it
 
 
 class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]

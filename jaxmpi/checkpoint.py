@@ -16,13 +16,14 @@ from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
 from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit.api import local
+from jaxmpi._leaves import PyTree
 
 __all__ = ["latest", "restore", "save"]
 
 TRIES = 3  # to read a checkpoint, where another job removes old ones
 
 
-def save(directory: str | os.PathLike, step: int, tree: Any, *, keep: int | None = 3, background: bool = True) -> None:
+def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | None = 3, background: bool = True) -> None:
     """Save everything that a run goes on from: parameters, optimizer state, model state, keys, where it is in the data.
 
     The arrays are copied, and written while the training goes on. The checkpoint is there as a whole or not at all, however
@@ -96,7 +97,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     return None if whole is None else whole[1].step
 
 
-def restore(directory: str | os.PathLike, like: Any, step: int | None = None) -> Any:
+def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None) -> Any:
     """What `save` has saved, on as many ranks as there are now, and on any backend.
 
     The states of `distributed` and `sharded` come back bit by bit on any number of ranks. What each rank has of its own
@@ -146,7 +147,7 @@ def restore(directory: str | os.PathLike, like: Any, step: int | None = None) ->
     return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
 
 
-def _leaves_to_save(tree: Any, step: Any, keep: int | None, size: int) -> list[tuple[Leaf, Any]]:
+def _leaves_to_save(tree: PyTree, step: Any, keep: int | None, size: int) -> list[tuple[Leaf, Any]]:
     if operator.index(step) < 0 or (keep is not None and keep < 1):
         raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
     found = parts.leaves_of(local(tree), size)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.manifest import Leaf, is_plain
 from jaxmpi._errors import CheckpointError
-from jaxmpi._leaves import PerRankKey, PerRankState, is_key, is_own, leaf_name
+from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
 from jaxmpi._optim.zero1 import ShardedState, shard_shape
 
 __all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "part_of", "put_back", "to_host"]
@@ -24,7 +24,7 @@ KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbre
 Reader = Callable[[Leaf, int], Any]  # what a rank has of a leaf: an array, or a value of Python's own
 
 
-def leaves_of(tree: Any, size: int) -> list[tuple[Leaf, Any]]:
+def leaves_of(tree: PyTree, size: int) -> list[tuple[Leaf, Any]]:
     """The leaves, with what this process, of `size` ranks, has of each: an array, a number, or a `PerRank`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stands_for_leaves)
     out = []
@@ -42,13 +42,13 @@ def leaves_of(tree: Any, size: int) -> list[tuple[Leaf, Any]]:
     return out
 
 
-def left_out(like: Any) -> list[str]:
+def left_out(like: PyTree) -> list[str]:
     """The names of the parts that `like` leaves out, which are `PerRankState(None)`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: isinstance(x, PerRankState))
     return [_name(path) for path, x in paths if isinstance(x, PerRankState) and x.per_rank is None]
 
 
-def put_back(tree: Any, values: Sequence[Any]) -> Any:
+def put_back(tree: PyTree, values: Sequence[Any]) -> Any:
     """The tree with other values for its leaves, in the order of `leaves_of`."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_stands_for_leaves)
     rest = iter(values)

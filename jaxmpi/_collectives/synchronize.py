@@ -10,7 +10,7 @@ from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._consistency.identity import identity, same, structure_of
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import is_key, is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_key, is_own, leaf_name
 from jaxmpi._world import session
 
 __all__ = ["synchronize"]
@@ -30,7 +30,7 @@ class _Leaf(NamedTuple):
         return f"{self.dtype} {list(self.shape)}" if self.kind == "array" else self.kind
 
 
-def synchronize(tree: Any, root: int = 0, *, strict: bool = True) -> Any:
+def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> Any:
     """Give every rank the pytree of rank `root`: parameters, optimizer state, model state, PRNG keys.
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep their dtype, device and kind

@@ -16,7 +16,7 @@ from jaxmpi._backends.base import Collective
 from jaxmpi._collectives import arrays
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import as_array, check_rows, is_key
+from jaxmpi._leaves import PyTree, as_array, check_rows, is_key
 from jaxmpi._world import session
 
 __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
@@ -24,7 +24,7 @@ __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "t
 OPS = ("mean", "sum", "max", "min", "prod")
 
 
-def tree_allreduce(tree: Any, op: str = "mean") -> Any:
+def tree_allreduce(tree: PyTree, op: str = "mean") -> Any:
     """Reduce a pytree over all ranks; every rank gets the result.
 
     out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
@@ -52,7 +52,7 @@ def tree_allreduce(tree: Any, op: str = "mean") -> Any:
     return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, op=op)
 
 
-def tree_bcast(tree: Any, root: int = 0) -> Any:
+def tree_bcast(tree: PyTree, root: int = 0) -> Any:
     """Give every rank the pytree of rank `root`.
 
     out = tree_root. For parameters and optimizer states `synchronize` is the safe way: it checks the structure first.
@@ -69,7 +69,7 @@ def tree_bcast(tree: Any, root: int = 0) -> Any:
     return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree)
 
 
-def tree_reduce(tree: Any, op: str = "mean", root: int = 0) -> Any:
+def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0) -> Any:
     """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
 
     out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root.
@@ -86,7 +86,7 @@ def tree_reduce(tree: Any, op: str = "mean", root: int = 0) -> Any:
     return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, op=op)
 
 
-def tree_allgather(tree: Any) -> Any:
+def tree_allgather(tree: PyTree) -> Any:
     """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
 
     out[r] = tree_r.
@@ -100,7 +100,7 @@ def tree_allgather(tree: Any) -> Any:
     return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree)
 
 
-def tree_reduce_scatter(tree: Any, op: str = "mean") -> Any:
+def tree_reduce_scatter(tree: PyTree, op: str = "mean") -> Any:
     """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
 
     out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input.
@@ -116,7 +116,7 @@ def tree_reduce_scatter(tree: Any, op: str = "mean") -> Any:
     return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, op=op, rows=True)
 
 
-def tree_alltoall(tree: Any) -> Any:
+def tree_alltoall(tree: PyTree) -> Any:
     """Send row q of every leaf to rank q: `[size, ...]` stays `[size, ...]`.
 
     out_q[r] = tree_r[q], a transposition of ranks and rows.
@@ -140,7 +140,7 @@ def check_op(function: str, op: Any) -> None:
 # from trees to lists of arrays
 
 
-def _apply(function: str, work: partial[list[jax.Array]], tree: Any, *, op: str | None = None, rows: bool = False) -> Any:
+def _apply(function: str, work: partial[list[jax.Array]], tree: PyTree, *, op: str | None = None, rows: bool = False) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = session.current(function)
     outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxmpi._leaves import PyTree
+
 __all__ = ["Arrays", "Samples", "open_source"]
 
 
@@ -31,7 +33,7 @@ class BulkAccess(Protocol):
 class Arrays:
     """A pytree of arrays: a sample is the pytree of their rows."""
 
-    def __init__(self, function: str, tree: Any) -> None:
+    def __init__(self, function: str, tree: PyTree) -> None:
         leaves = [(jax.tree_util.keystr(path) or "data", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
         if not leaves:
             raise TypeError(f"{function}: data is {tree!r}, which holds no arrays. Pass arrays or a list of samples.")

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._jit.function import Function, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
+from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
 __all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
@@ -72,7 +73,7 @@ def describe(fun: Callable[..., Any], argnums: int | Sequence[int], outnums: int
     return Function(fun, static, donated, choose_arguments(fun, argnums, ()), outputs)
 
 
-def local(tree: Any) -> Any:
+def local(tree: PyTree) -> Any:
     """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
 
     What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back in as they are; but JAX

@@ -12,7 +12,7 @@ from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PerRankKey
+from jaxmpi._leaves import PerRankKey, PyTree
 
 __all__ = ["InPlace"]
 
@@ -36,7 +36,7 @@ class _Part:
     """An argument with nnx objects in it. What several arguments share is in the first that has it."""
 
     own: Any  # its arrays that each rank has of its own, by their types
-    state: Any  # the others
+    state: PyTree  # the others
     graph: Any  # of all such arguments together
 
     def tree_flatten_with_keys(self) -> Any:

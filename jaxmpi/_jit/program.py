@@ -15,7 +15,7 @@ from jaxmpi._backends.base import Backend
 from jaxmpi._consistency import compare
 from jaxmpi._jit.function import Function, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
-from jaxmpi._leaves import is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.classify import communicates, held
 from jaxmpi._lowering.control_slice import Line, control_equations
@@ -35,7 +35,7 @@ class Program:
 
     function: Function
     call: Callable[[Sequence[Any]], list[Any]]  # of the arguments' arrays to the outputs', for `jax.jit`
-    tree: Any  # of the outputs
+    tree: PyTree  # of the outputs
     entries: list[Entry]  # what it sends
     signature: Signature  # what the ranks compare
     same_module: Any  # the traced program, where all ranks must run one compiled program; or None
@@ -113,7 +113,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
             f"jaxmpi.jit: {_argument(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and this is "
             "no `with jaxmpi.simulate(n)`. Pass this rank's own array."
         )
-    tree: Any = None
+    tree: PyTree = None
 
     def flat(*xs: Any) -> list[Any]:
         nonlocal tree
@@ -236,7 +236,7 @@ def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _varies(
-    function: Function, jaxpr: Any, outside: bool, captured: int, replicated: Sequence[bool], tree: Any, *, warn: bool
+    function: Function, jaxpr: Any, outside: bool, captured: int, replicated: Sequence[bool], tree: PyTree, *, warn: bool
 ) -> list[bool]:
     """Which outputs may differ between the ranks, and whether the arrays from outside do is `outside`.
 
@@ -254,7 +254,7 @@ def _varies(
     return varies
 
 
-def _declared(function: Function, tree: Any) -> list[bool]:
+def _declared(function: Function, tree: PyTree) -> list[bool]:
     """Which arrays of the outputs `replicated_outnums` names."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]

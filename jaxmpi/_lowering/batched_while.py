@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import has_collective
@@ -18,7 +19,7 @@ from jaxmpi._lowering.classify import has_collective
 __all__ = ["batched_predicate", "with_scalar_predicate"]
 
 
-def batched_predicate(eqn: Any) -> bool:
+def batched_predicate(eqn: JaxprEqn) -> bool:
     """Whether it is a while_loop whose condition communicates, for each lane of a vmap."""
     if eqn.primitive.name != "while":
         return False

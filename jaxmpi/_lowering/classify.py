@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -44,7 +44,7 @@ BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}  # by the paramete
 MESHES = ("shard_map", "xla_pmap")  # with devices of their own
 
 
-def subjaxprs(eqn: Any) -> Iterator[Any]:
+def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         yield from (item for item in (value if isinstance(value, tuple) else (value,)) if hasattr(item, "eqns"))
@@ -59,7 +59,7 @@ def held(jaxpr: Any) -> Iterator[Any]:
             yield from held(part)
 
 
-def map_subjaxprs(eqn: Any, function: Callable[[Any], Any]) -> dict[str, Any]:
+def map_subjaxprs(eqn: JaxprEqn, function: Callable[[Any], Any]) -> dict[str, Any]:
     """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
     changed = {}
     for name, value in eqn.params.items():
@@ -70,7 +70,7 @@ def map_subjaxprs(eqn: Any, function: Callable[[Any], Any]) -> dict[str, Any]:
     return changed
 
 
-def kind(eqn: Any) -> str:
+def kind(eqn: JaxprEqn) -> str:
     """How an equation has to be treated: "" (it is local), "index", "collective", "bcast", "call" or "loop" (that contain one).
 
     Raises:
@@ -103,13 +103,13 @@ def has_collective(jaxpr: Any) -> bool:
     return any(kind(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
 
 
-def communicates(eqn: Any) -> bool:
+def communicates(eqn: JaxprEqn) -> bool:
     """Whether it sends something, or contains what does; this rank's number alone is no message."""
     inner = [e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr)]
     return any(kind(e) == "collective" for e in (eqn, *inner))
 
 
-def calls_python(eqn: Any) -> bool:
+def calls_python(eqn: JaxprEqn) -> bool:
     """Whether it asks the host, or contains what does."""
     inner = (e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr))
     return any("callback" in e.primitive.name or "ffi" in e.primitive.name for e in (eqn, *inner))
@@ -123,24 +123,24 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def _over_ranks(eqn: Any) -> bool:
+def _over_ranks(eqn: JaxprEqn) -> bool:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     if AXIS in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)):
         return True
     return not any(True for _ in subjaxprs(eqn)) and any(_jaxcompat.is_axis_effect(e, AXIS) for e in eqn.effects)
 
 
-def line(eqn: Any) -> str:
+def line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, in words."""
     return _jaxcompat.source_line(eqn) or "a line of a library"
 
 
-def follows_from(known: Container[Any], eqn: Any) -> bool:
+def follows_from(known: Container[Any], eqn: JaxprEqn) -> bool:
     """Whether an equation only computes, from literals and from variables that are `known`."""
     operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
     return operands and not other_effects(eqn) and not calls_python(eqn)
 
 
-def other_effects(eqn: Any) -> bool:
+def other_effects(eqn: JaxprEqn) -> bool:
     """Whether it has effects beyond the axis: callbacks, prints, references."""
     return any(not _jaxcompat.is_axis_effect(effect, AXIS) for effect in eqn.effects)

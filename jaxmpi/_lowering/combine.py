@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
@@ -30,7 +30,7 @@ class Group(NamedTuple):
     """Collectives that are one call: the same `call` on the operand of each equation."""
 
     call: Collective
-    eqns: list[Any]
+    eqns: list[JaxprEqn]
     translations: list[Translation]
 
 
@@ -70,7 +70,7 @@ def schedule(jaxpr: Any, size: int, *, combine: bool = True) -> Iterator[Level]:
         yield Level(local, _groups(remote_eqns, size, combine), [e for e in remote_eqns if kind(e) == "loop"])
 
 
-def _groups(eqns: list[Any], size: int, combine: bool) -> list[Group]:
+def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
     groups: dict[Any, Group] = {}
     for i, eqn in enumerate(eqns):
         if kind(eqn) == "collective":

@@ -9,7 +9,7 @@ whose results are equal on all ranks whatever they reduce.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import communicates, kind, subjaxprs
@@ -49,14 +49,14 @@ def control_equations(jaxpr: Any, outputs: Sequence[bool] = ()) -> list[Line]:
     return _behind(jaxpr, roots)[1] + [line for eqn in loops for line in _inside(eqn)]
 
 
-def _deciding(eqn: Any) -> Sequence[Any]:
+def _deciding(eqn: JaxprEqn) -> Sequence[Any]:
     """The operands that a predicate, of the equation or inside of it, may depend on."""
     if _inside(eqn):
         return eqn.invars
     return eqn.invars[:1] if eqn.primitive.name == "cond" else ()
 
 
-def _inside(eqn: Any) -> list[Line]:
+def _inside(eqn: JaxprEqn) -> list[Line]:
     if eqn.primitive.name == "while":
         return [line for part in subjaxprs(eqn) for line in _behind_outputs(part, [True] * _outputs(part))[1]]
     return [line for part in subjaxprs(eqn) for line in control_equations(part)]
@@ -92,7 +92,7 @@ def _outputs(jaxpr: Any) -> int:
     return len(_jaxcompat.parts(jaxpr)[0].outvars)
 
 
-def _through(eqn: Any, outs: list[bool]) -> Slice:
+def _through(eqn: JaxprEqn, outs: list[bool]) -> Slice:
     """From outputs of an equation to the operands that they depend on."""
     parts = list(subjaxprs(eqn))
     everything = [True] * len(eqn.invars)

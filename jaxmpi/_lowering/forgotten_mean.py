@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import DIFFERS, EQUAL
@@ -126,7 +126,7 @@ def _added(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:
     return [read(v) for v in inner.outvars]
 
 
-def _outs(eqn: Any, xs: list[Sources]) -> list[Sources]:
+def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
     name = eqn.primitive.name
     if name in SAME:
         return xs

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import kind, map_subjaxprs
@@ -33,7 +33,7 @@ def fold(jaxpr: Any, size: int, *, fuses_mean: bool) -> Any:
     open_jaxpr = _jaxcompat.parts(jaxpr)[0]
     around = _Around(open_jaxpr, size, fuses_mean)
     known = folded(jaxpr)
-    eqns: list[Any] = []
+    eqns: list[JaxprEqn] = []
     for eqn in open_jaxpr.eqns:
         if kind(eqn) == "loop":
             inside = map_subjaxprs(eqn, lambda inner: fold(inner, size, fuses_mean=fuses_mean))
@@ -56,7 +56,7 @@ class _Around:
         self._size, self._divides = size, fuses_mean
         self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
 
-    def take_in(self, eqn: Any) -> Any:
+    def take_in(self, eqn: JaxprEqn) -> Any:
         """A sum, with the division and the conversions around it if there are any."""
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
         then = self._only_user(y)
@@ -80,7 +80,7 @@ def _is_short(y: Any) -> bool:
     return jnp.issubdtype(y.aval.dtype, jnp.floating) and jnp.finfo(y.aval.dtype).bits < 32
 
 
-def _divides(eqn: Any, y: Any, size: int) -> bool:
+def _divides(eqn: JaxprEqn, y: Any, size: int) -> bool:
     """Whether it divides a float y by the number of ranks."""
     if eqn.primitive.name != "div" or eqn.invars[0] is not y or not jnp.issubdtype(y.aval.dtype, jnp.floating):
         return False
@@ -88,12 +88,12 @@ def _divides(eqn: Any, y: Any, size: int) -> bool:
     return isinstance(by, Literal) and by.aval.shape == () and by.val == size
 
 
-def _widens(eqn: Any) -> bool:
+def _widens(eqn: JaxprEqn) -> bool:
     """Whether it makes float32 of a short float."""
     return eqn.primitive.name == "convert_element_type" and (
         eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
     )
 
 
-def _converts(eqn: Any, dtype: Any) -> bool:
+def _converts(eqn: JaxprEqn, dtype: Any) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == dtype

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -25,7 +25,7 @@ ADVICE = {
 }
 
 
-def refuse(eqn: Any, size: int) -> None:
+def refuse(eqn: JaxprEqn, size: int) -> None:
     """Raise an error if an equation of kind "collective" cannot be carried out on `size` ranks.
 
     Raises:

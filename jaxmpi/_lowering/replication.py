@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
@@ -78,7 +78,7 @@ def _varying(
     return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
 
 
-def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _outs(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     name = eqn.primitive.name
     what = kind(eqn)
     if what == "index":
@@ -96,7 +96,7 @@ def _outs(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     return [any(xs) or calls_python(eqn)] * len(eqn.outvars)
 
 
-def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
+def _scan(eqn: JaxprEqn, xs: list[bool], inside: Any) -> list[bool]:
     consts, carry = _jaxcompat.scan_counts(eqn)
     state = xs[consts : consts + carry]
     while True:
@@ -107,7 +107,7 @@ def _scan(eqn: Any, xs: list[bool], inside: Any) -> list[bool]:
         state = after
 
 
-def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _while(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
     while True:
@@ -124,14 +124,14 @@ def _while(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     return state
 
 
-def _cond(eqn: Any, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _cond(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     if check and xs[0] and communicates(eqn):
         _refuse(eqn, "cond", "which branch is taken")
     outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
     return [xs[0] or any(of_branches) for of_branches in zip(*outs, strict=True)]
 
 
-def _refuse(eqn: Any, name: str, what: str) -> None:
+def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:
     inside = next(found for jaxpr in subjaxprs(eqn) for found in _collective_lines(jaxpr))
     raise ValueError(
         f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
@@ -149,7 +149,7 @@ def _collective_lines(jaxpr: Any) -> list[str]:
     return lines
 
 
-def _warn_of_reduction(eqn: Any) -> None:
+def _warn_of_reduction(eqn: JaxprEqn) -> None:
     warnings.warn(
         f"jaxmpi.jit: what is summed or averaged at {line(eqn)} is equal on all ranks already. "
         "A mean is not needed there, and a sum multiplies it by the number of ranks.",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
@@ -44,11 +44,11 @@ def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
     return read.outs()
 
 
-def _loop(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
+def _loop(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
     return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
 
 
-def _local(eqn: Any, target: Target, xs: list[Any]) -> list[Any]:
+def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
     match kind(eqn):
         case "index":
             return [target.rank()]

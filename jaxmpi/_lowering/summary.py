@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
 from jaxmpi._lowering.classify import subjaxprs
@@ -74,13 +76,13 @@ def summary(jaxpr: Any, size: int, *, combine: bool = True, around: Around = AT_
             yield from _inside(eqn, size, combine, around._replace(order=(*around.order, place[id(eqn)])))
 
 
-def _params(eqn: Any) -> str:
+def _params(eqn: JaxprEqn) -> str:
     """Such as "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False"."""
     given = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None]
     return " ".join([eqn.primitive.name, *given])
 
 
-def _inside(eqn: Any, size: int, combine: bool, around: Around) -> Iterator[Entry]:
+def _inside(eqn: JaxprEqn, size: int, combine: bool, around: Around) -> Iterator[Entry]:
     name = eqn.primitive.name
     for i, inner in enumerate(subjaxprs(eqn)):
         step, times = f"{name}:{i}" if name == "cond" else name, None

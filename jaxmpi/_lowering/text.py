@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import PARAMETERS
@@ -26,7 +26,7 @@ class Text:
         """A literal's value, or a variable's name."""
         return repr(np.asarray(v.val).tolist()) if isinstance(v, Literal) else self._names.setdefault(v, f"v{len(self._names)}")
 
-    def equation(self, eqn: Any, *, shapes: bool) -> str:
+    def equation(self, eqn: JaxprEqn, *, shapes: bool) -> str:
         """Such as "v3 = mul(in0, 2.0)"; with `shapes`, and the parameters that may follow from them, "v3: float32[4] = ..."."""
         outs = ", ".join(self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars)
         params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if _is_plain(name, value, shapes)]
@@ -52,7 +52,7 @@ def parameters(jaxpr: Any) -> Iterator[tuple[str, str]]:
             yield from parameters(inner)
 
 
-def is_note(eqn: Any) -> bool:
+def is_note(eqn: JaxprEqn) -> bool:
     """Whether it is an identity of `with_parameters`."""
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -50,7 +50,7 @@ def opened(jaxpr: Any, size: int) -> ClosedJaxpr:
 
 
 def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
-    def step(eqn: Any, xs: list[Any]) -> list[Any]:
+    def step(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
         match kind(eqn):
             case "call":
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
@@ -91,7 +91,7 @@ class Env:
         weak = [not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars]
         return [_jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x for x, w in zip(outs, weak, strict=True)]
 
-    def write(self, eqn: Any, outs: Sequence[Any]) -> None:
+    def write(self, eqn: JaxprEqn, outs: Sequence[Any]) -> None:
         self.values.update(zip(eqn.outvars, outs, strict=True))
 
 

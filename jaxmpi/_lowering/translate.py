@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
@@ -36,7 +37,7 @@ class Translation(NamedTuple):
         return self.before(x, rank()) if self.needs_rank else self.before(x)
 
 
-def translate(eqn: Any, size: int) -> Translation:
+def translate(eqn: JaxprEqn, size: int) -> Translation:
     """The collective that an equation of kind "collective" stands for, on `size` ranks; raises as `refuse` does."""
     call, before, after, _ = plain = _translate(eqn, size)
     key = eqn.invars[0].aval
@@ -50,7 +51,7 @@ def translate(eqn: Any, size: int) -> Translation:
     )
 
 
-def _translate(eqn: Any, size: int) -> Translation:
+def _translate(eqn: JaxprEqn, size: int) -> Translation:
     params = eqn.params
     refuse(eqn, size)
     name = eqn.primitive.name

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._leaves import PerRankState
+from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
 from jaxmpi._optim.weights import as_weight, scaled
 
@@ -58,13 +58,13 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     if every == 1:
         return inner
 
-    def init(params: Any) -> AccumulateState:
+    def init(params: PyTree) -> AccumulateState:
         total = jnp.result_type(jnp.float32, *(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
         return AccumulateState(jnp.zeros((), jnp.int32), PerRankState((zeros, jnp.zeros((), total))), inner.init(params))
 
     def update(
-        updates: Any, state: AccumulateState, params: Any = None, *, weight: Any = None, **extra_args: Any
+        updates: PyTree, state: AccumulateState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, AccumulateState]:
         w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)  # NaN tells the other ranks, in inner
         gradients, weights = state.sums.per_rank
@@ -73,7 +73,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         total = weights + w.astype(weights.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
-        def go(total: jax.Array) -> tuple[Any, Any]:
+        def go(total: jax.Array) -> tuple[PyTree, PyTree]:
             safe = jnp.where(total != 0, total, 1)
             mean = map_floats("accumulate", lambda s, x: (s / safe.astype(s.dtype)).astype(x.dtype), sums, updates)
             given = {} if weight is None else {"weight": total}
@@ -82,7 +82,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
 
         shapes, _ = jax.eval_shape(go, total)
 
-        def wait(total: jax.Array) -> tuple[Any, Any]:
+        def wait(total: jax.Array) -> tuple[PyTree, PyTree]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state.inner
 
         full = calls == every

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats, wide
 from jaxmpi._world import session
 
 __all__ = ["adasum", "coefficients"]
 
 
-def adasum(tree: Any) -> Any:
+def adasum(tree: PyTree) -> Any:
     """Combine the ranks' trees leaf by leaf, in a binary tree of the ranks; every rank gets the result.
 
     a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), for any number of ranks: neighbours first, and

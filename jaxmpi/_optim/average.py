@@ -14,7 +14,7 @@ import optax
 
 from jaxmpi._collectives.trees import OPS, tree_allreduce
 from jaxmpi._jit.api import compiled
-from jaxmpi._leaves import PerRankState
+from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.compression import Codec, check_codec
 from jaxmpi._optim.deterministic import canonical_mean, invariant_update
@@ -59,7 +59,9 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
     Array([-1.], dtype=float32)
     """
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Any = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         given = Given(extra_args, None)
         if local := [*given.local, *given.functions]:
             raise ValueError(
@@ -163,10 +165,10 @@ def distributed(
         )
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> Any:
         return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
-    def reduced(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
+    def reduced(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
         """The gradients of all ranks, and the `value` and `grad`."""
         if op not in ("mean", "sum"):
             return adasum(updates) if op == "adasum" else tree_allreduce(updates, op=op), tree_allreduce(local, op="mean")
@@ -184,7 +186,7 @@ def distributed(
         if functions and (micro_batches or op not in ("mean", "sum")):
             raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
 
-    def step(updates: Any, state: Any, params: Any, weight: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+    def step(updates: PyTree, state: PyTree, params: PyTree, weight: Any, extra_args: dict[str, Any]) -> tuple[PyTree, PyTree]:
         given = Given(extra_args, updates)
         check(weight, given.functions)
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
@@ -202,7 +204,9 @@ def distributed(
 
     whole_step = compiled(step, "distributed") if micro_batches else step
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Any = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         return whole_step(updates, state, params, weight, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -214,17 +218,17 @@ def mean_of_all(function: str, fun: Callable[..., Any], weight: Any) -> Callable
     return over_ranks(fun, lambda out: mean(function, out, weight), counts)
 
 
-def mean(function: str, updates: Any, weight: Any) -> Any:
+def mean(function: str, updates: PyTree, weight: Any) -> Any:
     """The mean over the ranks, weighted where there is a weight, in the dtypes of `updates`."""
     means = weighted_mean(function, updates, weight)
     return means if weight is None else _rounded(function, means, updates)
 
 
-def _rounded(function: str, means: Any, like: Any) -> Any:
+def _rounded(function: str, means: Any, like: PyTree) -> Any:
     return map_floats(function, lambda mean, x: mean.astype(x.dtype), means, like)
 
 
-def _coded(codec: Codec, updates: Any, state: Any, weight: Any) -> tuple[Any, Any]:
+def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Any) -> tuple[PyTree, PyTree]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
     if session.size() == 1:
         return mean("distributed", updates, weight), state

@@ -1,12 +1,11 @@
 """Clipping by the global norm, in 32 bits at least."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import with_parameters
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 
 __all__ = ["clip_by_global_norm"]
@@ -35,7 +34,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     if not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm is {max_norm}. It must be above 0.")
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
         numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
         norm = jnp.sqrt(sum((_square(x) for x in numbers), jnp.zeros((), jnp.float32)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats
 from jaxmpi._world import session
 
@@ -53,7 +54,7 @@ def f16() -> Codec:
 def _cast(name: str, dtype: Any) -> Codec:
     largest = float(jnp.finfo(dtype).max)
 
-    def mean(updates: Any, state: Any) -> tuple[Any, Any]:
+    def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         leaves, put = floats(name, with_parameters(updates, name))
         means = tree_allreduce([jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], op="mean")
         return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)]), state
@@ -92,7 +93,7 @@ def int8(block: int = 256) -> Codec:
         """How many numbers of each rank's part, in whole blocks."""
         return -(-sum(x.size for x in leaves) // (session.size() * block)) * block
 
-    def init(params: Any) -> Residual:
+    def init(params: PyTree) -> Residual:
         leaves, _ = floats("codecs.int8", params)
         k = columns(leaves)
         return Residual(jnp.zeros((session.size(), k), jnp.float32), jnp.zeros(k, jnp.float32))
@@ -110,7 +111,7 @@ def int8(block: int = 256) -> Codec:
         scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
         return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
 
-    def mean(updates: Any, state: Residual) -> tuple[Any, Residual]:
+    def mean(updates: PyTree, state: Residual) -> tuple[Any, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
         size, k = session.size(), columns(leaves)
         flat = jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
@@ -144,10 +145,10 @@ def topk(fraction: float) -> Codec:
             f"codecs.topk: fraction is {fraction}. It is the share of the numbers that is sent: above 0, at most 1."
         )
 
-    def init(params: Any) -> list[jax.Array]:
+    def init(params: PyTree) -> list[jax.Array]:
         return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
 
-    def mean(updates: Any, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
         leaves, put = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
         size, filled = session.size(), [i for i, x in enumerate(leaves) if x.size]
         vectors = {i: leaves[i].astype(jnp.float32).reshape(-1) + state[i] for i in filled}
@@ -199,12 +200,12 @@ def powersgd(rank: int = 4) -> Codec:
         matrices = {i: (x.size // x.shape[-1], x.shape[-1]) for i, x in enumerate(leaves) if x.ndim > 1 and x.size}
         return {i: (n, m) for i, (n, m) in matrices.items() if rank * (n + m) < n * m}
 
-    def init(params: Any) -> LowRank:
+    def init(params: PyTree) -> LowRank:
         chosen = shapes(floats("codecs.powersgd", params)[0])
         qs = [jax.random.normal(jax.random.key(i), (m, rank), jnp.float32) for i, (_, m) in chosen.items()]
         return LowRank(qs, [jnp.zeros(shape, jnp.float32) for shape in chosen.values()])
 
-    def mean(updates: Any, state: LowRank) -> tuple[Any, LowRank]:
+    def mean(updates: PyTree, state: LowRank) -> tuple[Any, LowRank]:
         leaves, put = floats("codecs.powersgd", with_parameters(updates, f"codecs.powersgd rank={rank}"))
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]

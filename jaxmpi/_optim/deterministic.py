@@ -17,7 +17,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import tree_allgather, tree_alltoall
 from jaxmpi._jit.api import compiled
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.classify import BROADCASTS, communicates, subjaxprs
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._optim.ordered_sums import equations, in_one_order
@@ -56,7 +56,7 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
         communicates, with the source line.
     """
 
-    def grads(params: Any, batch: Any, *rest: Any) -> Any:
+    def grads(params: PyTree, batch: Any, *rest: Any) -> Any:
         here = _mine("micro_batch_grads", micro_batches)
 
         def split(path: Any, x: Any) -> Any:
@@ -115,7 +115,7 @@ def invariant_update(inner: Any) -> Callable[..., Any]:
       ValueError: `inner` multiplies matrices, which has no order that does not depend on the threads of a rank.
     """
 
-    def update(updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any) -> Any:
         return in_one_order(lambda *args: inner.update(*args, **extra_args), _check_orderable)(updates, state, params)
 
     return update
@@ -166,7 +166,7 @@ def _tree_sum(x: jax.Array) -> jax.Array:
     return x[0]
 
 
-def _fusion_barrier(tree: Any) -> Any:
+def _fusion_barrier(tree: PyTree) -> Any:
     """The same numbers, behind what XLA cannot look through.
 
     Where it can, as on one rank, it fuses the sum with the optimizer's arithmetic, and then rounds elsewhere: a product and a

@@ -10,7 +10,7 @@ import optax
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allgather
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._optim.float_leaves import check_transform, either
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
@@ -56,10 +56,10 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
         raise ValueError(f"watch_replicas: every is {every}. It is the number of steps for one comparison: 1 or more.")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> ReplicaState:
+    def init(params: PyTree) -> ReplicaState:
         return ReplicaState(inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32))
 
-    def update(updates: Any, state: ReplicaState, params: Any = None, **extra_args: Any) -> tuple[Any, ReplicaState]:
+    def update(updates: PyTree, state: ReplicaState, params: PyTree = None, **extra_args: Any) -> tuple[Any, ReplicaState]:
         if params is None:
             raise ValueError("watch_replicas: update needs the parameters. Call update(grads, state, params).")
         out, after = inner.update(updates, state.inner, params, **extra_args)
@@ -73,7 +73,7 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def check_replicas(state: Any, params: Any) -> None:
+def check_replicas(state: PyTree, params: PyTree) -> None:
     """Raise an error if `watch_replicas` has found a difference; call it now and then, outside of the step.
 
     **Collective:** no; but every rank has the same state, and raises.
@@ -104,7 +104,7 @@ def _is_watched(x: Any) -> bool:
     return isinstance(x, ReplicaState)
 
 
-def _check(state: ReplicaState, params: Any) -> None:
+def _check(state: ReplicaState, params: PyTree) -> None:
     step, leaf, rank = (int(np.asarray(x)) for x in (state.found, state.leaf, state.rank))
     if step < 0:
         return
@@ -125,7 +125,7 @@ def _nothing() -> tuple[jax.Array, jax.Array]:
     return jnp.full((), -1, jnp.int32), jnp.full((), -1, jnp.int32)
 
 
-def _compare(params: Any) -> tuple[jax.Array, jax.Array]:
+def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
     leaves = {i: x for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)) if not is_own(path)}
     if not leaves:

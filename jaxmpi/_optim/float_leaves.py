@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from jaxmpi import _jaxcompat
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._world import session
 
 __all__ = [
@@ -43,7 +43,7 @@ def check_transform(function: str, name: str, transform: Any) -> None:
         )
 
 
-def check_shapes(function: str, gradients: Any, like: Any) -> None:
+def check_shapes(function: str, gradients: Any, like: PyTree) -> None:
     """Raise a ValueError if the gradients have one axis more than `like`: the parameters, or what `inner` makes of them."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
     if treedef != jax.tree.structure(like):
@@ -63,7 +63,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def map_floats(function: str, work: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_floats(function: str, work: Callable[..., Any], tree: PyTree, *others: Any) -> Any:
     """`jax.tree.map` over the leaves that hold real or complex numbers; float0, the gradient of an integer, stays as it is.
 
     Raises:
@@ -84,7 +84,7 @@ def map_floats(function: str, work: Callable[..., Any], tree: Any, *others: Any)
     return jax.tree_util.tree_map_with_path(one, tree, *others)
 
 
-def floats(function: str, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def floats(function: str, tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of real numbers, and a function that puts others in their places.
 
     Raises:

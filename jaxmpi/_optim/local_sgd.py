@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi._axis import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives.trees import tree_allreduce
-from jaxmpi._leaves import PerRankState
+from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.compression import Codec, check_codec
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats
 from jaxmpi._world import session
@@ -73,7 +73,7 @@ def local_sgd(
         raise ValueError(f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more.")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> LocalSGDState:
+    def init(params: PyTree) -> LocalSGDState:
         anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
         coded = codec.init(params) if codec else ()
         return LocalSGDState(
@@ -100,7 +100,7 @@ def local_sgd(
         step, outer_state = outer.update(way, state.outer, state.anchor)
         return optax.apply_updates(state.anchor, step), outer_state, coded
 
-    def update(updates: Any, state: LocalSGDState, params: Any = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
+    def update(updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
         if params is None:
             raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
         own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)

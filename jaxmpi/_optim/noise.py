@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import wide
 from jaxmpi._world import session
 
@@ -60,13 +61,13 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     if not 0 <= decay < 1:
         raise ValueError(f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1.")
 
-    def init(params: Any) -> NoiseScaleState:
+    def init(params: PyTree) -> NoiseScaleState:
         return NoiseScaleState(
             jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jnp.full((), decay, jnp.float32)
         )
 
     def update(
-        updates: Any, state: NoiseScaleState, params: Any = None, *, weight: Any = None, **extra_args: Any
+        updates: PyTree, state: NoiseScaleState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, NoiseScaleState]:
         if weight is not None:
             raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
@@ -83,6 +84,6 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _square(tree: Any) -> jax.Array:
+def _square(tree: PyTree) -> jax.Array:
     leaves = [jnp.abs(x) for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
     return sum((jnp.sum(jnp.square(x.astype(wide(x.dtype)))) for x in leaves), jnp.zeros((), jnp.float32)).astype(jnp.float32)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import anywhere
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import check_transform, computed_once, equal_types, map_floats, wide
 from jaxmpi._optim.weights import as_weight
 
@@ -67,10 +68,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     check_transform("skip_nonfinite", "inner", inner)
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> SkipState:
+    def init(params: PyTree) -> SkipState:
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_))
 
-    def update(updates: Any, state: SkipState, params: Any = None, **extra_args: Any) -> tuple[Any, SkipState]:
+    def update(updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any) -> tuple[Any, SkipState]:
         bad = computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
         out, after = inner.update(updates, state.inner, params, **extra_args)
         out, after = _unless(bad, out, after, state.inner)
@@ -123,11 +124,11 @@ def dynamic_loss_scale(
     check_transform("dynamic_loss_scale", "inner", inner)
     guarded = skip_nonfinite(inner)
 
-    def init(params: Any) -> LossScaleState:
+    def init(params: PyTree) -> LossScaleState:
         scale = jnp.full((), initial, jnp.float32)
         return LossScaleState(guarded.init(params).inner, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
+    def update(updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
         plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale, updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
@@ -140,7 +141,7 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _finite(updates: Any, weight: Any) -> jax.Array:
+def _finite(updates: PyTree, weight: Any) -> jax.Array:
     """Whether all numbers are; those of a rank without samples do not count."""
     leaves = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])) if leaves else jnp.array(True)
@@ -150,7 +151,7 @@ def _finite(updates: Any, weight: Any) -> jax.Array:
     return (finite & jnp.isfinite(w)) | (w == 0)
 
 
-def _unless(bad: jax.Array, out: Any, after: Any, before: Any) -> tuple[Any, Any]:
+def _unless(bad: jax.Array, out: Any, after: Any, before: Any) -> tuple[PyTree, PyTree]:
     """The updates and the state after a step, or zero and the state before it."""
     still = map_floats("skip_nonfinite", lambda x: lax.select(bad, jnp.zeros_like(x), x), out)
     return still, jax.tree.map(

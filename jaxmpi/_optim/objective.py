@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.shards import Shard, is_shard
 from jaxmpi._world import session
@@ -27,7 +28,7 @@ class Given:
       others: what is passed on as it is.
     """
 
-    def __init__(self, extra_args: dict[str, Any], updates: Any) -> None:
+    def __init__(self, extra_args: dict[str, Any], updates: PyTree) -> None:
         self.local = {name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args}
         self.functions = {name: x for name, x in extra_args.items() if callable(x)}
         self.others = {name: x for name, x in extra_args.items() if name not in self.local and not callable(x)}
@@ -64,20 +65,20 @@ def over_ranks(fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: An
     """
 
     @wraps(fun)
-    def reduced(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduced(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         return fun(params, *args, **kwargs) if session.size() == 1 else reduce(fun(_equal(params, counts), *args, **kwargs))
 
     return reduced
 
 
 @jax.custom_jvp
-def _equal(params: Any, counts: Any) -> Any:
+def _equal(params: PyTree, counts: Any) -> Any:
     """`params`. They are equal on all ranks and so are their tangents, so the transpose is the mean of the cotangents."""
     return equal_on_all_ranks(params)
 
 
 @_equal.defjvp
-def _equal_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _equal_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     params, counts = primals
     mean = tree_allreduce(tangents[0], op="mean")
     if counts is not None:
@@ -91,7 +92,7 @@ def _float(x: Any) -> Any:
     return x if dtype == jax.dtypes.float0 else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
 
 
-def _same(tree: Any, other: Any) -> bool:
+def _same(tree: PyTree, other: Any) -> bool:
     """Whether two trees have the same arrays at their leaves."""
     one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
     return tree is not None and one[1] == two[1] and all(x is y for x, y in zip(one[0], two[0], strict=True))

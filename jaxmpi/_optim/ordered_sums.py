@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.classify import CALLS, LOOPS, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.trace import evaluate
 
@@ -28,7 +29,7 @@ def in_one_order(fun: Callable[..., Any], check: Check) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
-        tree: Any = None
+        tree: PyTree = None
 
         def flat(*xs: Any) -> list[Any]:
             nonlocal tree
@@ -56,7 +57,7 @@ class _InOrder:
     def __init__(self) -> None:
         self._numbers = count()
 
-    def __call__(self, eqn: Any, xs: list[Any]) -> list[Any]:
+    def __call__(self, eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name == "reduce_sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) and eqn.invars[0].aval.size:
             return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
@@ -75,7 +76,7 @@ class _InOrder:
         return jax.make_jaxpr(lambda *xs: evaluate(jaxpr, self, *xs))(*structs)
 
 
-def _inside(eqn: Any) -> Iterator[tuple[Any, ...]]:
+def _inside(eqn: JaxprEqn) -> Iterator[tuple[Any, ...]]:
     return (path for jaxpr in subjaxprs(eqn) for path in equations(jaxpr))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, equal_on_all_ranks
@@ -98,7 +98,7 @@ def _run(jaxpr: Any, *args: Any) -> list[Any]:
     return [read(v) for v in inner.outvars]
 
 
-def _equation(eqn: Any, xs: list[Any]) -> list[Any]:
+def _equation(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     name, shape = eqn.primitive.name, _shape(eqn.outvars[0].aval) if eqn.outvars else ()
     if name == "broadcast_in_dim" and shape and _shape(xs[0]) == ():
         return [_Splat(xs[0], shape)]
@@ -126,20 +126,20 @@ def _equation(eqn: Any, xs: list[Any]) -> list[Any]:
     return _on_wholes(eqn, xs)
 
 
-def _on_wholes(eqn: Any, xs: list[Any]) -> list[Any]:
+def _on_wholes(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     """The equation as it is; what is a shard is gathered first."""
     gathered([x for x in xs if is_shard(x)])
     return _jaxcompat.bind(eqn, [_full(x) for x in xs])
 
 
-def _known(eqn: Any, xs: list[Any]) -> Any:
+def _known(eqn: JaxprEqn, xs: list[Any]) -> Any:
     """The whole result of an equation with one output, if all whole operands are known without communication."""
     if any(is_shard(x) and x.whole is None for x in xs):
         return None
     return _jaxcompat.bind(eqn, [_full(x) for x in xs])[0]
 
 
-def _reduced(eqn: Any, x: Shard) -> jax.Array:
+def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     """The reduction of all numbers of x."""
     name = eqn.primitive.name
     numbers = masked(x, _neutral(name, x.dtype))
@@ -157,26 +157,26 @@ def _neutral(name: str, dtype: Any) -> Any:
     return name in ("reduce_prod", "reduce_and")
 
 
-def _is_inner_product(eqn: Any, xs: list[Any]) -> bool:
+def _is_inner_product(eqn: JaxprEqn, xs: list[Any]) -> bool:
     """Whether an equation multiplies two arrays of one shape, number by number, and adds up."""
     (left, right), (batch, _) = eqn.params["dimension_numbers"]
     shape = _shape(xs[0])
     return not batch and shape == _shape(xs[1]) and len(left) == len(shape) and tuple(left) == tuple(right)
 
 
-def _inner_product(eqn: Any, xs: list[Any]) -> jax.Array:
+def _inner_product(eqn: JaxprEqn, xs: list[Any]) -> jax.Array:
     shape = _shape(xs[0])
     flat = [masked(Shard(_part(x), shape), 0).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
     return tree_allreduce(here, op="sum")
 
 
-def _barrier(eqn: Any, xs: list[Any]) -> list[Any]:
+def _barrier(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     outs = _jaxcompat.bind(eqn, [x.value if is_shard(x) else _full(x) for x in xs])
     return [Shard(y, x.shape) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
 
 
-def _cond(eqn: Any, xs: list[Any]) -> list[Any]:
+def _cond(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
     if not isinstance(index, jax.core.Tracer):  # called eagerly

@@ -26,6 +26,7 @@ from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
@@ -34,13 +35,13 @@ __all__ = ["as_weight", "check_total", "divided", "over_all_ranks", "scaled", "w
 MeanOverRanks = Callable[[str, Any], Any]  # of a function's name and a tree
 
 
-def over_all_ranks(function: str, tree: Any) -> Any:
+def over_all_ranks(function: str, tree: PyTree) -> Any:
     """The mean of every leaf, on every rank."""
     return tree_allreduce(tree, op="mean")
 
 
 def weighted_mean(
-    function: str, tree: Any, weight: Any, over_ranks: MeanOverRanks = over_all_ranks, *, empty: float = 0.0
+    function: str, tree: PyTree, weight: Any, over_ranks: MeanOverRanks = over_all_ranks, *, empty: float = 0.0
 ) -> Any:
     """The mean over the ranks; with a weight, in 32 bits at least, in one message that has the weight, too.
 
@@ -63,14 +64,14 @@ def weighted_mean(
 def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
     """The mean of the weights, and that of a tree: called eagerly, one program."""
 
-    def mean(w: jax.Array, tree: Any) -> tuple[jax.Array, Any]:
+    def mean(w: jax.Array, tree: PyTree) -> tuple[jax.Array, Any]:
         total, means = over_ranks(function, (w, scaled(function, tree, w)))
         return total, divided(function, means, total, empty)
 
     return anywhere(mean, function)
 
 
-def as_weight(function: str, weight: Any, tree: Any) -> tuple[Any, str]:
+def as_weight(function: str, weight: Any, tree: PyTree) -> tuple[Any, str]:
     """A weight in the dtype of the sums of `tree`, NaN where it is no weight; and what is wrong with it, as far as known.
 
     Raises:
@@ -103,7 +104,7 @@ def check_total(function: str, total: Any, problem: str) -> None:
     raise ValueError(_message(function, problems[ranks[0]], ranks) if ranks else _message(function, "is too large for a sum"))
 
 
-def scaled(function: str, tree: Any, w: Any) -> Any:
+def scaled(function: str, tree: PyTree, w: Any) -> Any:
     """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
     return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
 
@@ -136,7 +137,7 @@ def _message(function: str, problem: str, ranks: list[int] | None = None) -> str
     return f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number of 0 or more{where}."
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_per_rank)
 
 

@@ -11,7 +11,7 @@ import optax
 from jaxmpi._axis import equal_on_all_ranks, with_parameters
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit.api import anywhere
-from jaxmpi._leaves import PerRankState, is_key
+from jaxmpi._leaves import PerRankState, PyTree, is_key
 from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats, wide
 from jaxmpi._optim.objective import Given
@@ -47,7 +47,7 @@ class ShardedState:
         return cls(parts if layout.ranks == 1 else PerRankState(parts), layout)
 
     @property
-    def parts(self) -> tuple[Any, Any]:
+    def parts(self) -> tuple[PyTree, PyTree]:
         return self.own.per_rank if isinstance(self.own, PerRankState) else self.own
 
     @property
@@ -96,10 +96,10 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
 
-    def masters(params: Any) -> Any:
+    def masters(params: PyTree) -> Any:
         return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
-    def start(params: Any) -> tuple[Any, Any]:
+    def start(params: PyTree) -> tuple[PyTree, PyTree]:
         wholes = masters(params)
         shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), wholes)
         state = on_shards(inner.init, shards)
@@ -108,13 +108,13 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
 
     started = anywhere(start, "sharded")
 
-    def init(params: Any) -> ShardedState:
+    def init(params: PyTree) -> ShardedState:
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(masters, params)
         return ShardedState.of(started(params), _layout(jax.eval_shape(inner.init, wholes), wholes))
 
     def update(
-        updates: Any, state: ShardedState, params: Any = None, *, weight: Any = None, **extra_args: Any
+        updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, ShardedState]:
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
@@ -201,7 +201,7 @@ def _own_parts(state: ShardedState) -> Any:
 # shards
 
 
-def _means(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
+def _means(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
     """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     if session.size() == 1:
@@ -210,7 +210,7 @@ def _means(updates: Any, local: Any, weight: Any) -> tuple[Any, Any]:
     return means if local else (means, {})
 
 
-def _mean_shards(function: str, tree: Any) -> Any:
+def _mean_shards(function: str, tree: PyTree) -> Any:
     """This rank's shards of the mean over the ranks, and the whole mean of a scalar, which has the same bits on all."""
     size = session.size()
     if size == 1:
@@ -227,14 +227,14 @@ def _equal(x: Any) -> Any:
     return x if session.size() == 1 else equal_on_all_ranks(x)
 
 
-def _gathered(tree: Any) -> Any:
+def _gathered(tree: PyTree) -> Any:
     """A tree of whole arrays, of one with shards."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     wholes = iter(gathered([x for x in leaves if is_shard(x)]))
     return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
 
 
-def _layout(state: Any, params: Any) -> Layout:
+def _layout(state: PyTree, params: PyTree) -> Layout:
     """Which leaves of a state are sharded: arrays with the shape of a parameter, and the masters."""
 
     def shape_of(x: Any) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ def _layout(state: Any, params: Any) -> Layout:
     return Layout(session.size(), (*of_inner, *shapes))
 
 
-def _stored(state: Any, layout: Layout) -> Any:
+def _stored(state: PyTree, layout: Layout) -> Any:
     """This rank's shards of the leaves that are sharded, and the others whole."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
     pairs = list(zip(leaves, layout.shapes, strict=False))
@@ -254,7 +254,7 @@ def _stored(state: Any, layout: Layout) -> Any:
     return treedef.unflatten([part(x) if shape else next(wholes) if is_shard(x) else x for x, shape in pairs])
 
 
-def _no_floats(collective: Callable[..., Any], tree: Any, **options: Any) -> Any:
+def _no_floats(collective: Callable[..., Any], tree: PyTree, **options: Any) -> Any:
     """A collective that lets float0 pass."""
     leaves, treedef = jax.tree.flatten(tree)
     sent = {i: x for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0}
