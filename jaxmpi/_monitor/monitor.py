@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._monitor import death_reporter
 from jaxmpi._monitor.async_gather import Gathering
 from jaxmpi._monitor.flight_recorder import Recorder
@@ -47,7 +48,7 @@ last_words: list[
 atexit.register(lambda: [call() for call in last_words])
 
 
-def install(backend: Any) -> None:
+def install(backend: MpiProcessGroup) -> None:
     """Guard this rank from now on; a job of one rank needs no guard."""
     global _guard
     if backend.place.size > 1 and _guard is None:
@@ -97,7 +98,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_ch
 class Monitor:
     """One rank's watch over the others."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: MpiProcessGroup) -> None:
         self.backend = backend
         self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
         self.rounds = OrderedOutput(backend.place.size)
