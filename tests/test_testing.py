@@ -188,3 +188,11 @@ def test_launches_of_several_threads_return_their_own_results():
 
     with ThreadPoolExecutor(4) as threads:
         assert [*threads.map(lambda x: jaxmpi.launch(work, 1, x), range(12))] == [[(x, 1)] for x in range(12)]
+
+
+def test_a_test_with_ranks_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"run_ranks: .*mine has a parameter ranks, which run_ranks adds itself. Take it out"):
+
+        @run_ranks(2)
+        def mine(ranks):
+            pass

@@ -190,3 +190,22 @@ def test_pcast_is_refused_in_a_sentence_on_mpi():
 @run_ranks(2, backend="xla")
 def test_pcast_is_refused_in_a_sentence_on_xla():
     check_cast()
+
+
+@run_ranks(1, 2)
+def test_cached_partial_takes_a_step():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jaxmpi.distributed(optax.sgd(0.1)), wrt=nnx.Param)
+
+    @jaxmpi.nn.jit
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return jaxmpi.tree_allreduce(value)
+
+    x = own_rows()
+    plain = [float(step(*nnx.clone((model, optimizer)), x))]
+    cached = nnx.cached_partial(step, model, optimizer)
+    values = [float(cached(x)) for _ in range(3)]
+    assert values[0] == plain[0] and values[0] > values[1] > values[2]
+    assert float(step(model, optimizer, x)) < values[2]  # the model itself has been trained

@@ -443,3 +443,41 @@ def test_shardings_are_refused_at_every_call():
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"jaxmpi.jit: out_shardings is not supported on several ranks"):
             step(1.0)
+
+
+def check_debug_nans():
+    """At the first call and later, in an output of one rank alone, with a collective in the program and without."""
+    rank, size = jaxmpi.rank(), jaxmpi.size()
+    said = r"invalid value \(nan\) encountered in log" if size == 1 else r"^logs: an output on this rank has a NaN"
+    with jax.debug_nans(True):
+        for send in (lambda x: x, jaxmpi.tree_allreduce):
+
+            def logs(x, send=send):
+                return jnp.log(x), send(jnp.abs(x))
+
+            step = jaxmpi.jit(logs)
+            for _ in range(3):
+                step(jnp.float32(1))
+                if rank == size - 1:
+                    with pytest.raises(FloatingPointError, match=said):
+                        step(jnp.float32(-1))
+                else:
+                    step(jnp.float32(1))
+
+
+@run_ranks(1, 2, 3)
+def test_debug_nans_on_mpi():
+    check_debug_nans()
+
+
+@run_ranks(2, backend="xla")
+def test_debug_nans_on_xla():
+    check_debug_nans()
+
+
+@run_ranks(1, 2)
+def test_values_of_simulated_ranks_are_refused_elsewhere():
+    stacked = jaxmpi.PerRank(np.ones((2, 3)))
+    for call in (jaxmpi.jit(lambda x: x), jaxmpi.tree_allreduce, jaxmpi.tree_bcast):
+        with pytest.raises(TypeError, match=r"is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simul"):
+            call(stacked)
