@@ -53,14 +53,14 @@ def check_equal(backend: Backend, described: Sequence[tuple[Leaf, Any]]) -> None
     if not differ:
         return
     leaf, of_ranks = differ[0]
-    usual = max(of_ranks, key=of_ranks.count)
-    others = [rank for rank, one in enumerate(of_ranks) if one != usual]
+    others, who_have = compare.outliers(of_ranks)
+    usual = next(one for rank, one in enumerate(of_ranks) if rank not in others)
     values = f" ({of_ranks[others[0]]}, and {usual} elsewhere)" if leaf.plain else ""
     more = f", and {len(differ) - 1} more leaves" if len(differ) > 1 else ""
     raise RankMismatchError(
-        f"save: leaf {leaf.name} is not equal on all ranks: {compare.in_words(others)} "
-        f"{'have' if len(others) > 1 else 'has'} other values{values}{more}. If each rank has its own (a key, an environment, "
-        "BatchNorm statistics), wrap it in a jaxmpi.PerRankState; if not, make it equal with jaxmpi.synchronize."
+        f"save: leaf {leaf.name} is not equal on all ranks: {who_have} other values{values}{more}. If each rank has its own (a "
+        "key, an environment, BatchNorm statistics), wrap it in a jaxmpi.PerRankState; if not, make it equal with "
+        "jaxmpi.synchronize."
     )
 
 

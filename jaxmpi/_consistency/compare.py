@@ -22,6 +22,7 @@ __all__ = [
     "has_run",
     "in_words",
     "note_run",
+    "outliers",
     "raise_mismatch",
     "register_program",
     "set_mismatch_handler",
@@ -179,3 +180,10 @@ def _differences(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, 
 def in_words(ranks: Sequence[int]) -> str:
     """Such as "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def outliers(values: Sequence[Any]) -> tuple[list[int], str]:
+    """The ranks that hold another value than most, and them as the subject of a sentence: "rank 1 has", "ranks 1, 2 have"."""
+    usual = max(values, key=list(values).count)
+    ranks = [rank for rank, value in enumerate(values) if value != usual]
+    return ranks, f"{in_words(ranks)} {'have' if len(ranks) > 1 else 'has'}"

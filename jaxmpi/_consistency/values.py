@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._consistency.compare import in_words
+from jaxmpi._consistency.compare import outliers
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_key
 from jaxmpi._process import settings
@@ -36,13 +36,11 @@ def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any
     sums = {name: checksum(x) for name, x, same in zip(names, leaves, equal, strict=True) if same}
     everyone = backend.allgather_object(sums)
     for name in sums:
-        values = [of_rank.get(name) for of_rank in everyone]
-        usual = max(values, key=values.count)
-        if other := [rank for rank, value in enumerate(values) if value != usual]:
+        differs, who_has = outliers([of_rank.get(name) for of_rank in everyone])
+        if differs:
             raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: {in_words(other)} "
-                f"{'have' if len(other) > 1 else 'has'} other values (JAXMPI_CHECK). Synchronize what is different from the "
-                "start with jaxmpi.synchronize, and look for what changes it on one rank alone."
+                f"{title}: {name} is not equal on all ranks: {who_has} other values (JAXMPI_CHECK). Synchronize what is "
+                "different from the start with jaxmpi.synchronize, and look for what changes it on one rank alone."
             )
 
 

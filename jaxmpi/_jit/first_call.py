@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._consistency import values
-from jaxmpi._consistency.compare import check_consistent, has_run, in_words, note_run
+from jaxmpi._consistency.compare import check_consistent, has_run, note_run, outliers
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.program import Program
 from jaxmpi._lowering.forgotten_mean import Carried
@@ -56,11 +56,9 @@ def _parting(carried: Carried, names: Sequence[str], everyone: Sequence[Sums]) -
 
 def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
     for argument in everyone[0]:
-        found = [of_rank.get(argument) for of_rank in everyone]
-        usual = max(found, key=found.count)
-        if other := [rank for rank, value in enumerate(found) if value != usual]:
+        differs, who_has = outliers([of_rank.get(argument) for of_rank in everyone])
+        if differs:
             raise RankMismatchError(
-                f"{title}: {argument} is named in replicated_argnums, and {in_words(other)} "
-                f"{'have' if len(other) > 1 else 'has'} other values than the rest. Make it equal before the first step "
-                "(jaxmpi.synchronize), or do not name it."
+                f"{title}: {argument} is named in replicated_argnums, and {who_has} other values than the rest. Make it equal "
+                "before the first step (jaxmpi.synchronize), or do not name it."
             )
