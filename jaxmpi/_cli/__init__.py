@@ -6,5 +6,5 @@ speed     what it measures
 finding   what it says of each
 timeline  the flight records of all ranks, put together
 records   which are read and checked
-page      a timeline in a browser
+picture   a timeline as a picture
 """

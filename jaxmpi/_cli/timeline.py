@@ -6,11 +6,11 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._cli.page import page
+from jaxmpi._cli.picture import picture
 from jaxmpi._cli.records import Record, read
 from jaxmpi._process import files
 
@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write DIR/timeline.json and DIR/timeline.html, print the table, and return the exit code."""
+    """Write DIR/timeline.json and, with matplotlib, DIR/timeline.svg, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="jaxmpi timeline",
         description="Put the flight records of a job together: a trace for https://ui.perfetto.dev or chrome://tracing, and "
@@ -28,14 +28,16 @@ def run(arguments: Sequence[str]) -> int:
     directory = parser.parse_args(arguments).directory
     try:
         records = read(directory)
-        text = table(records)
-        _write(directory, {"timeline.json": json.dumps(trace(records)), "timeline.html": page(records, text)})
+        _write(directory, "timeline.json", json.dumps(trace(records)))
+        with_picture = _draw(directory, records)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"jaxmpi timeline: {error}\n")
         return 2
-    sys.stdout.write(text)
-    out, html = directory / "timeline.json", directory / "timeline.html"
-    sys.stdout.write(f"\nThe trace is in {out}: open it in https://ui.perfetto.dev, or {html} in any browser.\n")
+    sys.stdout.write(table(records))
+    sys.stdout.write(f"\nThe trace is in {directory / 'timeline.json'}: open it in https://ui.perfetto.dev.\n")
+    sys.stdout.write(
+        f"A picture is in {directory / 'timeline.svg'}.\n" if with_picture else "For a picture of it: pip install matplotlib\n"
+    )
     return 0
 
 
@@ -88,12 +90,21 @@ def _last(records: Sequence[Record]) -> list[int]:
     return [records[min(range(len(records)), key=lambda i: waits[i][number])]["rank"] for number in common]
 
 
-def _write(directory: Path, texts: Mapping[str, str]) -> None:
-    """Write files into the folder of the records, which another user may have made."""
+def _draw(directory: Path, records: Sequence[Record]) -> bool:
+    """Write the picture; False if there is no matplotlib."""
+    try:
+        drawn = picture(records)
+    except ImportError:
+        return False
+    _write(directory, "timeline.svg", drawn)
+    return True
+
+
+def _write(directory: Path, name: str, text: str) -> None:
+    """Write a file into the folder of the records, which another user may have made."""
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for name, text in texts.items():
-            files.replace(folder, name, text)
+        files.replace(folder, name, text)
     except OSError as error:
         raise OSError(
             f"{directory} cannot be written to: {error.strerror}. Copy the records to a folder of your own."

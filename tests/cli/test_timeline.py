@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -81,15 +83,23 @@ def test_two_jobs(tmp_path, capsys):
 
 
 def test_what_a_terminal_or_a_page_would_take_for_more_than_text(tmp_path, capsys):
-    evil = "\x1b]0;title\x07\ud800</script><b>@DATA@@TABLE@"
+    evil = "\x1b]0;title\x07\ud800</text><script>$\\frac$"
     write(tmp_path, host=evil, why=evil, events=[[0, evil, 1, 0, None, None]])
     assert timeline.run([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.isascii() or "\N{REPLACEMENT CHARACTER}" in shown
-    page = (tmp_path / "timeline.html").read_text()
-    for text in (shown, page):
+    picture = (tmp_path / "timeline.svg").read_text()
+    for text in (shown, picture):
         assert not {"\x1b", "\x07", "\ud800"} & set(text)
-    assert page.count("</script>") == 1 and page.count("const data = ") == 1 and "<b>@" not in page
+    assert "<script" not in picture and ElementTree.fromstring(picture).tag.endswith("svg")
+
+
+def test_without_matplotlib_there_is_no_picture_and_a_sentence(tmp_path, capsys, monkeypatch):
+    write(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert timeline.run([str(tmp_path)]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0.json", "timeline.json"}
 
 
 def test_times_that_run_backwards_are_spans_of_nothing(tmp_path):
@@ -103,10 +113,10 @@ def test_the_output_follows_no_link(tmp_path):
     """The folder may be another user's."""
     write(tmp_path)
     (tmp_path / "precious").write_text("precious")
-    for name in ("timeline.json", "timeline.html"):
+    for name in ("timeline.json", "timeline.svg"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     assert timeline.run([str(tmp_path)]) == 0
-    assert (tmp_path / "precious").read_text() == "precious" and "html" in (tmp_path / "timeline.html").read_text()
+    assert (tmp_path / "precious").read_text() == "precious" and "svg" in (tmp_path / "timeline.svg").read_text()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
