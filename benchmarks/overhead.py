@@ -1,4 +1,4 @@
-"""What watching costs: a step of about 10 ms with the guard's thread and without it, and what the ranks' agreement adds.
+"""What watching costs: a step of about 10 ms with the monitor's thread and without it, and what the ranks' agreement adds.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
@@ -27,7 +27,7 @@ poll_seconds = monitor.POLL_SECONDS
 
 
 def watch(seconds):
-    """Have the guard's thread look so often; it learns of it at its next look, which is now."""
+    """Have the monitor's thread look so often; it learns of it at its next look, which is now."""
     if seconds != monitor.POLL_SECONDS:
         monitor.POLL_SECONDS = seconds
         watching.signals.wake()

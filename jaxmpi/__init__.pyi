@@ -32,8 +32,10 @@ from ._optim.noise import measure_noise_scale
 from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.zero1 import reshard, sharded, unshard
 from ._run.notebook import launch
-from ._world.session import World, finalize, init, initialized, local_rank, local_size, rank, size
+from ._world.init import init
+from ._world.session import finalize, initialized, local_rank, local_size, rank, size
 from ._world.simulate import simulate
+from ._world.world import World
 from .checkpoint import latest, restore, save
 from .console import average_metrics, get_logger, print, progress
 from .data import batches, rank_key, shard

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxmpi._leaves import as_array
-from jaxmpi._monitor import monitor
 from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import weighted_mean
 from jaxmpi._process import settings
@@ -46,7 +45,7 @@ def print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush
     head = f"{time.strftime('%H:%M:%S')} {label}"
     *lines, last = (sep.join(map(str, values)) + end).split("\n")
     text = "".join(f"{head}{line}\n" for line in lines) + (last and head + last)
-    watch = monitor.active()
+    watch = session.monitor()
     own = file not in (None, sys.stdout, sys.stderr)
     if watch is None or own:
         stream = sys.stdout if file is None else file

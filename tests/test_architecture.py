@@ -63,6 +63,29 @@ def test_what_a_rank_is_as_a_process_needs_no_jax():
                 assert not any(name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names), path
 
 
+STATE = {  # what modules hold that changes, and why it is not in the Session
+    "_world.session": {"_session": "it is the Session"},
+    "_run.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
+    "_process.at_exit": {"_calls": "calls for the end of the process, not of the job"},
+}
+
+
+def test_the_state_of_a_job_is_in_the_session():
+    for name, path in modules():
+        tree = ast.parse(path.read_text())
+        found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        for node in tree.body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and not target.id.isupper():
+                empty = isinstance(value, ast.List | ast.Dict | ast.Set) or (
+                    isinstance(value, ast.Constant) and value.value is None
+                )
+                if (empty or ast.unparse(value) in ("set()", "dict()", "list()")) and not target.id.startswith("__"):
+                    found.add(target.id)
+        assert found == set(STATE.get(name, {})), path
+
+
 def test_no_code_asks_for_the_name_of_a_backend():
     """But what it can: `Backend` has an attribute for each such question."""
     for name, path in modules():

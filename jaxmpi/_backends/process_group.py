@@ -1,6 +1,6 @@
 """The ranks of one MPI job, and what they say to each other outside of compiled programs, with mpi4py.
 
-Objects and the guard's thread have a communicator of their own each, so that neither meets the other's messages, nor those of
+Objects and the monitor's thread have a communicator of their own each, so that neither meets the other's messages, nor those of
 the compiled programs.
 """
 
@@ -207,7 +207,7 @@ class MpiProcessGroup:
         """Of a word that was sent: that of its program, and what it was."""
         return self._titles.get(fingerprint, (fingerprint, ""))
 
-    # the guard's channel: short messages that nobody has to be waiting for
+    # the monitor's channel: short messages that nobody has to be waiting for
 
     def send(self, rank: int, message: Any) -> None:
         """Start sending a picklable object to one rank; returns at once."""
@@ -243,7 +243,7 @@ class MpiProcessGroup:
 
 
 class _Entered:
-    """Marks, for the guard, that this rank is inside a collective."""
+    """Marks, for the monitor, that this rank is inside a collective."""
 
     def __init__(self, backend: MpiProcessGroup) -> None:
         self._backend = backend

@@ -15,7 +15,8 @@ from jaxmpi._checkpoint import files, folders, parts
 from jaxmpi._checkpoint.manifest import Leaf, Member
 from jaxmpi._checkpoint.rank_checks import long_operation, run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
-from jaxmpi._monitor import monitor
+from jaxmpi._process.at_exit import at_the_very_end
+from jaxmpi._world import session
 
 __all__ = ["Parts", "Save", "arrays_of", "begin"]
 
@@ -28,7 +29,7 @@ def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndar
 
 def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
-    if watch := monitor.active():  # before any rank can have written its part
+    if watch := session.monitor():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
     made, lock = run_on_all_or_raise(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
     folder = backend.broadcast_object(made, 0)
@@ -73,9 +74,9 @@ class Save:
         self._folder, self._lock = folder
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
-        self._guard = monitor.active()
+        self._monitor = session.monitor()
         self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
-        if self._guard is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
+        if self._monitor is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())
             if self._rank == 0:
                 self.outcomes[self._folder.name] = dict(enumerate(outcomes[1:], 1))
@@ -99,8 +100,8 @@ class Save:
     def _finish(self, outcome: Parts | str) -> None:
         """Tell rank 0; there, make it a checkpoint once all have written."""
         if self._rank:
-            if self._guard:
-                self._guard.send(0, "saved", (self._folder.name, outcome))
+            if self._monitor:
+                self._monitor.send(0, "saved", (self._folder.name, outcome))
             return
         try:
             everyone = self._gathered(outcome)
@@ -116,9 +117,9 @@ class Save:
         others = len(self._writers) - self._own_parts
         theirs = self.outcomes.setdefault(self._folder.name, {})
         pause = 0.001
-        while len(theirs) < others:  # the guard's thread would look ten times a second
-            if self._guard:
-                self._guard.poll()
+        while len(theirs) < others:  # the monitor's thread would look ten times a second
+            if self._monitor:
+                self._monitor.poll()
             with self.changed:
                 self.changed.wait_for(lambda: len(theirs) >= others, pause)
             pause = min(2 * pause, 0.1)
@@ -159,4 +160,4 @@ class Save:
             os._exit(1)
 
 
-monitor.last_words.append(Save.at_exit)
+at_the_very_end(Save.at_exit)

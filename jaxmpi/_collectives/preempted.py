@@ -3,8 +3,6 @@
 from typing import Any
 
 from jaxmpi._collectives.objects import agreed, untraced
-from jaxmpi._monitor import monitor
-from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._process import stderr
 from jaxmpi._world import session
 
@@ -34,11 +32,10 @@ def preempted() -> bool:
     False
     """
     backend: Any = untraced("preempted")
-    if watch := monitor.active():
+    if watch := session.monitor():
         watch.stop.watch()
         return watch.stop.now()
-    state = session._State
-    state.preemption = alone = state.preemption or Preemption(None, 1, 0)
+    alone = session.preemption()
     alone.watch()
     stops = any(agreed("preempted").allgather_object(alone.signalled))
     if stops and backend.place.rank == 0:

@@ -15,7 +15,7 @@ from jaxmpi._consistency.compare import check_consistent, has_run, note_run, out
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.program import Program
 from jaxmpi._lowering.forgotten_mean import Carried
-from jaxmpi._monitor import monitor
+from jaxmpi._world import session
 
 __all__ = ["compare"]
 
@@ -45,7 +45,7 @@ def compare(backend: Backend, program: Program, leaves: Sequence[Any]) -> None:
         check_consistent(backend, program.statement, program.signature.details)
         note_run(backend, program.statement.fingerprint)
         _refuse_difference(title, backend.allgather_object({name: sums[name] for name in named}))
-    if program.carried and (watch := monitor.active()):
+    if program.carried and (watch := session.monitor()):
         watch.gathering.add(f"{title} {program.carried.digest}", sums, partial(_parting, program.carried, list(inputs)))
 
 

@@ -12,15 +12,15 @@ KEPT = 64  # keys with the messages of some ranks
 
 
 class Gathering:
-    """Collects messages by key, in the guards' threads; no rank waits."""
+    """Collects messages by key, in the monitors' threads; no rank waits."""
 
-    def __init__(self, guard: Any) -> None:
-        self._guard = guard
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
         self._messages: dict[str, dict[int, Any]] = {}  # by rank
         self._counts: Counter[str] = Counter()
         self._judges: dict[str, Callable[[Sequence[Any]], str]] = {}
         self._lock = threading.Lock()
-        guard.topics[TOPIC] = self._add
+        monitor.topics[TOPIC] = self._add
 
     def add(self, key: str, message: Any, judge: Callable[[Sequence[Any]], str]) -> None:
         """Add this rank's message: its n-th with this key is looked at with the others' n-th.
@@ -30,14 +30,14 @@ class Gathering:
           message: a picklable object.
           judge: on rank 0, takes all ranks' messages, and returns a line to say, or "".
         """
-        rank = self._guard.backend.place.rank
+        rank = self._monitor.backend.place.rank
         with self._lock:
             self._counts[key] += 1
             key = f"{key} {self._counts[key]}"
             if not rank:
                 self._judges[key] = judge
         if rank:
-            self._guard.send(0, TOPIC, (key, message))
+            self._monitor.send(0, TOPIC, (key, message))
         else:
             self._add(rank, (key, message))
 
@@ -49,9 +49,9 @@ class Gathering:
             for old in list(self._messages)[:-KEPT]:  # of programs that some rank has not run
                 del self._messages[old]
                 self._judges.pop(old, None)
-            complete = len(of_ranks) == self._guard.backend.place.size  # rank 0's judge, too
+            complete = len(of_ranks) == self._monitor.backend.place.size  # rank 0's judge, too
             judge = self._judges.pop(key) if complete else None
             if complete:
                 del self._messages[key]
         if judge and (text := judge([of_ranks[r] for r in sorted(of_ranks)])):
-            self._guard.say(text)
+            self._monitor.say(text)

@@ -22,7 +22,7 @@ _RANK = "2i"  # what a rank says first: its number, and how many ranks there are
 
 
 def call(backend: Any) -> Callable[[], None]:
-    """Leave a witness on each node where nobody else names a rank that is killed; returns what sends it away."""
+    """Leave one on each node where nobody else names a rank that is killed; returns what sends it away."""
     place = backend.place
     if backend.launcher_names_the_killed:
         return lambda: None
@@ -33,7 +33,7 @@ def call(backend: Any) -> Callable[[], None]:
 
 
 def start() -> str:
-    """Start the witness of this host; returns the address that `connect` takes, "" where there can be none.
+    """Start the death reporter of this host; returns the address that `connect` takes, "" where there can be none.
 
     It needs Linux 5.3 or later.
     """
@@ -45,12 +45,12 @@ def start() -> str:
 
 
 def connect(address: str, rank: int, size: int) -> Callable[[], None]:
-    """Have this process watched as a rank of the job; returns what sends the witness away."""
+    """Have this process watched as a rank of the job; returns what sends the death reporter away."""
     link = socket.socket(socket.AF_UNIX)
-    # The kernel closes the files of a process last opened first: the witness sees this one close before the launcher misses
-    # the rank and kills the others.
+    # The kernel closes the files of a process last opened first: the death reporter sees this one close before the launcher
+    # misses the rank and kills the others.
     link.connect(bytes.fromhex(address))
-    if _peer(link)[1] != os.geteuid():  # the witness has ended, and another user has taken its address
+    if _peer(link)[1] != os.geteuid():  # the death reporter has ended, and another user has taken its address
         link.close()
         return lambda: None
     link.sendall(struct.pack(_RANK, rank, size))

@@ -24,22 +24,22 @@ __all__ = ["Recorder"]
 class Recorder:
     """That of one rank."""
 
-    def __init__(self, guard: Any) -> None:
-        self._backend, self._guard = guard.backend, guard
+    def __init__(self, monitor: Any) -> None:
+        self._backend, self._monitor = monitor.backend, monitor
         # the name of the folder: the same on all ranks, and nobody else can make it before they do
         self._token = self._backend.broadcast_object(secrets.token_hex(8), 0)
         self._backend.barrier()
         self._zero = time.monotonic_ns()  # at about the same moment on all ranks, whatever their clocks show
         self._at = time.time()
         self._asked = settings.get("JAXMPI_FLIGHT_DIR")
-        guard.topics["dump"] = lambda rank, why: self.dump(why)
-        guard.signals.take(signal.SIGUSR1, self._on_signal)
+        monitor.topics["dump"] = lambda rank, why: self.dump(why)
+        monitor.signals.take(signal.SIGUSR1, self._on_signal)
         if self._asked:
-            guard.at_end.append(self.dump)
+            monitor.at_end.append(self.dump)
 
     def _on_signal(self) -> None:
         path = self.dump("SIGUSR1")
-        self._guard.say(f"SIGUSR1: this rank is {where(self._backend)}; its last collectives are in {path}")
+        self._monitor.say(f"SIGUSR1: this rank is {where(self._backend)}; its last collectives are in {path}")
 
     def dump(self, why: str) -> Path | None:
         """Write what is known now, over what was written before; returns the file, None where it cannot be written."""
@@ -49,7 +49,7 @@ class Recorder:
                 files.replace(folder, name, json.dumps({**self._about(), "why": why}))
                 return path / name
         except OSError as error:
-            self._guard.say(f"the last collectives cannot be written: {error}. Set JAXMPI_FLIGHT_DIR to another folder.")
+            self._monitor.say(f"the last collectives cannot be written: {error}. Set JAXMPI_FLIGHT_DIR to another folder.")
             return None
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class Recorder:
             yield path, folder
 
     def _about(self) -> dict[str, Any]:
-        place, (pid, host) = self._backend.place, self._guard.members[self._backend.place.rank]
+        place, (pid, host) = self._backend.place, self._monitor.members[self._backend.place.rank]
         seconds = lambda ns: (ns - self._zero) / 1e9 if ns else None
         names: dict[int, str] = {}
         events = []

@@ -1,7 +1,7 @@
 """No rank waits for one that is gone.
 
 MPI does not end a job when one rank raises or exits: the others wait in their next collective for ever. On every rank of more
-than one, `install` therefore sees to it that
+than one, a Monitor therefore sees to it that
 - an exception that nobody handles is printed with its rank and ends the whole job;
 - a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
 - an interrupt ends a rank that stands inside MPI and cannot react to it;
@@ -31,68 +31,14 @@ from jaxmpi._monitor.watchdog import Watchdog
 from jaxmpi._process import peers, run_dir, stderr
 from jaxmpi._process.signals import Signals
 
-__all__ = ["Monitor", "active", "install", "last_words", "remove"]
+__all__ = ["Monitor"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
 KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
 END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
-LEAVE_SECONDS = 30.0  # for the guard's thread to end
+LEAVE_SECONDS = 30.0  # for the monitor's thread to end
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
-
-_guard: "Monitor | None" = None
-
-last_words: list[
-    Callable[[], Any]
-] = []  # are called after all other ends: those registered later than this, MPI's too, run first
-atexit.register(lambda: [call() for call in last_words])
-
-
-def install(backend: MpiProcessGroup) -> None:
-    """Guard this rank from now on; a job of one rank needs no guard."""
-    global _guard
-    if backend.place.size > 1 and _guard is None:
-        _guard = Monitor(backend)
-        if _guard.listening:
-            Watchdog(_guard, Recorder(_guard))
-            _guard.greet()
-
-
-def remove() -> None:
-    """Wait for the other ranks, as at the end of the script, and stop guarding."""
-    global _guard
-    if _guard is not None:
-        _guard.leave()
-        _guard = None
-
-
-def active() -> "Monitor | None":
-    """The guard of this rank, where there is one that can talk to the others'."""
-    return _guard if _guard is not None and _guard.listening else None
-
-
-def _before_fork() -> None:
-    if _guard is not None:
-        _guard.signals.hold()
-
-
-def _in_parent() -> None:
-    if _guard is not None:
-        _guard.signals.go_on()
-
-
-def _in_child() -> None:
-    """Forget the guard in a forked child, which is no rank, and what the rank does at its end: JAX and MPI would hang there."""
-    global _guard
-    if _guard is not None:
-        watch, _guard = _guard, None
-        watch.abandon()
-        atexit._clear()
-        _jaxcompat.leave_as_it_is()
-        watch.signals.go_on()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 class Monitor:
@@ -116,11 +62,16 @@ class Monitor:
         self._waits = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
-        self._dismiss_witness = death_reporter.call(backend)
+        self._dismiss_reporter = death_reporter.call(backend)
         atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=self._run, name=peers.GUARD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
+
+    def start(self) -> None:
+        """Watch from now on."""
         if self.listening:
             self._thread.start()
+            Watchdog(self, Recorder(self))
+            self._greet()
 
     # messages
 
@@ -136,7 +87,7 @@ class Monitor:
         self.rounds.flush()
 
     def send(self, rank: int, topic: str, message: Any) -> None:
-        """Send a picklable object to another rank's guard; returns at once."""
+        """Send a picklable object to another rank's monitor; returns at once."""
         with self._lock:
             self.backend.send(rank, (topic, message))
 
@@ -155,15 +106,15 @@ class Monitor:
         except Exception:
             if function not in self._failed:
                 self._failed.append(function)
-                self.say(f"a defect in jaxmpi's guard, which goes on:\n{traceback.format_exc()}")
+                self.say(f"a defect in jaxmpi's monitor, which goes on:\n{traceback.format_exc()}")
 
     def send_all(self, topic: str, message: Any) -> None:
-        """Send an object to the guards of all other ranks."""
+        """Send an object to the monitors of all other ranks."""
         for rank in range(self.backend.place.size):
             if rank != self.backend.place.rank:
                 self.send(rank, topic, message)
 
-    def greet(self) -> None:
+    def _greet(self) -> None:
         """Open the connections to other hosts while the network works: one that is opened when it does not ends the job."""
         _, here = self.members[self.backend.place.rank]
         away = [rank for rank, (_, host) in enumerate(self.members) if host != here]
@@ -183,7 +134,7 @@ class Monitor:
         """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
         why = "the thread that watches this rank has ended"
         try:
-            peers.mark_thread(peers.GUARD)
+            peers.mark_thread(peers.MONITOR)
             self._watch()
         except BaseException as error:
             why = f"the thread that watches this rank has failed ({stderr.one_line(error)})"
@@ -241,7 +192,7 @@ class Monitor:
         time.sleep(0.1)  # let the launcher pass the lines on
         if self._left is None and self._has_lost_one():
             time.sleep(KILLED_SECONDS)  # who aborts before the launcher knows would be named instead
-        self._dismiss_witness()
+        self._dismiss_reporter()
 
     def _has_lost_one(self) -> bool:
         """Whether a rank of this host has ended."""
@@ -277,7 +228,7 @@ class Monitor:
                 raise RuntimeError("the thread that watches this rank does not end")
         self._wait(self.backend.sent, self.backend.place.size)
         self._wait(self.backend.everyone_leaves(), self.backend.place.size)
-        self._dismiss_witness()
+        self._dismiss_reporter()
         self.poll()
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
@@ -287,9 +238,12 @@ class Monitor:
             run_dir.leave(directory, self.backend.place.rank)
 
     def abandon(self) -> None:
-        """Leave nothing of it in a forked child."""
+        """Leave nothing of it in a forked child, nor what the rank does at its end: JAX and MPI would hang there."""
         sys.excepthook = self._excepthook
         self.signals.release(wake_others=False)
+        atexit._clear()
+        _jaxcompat.leave_as_it_is()
+        self.signals.go_on()
 
     def _wait(self, done: Callable[[], bool], size: int) -> None:
         """Sleep until `done`; after a second tell the next rank that this one has left."""

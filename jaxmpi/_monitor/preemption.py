@@ -2,7 +2,7 @@
 
 The rank with the signal tells rank 0, which asks all ranks how many calls have returned. From then on the next call of each
 waits until rank 0 has told which one is true: the one after the highest of these numbers, which has returned nowhere yet. The
-guards' threads do the talking, whatever the main threads do, so that wait is short.
+monitors' threads do the talking, whatever the main threads do, so that wait is short.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ __all__ = ["Preemption"]
 class Preemption:
     """One rank's part in it."""
 
-    def __init__(self, guard: Any, size: int, rank: int) -> None:
-        """Listen to the other ranks, where there are any to listen to: `guard` may be None."""
+    def __init__(self, monitor: Any, size: int, rank: int) -> None:
+        """Listen to the other ranks, where there are any to listen to: `monitor` may be None."""
         self.signalled = False
-        self._guard, self._size, self._rank = guard, size, rank
+        self._monitor, self._size, self._rank = monitor, size, rank
         self._who = rank
         self._changed = threading.Condition()
         self._calls, self._asked = 0, False
         self._at: int | None = None  # the first call that is true
         self._counts: dict[int, int] = {}
         self._watching = False
-        if guard:
-            guard.topics["stop"] = self._on_stop
-            guard.topics["stop: ask"] = self._on_ask
-            guard.topics["stop: calls"] = self._on_calls
-            guard.topics["stop: at"] = self._on_at
+        if monitor:
+            monitor.topics["stop"] = self._on_stop
+            monitor.topics["stop: ask"] = self._on_ask
+            monitor.topics["stop: calls"] = self._on_calls
+            monitor.topics["stop: at"] = self._on_at
 
     def watch(self) -> None:
         """Take over SIGTERM, unless the script has a handler of its own."""
         if self._watching:
             return
-        if self._guard:
-            self._watching = self._guard.signals.take(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
+        if self._monitor:
+            self._watching = self._monitor.signals.take(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
             if self._watching:
                 with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
                     run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
@@ -53,13 +53,13 @@ class Preemption:
         # both in one: a call that is asked about between them would count for one rank and not for the others
         with self._changed:
             if self._asked and self._at is None:
-                with self._guard.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
+                with self._monitor.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
                     self._changed.wait_for(lambda: self._at is not None)
             self._calls += 1
             if self._at is None or self._calls < self._at:
                 return False
         if self._calls == self._at and self._rank == 0:
-            self._guard.say(f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point.")
+            self._monitor.say(f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point.")
         return True
 
     def _on_signal(self, *_: Any) -> None:
@@ -67,9 +67,9 @@ class Preemption:
 
     def _send(self, rank: int, topic: str, message: Any) -> None:
         if rank == self._rank:
-            self._guard.topics[topic](rank, message)
+            self._monitor.topics[topic](rank, message)
         else:
-            self._guard.send(rank, topic, message)
+            self._monitor.send(rank, topic, message)
 
     # on rank 0
 

@@ -1,6 +1,6 @@
 """Says why a job hangs: who waits for whom, where, and what the missing ranks are doing.
 
-A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the guards of all others where
+A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the monitors of all others where
 they are: these are threads, and answer whatever their main thread does. The lowest rank that waits writes the report. After
 JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends. A wait of many times the usual is announced sooner.
 """
@@ -24,7 +24,7 @@ from jaxmpi._process import run_dir, settings
 
 __all__ = ["Watchdog"]
 
-ANSWER_SECONDS = 2.0  # for the guards of the others
+ANSWER_SECONDS = 2.0  # for the monitors of the others
 EARLY_FACTOR, EARLY_SECONDS, EARLY_STEPS = 30, 10.0, 20  # times the usual, at least, after so many collectives
 FRAMES = 3
 
@@ -44,8 +44,8 @@ class Answer(NamedTuple):
 class Watchdog:
     """One rank's."""
 
-    def __init__(self, guard: Any, recorder: Recorder) -> None:
-        self._guard, self._backend, self._recorder = guard, guard.backend, recorder
+    def __init__(self, monitor: Any, recorder: Recorder) -> None:
+        self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._limit, self._last = settings.limits()
         self._main = threading.main_thread().ident or 0
         self._state = (0, False)
@@ -56,15 +56,15 @@ class Watchdog:
         self._due = self._deadlines()  # of this wait
         self._next = next(self._due)
         self._said = False
-        guard.topics["where"] = lambda rank, _: guard.send(rank, "here", self._here())
-        guard.topics["here"] = self._on_answer
-        guard.watchers.append(self._look)
+        monitor.topics["where"] = lambda rank, _: monitor.send(rank, "here", self._here())
+        monitor.topics["here"] = self._on_answer
+        monitor.watchers.append(self._look)
 
     def _look(self) -> None:
         state, now = self._backend.progress(), time.monotonic()
         if state != self._state or not state[1]:
             if self._said:
-                self._guard.say(f"goes on after {now - self._since:.0f} s.")
+                self._monitor.say(f"goes on after {now - self._since:.0f} s.")
             if state[0] != self._state[0]:
                 self._usual.append(now - self._since)
                 self._since = now
@@ -81,7 +81,7 @@ class Watchdog:
         elif waited > self._next:
             self._next = next(self._due)
             self._asked, self._answers = now, {}
-            self._guard.send_all("where", None)
+            self._monitor.send_all("where", None)
 
     def _deadlines(self) -> Iterator[float]:
         """After how many seconds of one wait to say something."""
@@ -130,17 +130,17 @@ class Watchdog:
         left = self._last - waited if self._last else math.inf
         if stalled and hopeless and 0 < left < math.inf:
             lines.append(f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
-        self._guard.say("\n".join(lines))
+        self._monitor.say("\n".join(lines))
         if stalled:
-            self._guard.send_all("dump", "stall")
+            self._monitor.send_all("dump", "stall")
             if path := self._recorder.dump("stall"):
-                self._guard.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
+                self._monitor.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
         if hopeless and left < 0:
             time.sleep(0.5)  # for the others' dumps
-            self._guard.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
+            self._monitor.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
 
     def _missing(self, rank: int, answer: Answer | None) -> list[str]:
-        pid, host = self._guard.members[rank]
+        pid, host = self._monitor.members[rank]
         name = f"  missing: rank {rank} (pid {pid} on {host})"
         if answer is None:
             return [f"{name} does not answer: {_why_silent(pid, host)}"]
@@ -154,7 +154,7 @@ class Watchdog:
     def _blame(self, missing: Sequence[int]) -> str:
         if not missing:
             return "a collective that all ranks have entered does not end"
-        return f"{in_words(missing)} on {', '.join(sorted({self._guard.members[r][1] for r in missing}))} did not come"
+        return f"{in_words(missing)} on {', '.join(sorted({self._monitor.members[r][1] for r in missing}))} did not come"
 
 
 def _stack(thread: int) -> list[str]:

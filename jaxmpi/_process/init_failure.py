@@ -1,4 +1,4 @@
-"""Before there is a guard: nobody waits in `init` for ranks that do not come.
+"""Before there is a monitor: nobody waits in `init` for ranks that do not come.
 
 MPI starts once every rank has started it, and so `init` waits for the slowest. A thread says after JAXMPI_STALL_SECONDS which
 ranks have not called `init`, and ends the job after JAXMPI_STALL_END_SECONDS, or once one of them has ended. A rank that fails

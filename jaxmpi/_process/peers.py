@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from jaxmpi._process import run_dir
 
-__all__ = ["GUARD", "INIT", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
+__all__ = ["INIT", "MONITOR", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
 
-INIT, GUARD = (
+INIT, MONITOR = (
     "jaxmpi-init",
-    "jaxmpi-guard",
+    "jaxmpi-monitor",
 )  # names of threads, by which other processes see how far a rank is; 15 letters at most
 _RANK = (
     "OMPI_COMM_WORLD_RANK",
@@ -85,7 +85,7 @@ def _parent(pid: str) -> str | None:
 
 
 def _has_called(process: Path) -> bool:
-    return any(_read(str(path)).strip() in (INIT, GUARD) for path in process.glob("task/*/comm"))
+    return any(_read(str(path)).strip() in (INIT, MONITOR) for path in process.glob("task/*/comm"))
 
 
 def _read(*path: str) -> str:

@@ -1,5 +1,7 @@
 """Which ranks there are.
 
-session   `init`, `finalize` and the state of the job between them
+init      finds the other ranks and begins a session
+session   what lives from `init` to `finalize`: the backend, the World, the monitor
+world     what `init` returns
 simulate  several ranks in one process
 """

@@ -1,217 +1,84 @@
-"""The one World: which ranks there are, which one this is, and how they talk."""
+"""What lives from `init` to `finalize`, and which rank of how many this process is."""
 
-import contextlib
 import copy
 import os
-import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 
-from jaxmpi import _axis, _devices
-from jaxmpi._backends.base import Backend, Place
-from jaxmpi._backends.single import Single
+from jaxmpi import _axis
+from jaxmpi._backends.base import Backend
+from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
-from jaxmpi._errors import NotInitializedError, RankMismatchError
-from jaxmpi._monitor import monitor
+from jaxmpi._errors import NotInitializedError
+from jaxmpi._monitor.monitor import Monitor
 from jaxmpi._monitor.preemption import Preemption
-from jaxmpi._process import children, run_dir, settings
-from jaxmpi._process.init_failure import joining
+from jaxmpi._world.world import World
 
 __all__ = [
-    "World",
+    "Session",
+    "begin",
     "check_root",
     "current",
     "finalize",
-    "init",
     "initialized",
     "local_rank",
     "local_size",
+    "monitor",
+    "preemption",
     "rank",
     "size",
+    "watch",
+    "within",
+    "world",
 ]
 
-LAUNCHERS = (  # what each launcher tells its ranks about their number
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MPI_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "PALS_SIZE",
-    "FLUX_JOB_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
 
-
-@dataclass(frozen=True)
-class World:
-    """What `init` found out: this process's place among the ranks.
+@dataclass
+class Session:
+    """The state of a job.
 
     Attributes:
-      rank: 0 to size - 1, over all nodes.
-      size: the number of ranks.
-      local_rank: 0 to local_size - 1, within the node; the device is chosen by it.
-      local_size: the number of ranks on this node.
-      node: the number of this node; nodes are numbered by their lowest rank.
-      backend: "single", "mpi", "xla" or "simulate".
+      backend: carries messages; a forked child has a copy that refuses to.
+      world: what `init` returned.
+      monitor: the thread that watches the other ranks, where there are any.
+      preemption: of a rank that talks to others and has no monitor's thread.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    backend: str
-
-    @property
-    def device(self) -> jax.Device:
-        """The device that this rank computes on."""
-        return jax.local_devices()[0]
+    backend: Backend
+    world: World
+    monitor: Monitor | None = None
+    preemption: Preemption | None = None
 
 
-class _State:
-    backend: Backend | None = None
-    world: World | None = None
-    preemption: Preemption | None = None  # of a rank without a monitor that talks to others
+_session: Session | None = None
 
 
-def _leave_to_parent() -> None:
-    """In a forked child of a rank, keep the World, to be read, and refuse to communicate."""
-    if _State.backend is not None and _State.backend.place.size > 1 and not _State.backend.forked:
-        backend: Any = copy.copy(_State.backend)  # another one, so that steps look at it anew
-        backend.forked = True
-        backend.turn.forbid()
-        _State.backend = backend
+def begin(backend: Backend, world: World) -> None:
+    """`current` and `world` give these from now on."""
+    global _session
+    _session = Session(backend, world)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def watch(backend: MpiProcessGroup) -> None:
+    """Watch the other ranks from now on."""
+    assert _session is not None
+    _session.monitor = Monitor(backend)
+    _session.monitor.start()
 
 
-def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose: bool = False) -> World:
-    """Find the other ranks and this rank's device; call it once, at the top of the script.
-
-    A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
-    A process that a rank starts, such as a worker of a data loader that imports the script again, is alone: whatever it asks
-    for, its World has one rank.
-
-    **Collective:** every rank calls it.
-
-    Args:
-      backend: "auto", "single", "mpi" or "xla". "auto" is "single" for one rank; under mpirun, srun or `jaxmpi run` it is
-        "xla" where every rank has a GPU of its own, and "mpi" otherwise. The environment variable JAXMPI_BACKEND overrides
-        "auto".
-      devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
-      verbose: print, on rank 0, what was chosen.
-
-    Returns:
-      The World: rank, size, local_rank, local_size, node, device, backend.
-
-    Raises:
-      ValueError: an unknown backend, or one that differs from that of the first call; an environment variable of jaxmpi has
-        a value that is not allowed.
-      RankMismatchError: the ranks ask for different backends, or have different settings that must be the same.
-      MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
-
-    >>> import jaxmpi
-    >>> world = jaxmpi.init()
-    >>> world.rank, world.size
-    (0, 1)
-    """
-    parent = children.parent()
-    if parent is not None:
-        backend = "auto"
-    if backend not in settings.BACKENDS:
-        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(settings.BACKENDS)}.")
-    if _State.world is not None:
-        if backend not in ("auto", _State.world.backend):
-            raise ValueError(
-                f"init: the backend is {_State.world.backend!r} since the first call, and now {backend!r} was asked for. "
-                "Call jaxmpi.finalize() first."
-            )
-        return _State.world
-    launched = launched_ranks() if parent is None else 1
-    with joining(launched):
-        backend = _check_settings(backend, launched) if parent is None else "single"
-        if backend == "auto":
-            backend = _choose(launched, devices)
-        chosen: Any = _start(backend, launched, devices, parent)
-        place: Place = chosen.place
-        _State.backend, _State.world = chosen, World(*place, backend=backend)
-        if place.size > 1:
-            children.note_rank(place.local_rank, place.size)
-            if directory := os.environ.get("JAXMPI_RUN_DIR"):
-                run_dir.join(directory, place.rank)  # the guard notes when the rank leaves
-            monitor.install(chosen)
-            chosen.turn.release()  # any thread may be the one that communicates
-    if verbose and _State.world.rank == 0:
-        transport = f", transport {chosen.transport}" if backend == "mpi" else ""
-        sys.stderr.write(f"jaxmpi: {_State.world}, device {_State.world.device}{transport}\n")
-    return _State.world
-
-
-def _check_settings(backend: str, launched: int) -> str:
-    """Read the environment variables, on all ranks where there are several; returns the backend with JAXMPI_BACKEND applied.
-
-    The first thing that ranks say to each other: what they ask for, and the settings that must be the same.
-    """
-    with contextlib.suppress(ValueError):  # raised below, on all ranks
-        backend = str(settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
-    if backend == "single" or (backend == "auto" and launched == 1):
-        _checked()
-        return backend
-    from jaxmpi._backends.mpi import gathered
-
-    everyone = gathered(launched, lambda: {"backend": backend, **_checked()})
-    if (asked := settings.difference(everyone)) is not None:
-        name, rank = asked
-        values = [repr(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
-        raise RankMismatchError(
-            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
-            f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
-        )
-    return backend
-
-
-def _checked() -> dict[str, Any]:
+@contextmanager
+def within(session: Session) -> Iterator[World]:
+    """Another session for as long as a `with` block."""
+    global _session
+    before, _session = _session, session
     try:
-        return settings.check()
-    except ValueError as error:
-        raise ValueError(f"init: {error}") from None
-
-
-def _choose(launched: int, devices: Sequence[int] | None) -> str:
-    """What "auto" is, the same on all ranks."""
-    if launched == 1:
-        return "single"
-    from jaxmpi._backends.mpi import gathered
-
-    shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
-    if any(names for _, names in shown) and not _devices.enough(shown):
-        shown = gathered(launched, lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]))
-    return "xla" if _devices.enough(shown) else "mpi"
-
-
-def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Backend:
-    if backend == "xla":
-        from jaxmpi._backends.xla import Xla
-
-        return Xla(launched, devices)
-    if backend == "single":
-        _devices.choose(*(parent[1:] if parent else (0, 1)), devices)  # the GPU of the rank that has started this process
-        return Single()
-    from jaxmpi._backends.transport import join
-
-    mpi = join(launched, devices)
-    compare.set_mismatch_handler(mpi)
-    return mpi
-
-
-def initialized() -> bool:
-    """Whether `init` was called, and `finalize` not since."""
-    return _State.world is not None
+        yield session.world
+    finally:
+        _session = before
 
 
 def finalize() -> None:
@@ -224,18 +91,43 @@ def finalize() -> None:
     Raises:
       RankMismatchError: on every rank, if one of them calls something else.
     """
-    if _State.backend is not None and not _State.backend.forked:
-        compare.check_consistent(_State.backend, compare.Statement.of("finalize"))
-        monitor.remove()
-        _State.backend.close()
-    _State.backend = _State.world = _State.preemption = None
+    global _session
+    if _session is not None and not _session.backend.forked:
+        compare.check_consistent(_session.backend, compare.Statement.of("finalize"))
+        if _session.monitor is not None:
+            _session.monitor.leave()
+        _session.backend.close()
+    _session = None
 
 
 def current(function: str) -> Backend:
     """The backend in use, for `function`, whose name the error carries when there is none yet."""
-    if _State.backend is None:
+    if _session is None:
         raise NotInitializedError(function)
-    return _State.backend
+    return _session.backend
+
+
+def world() -> World | None:
+    """The World, where there is one."""
+    return None if _session is None else _session.world
+
+
+def monitor() -> Monitor | None:
+    """The monitor of this rank, where there is one that can talk to the others'."""
+    watching = None if _session is None else _session.monitor
+    return watching if watching is not None and watching.listening else None
+
+
+def preemption() -> Preemption:
+    """What a rank without a monitor knows of signals."""
+    assert _session is not None
+    _session.preemption = _session.preemption or Preemption(None, 1, 0)
+    return _session.preemption
+
+
+def initialized() -> bool:
+    """Whether `init` was called, and `finalize` not since."""
+    return _session is not None
 
 
 def check_root(function: str, root: Any) -> None:
@@ -272,7 +164,31 @@ def local_size() -> int:
     return current("local_size").place.local_size
 
 
-def launched_ranks() -> int:
-    """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
-    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
-    return max((int(number) for number in numbers if number.isdigit()), default=1)
+# forks
+
+
+def _before_fork() -> None:
+    if _session is not None and _session.monitor is not None:
+        _session.monitor.signals.hold()
+
+
+def _in_parent() -> None:
+    if _session is not None and _session.monitor is not None:
+        _session.monitor.signals.go_on()
+
+
+def _in_child() -> None:
+    """In a forked child of a rank, keep the World, to be read, and refuse to communicate."""
+    if _session is None or _session.backend.place.size == 1:
+        return
+    if not _session.backend.forked:
+        backend: Any = copy.copy(_session.backend)  # another one, so that steps look at it anew
+        backend.forked = True
+        backend.turn.forbid()
+        _session.backend = backend
+    if _session.monitor is not None:
+        _session.monitor.abandon()
+        _session.monitor = None
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

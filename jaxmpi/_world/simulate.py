@@ -6,12 +6,13 @@ from functools import cache
 
 from jaxmpi._backends.simulate import Simulated
 from jaxmpi._world import session
+from jaxmpi._world.world import World
 
 __all__ = ["simulate"]
 
 
 @contextmanager
-def simulate(n: int) -> Iterator[session.World]:
+def simulate(n: int) -> Iterator[World]:
     """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
 
         with jaxmpi.simulate(8):
@@ -35,15 +36,12 @@ def simulate(n: int) -> Iterator[session.World]:
     """
     if n < 1:
         raise ValueError(f"simulate: n is {n}. Name a number of ranks above 0.")
-    before = session._State.backend, session._State.world
-    if before[1] is not None and before[1].size > 1 and before[1].backend != "simulate":
-        raise RuntimeError(f"simulate: this is one of {before[1].size} real ranks. Start a single process for simulated ones.")
+    outside = session.world()
+    if outside is not None and outside.size > 1 and outside.backend != "simulate":
+        raise RuntimeError(f"simulate: this is one of {outside.size} real ranks. Start a single process for simulated ones.")
     backend = _ranks(n)
-    session._State.backend, session._State.world = backend, session.World(*backend.place, backend="simulate")
-    try:
-        yield session._State.world
-    finally:
-        session._State.backend, session._State.world = before
+    with session.within(session.Session(backend, World(*backend.place, backend="simulate"))) as world:
+        yield world
 
 
 _ranks = cache(Simulated)  # the same for every block of n ranks, so that what a step has compiled serves them all

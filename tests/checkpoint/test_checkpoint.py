@@ -22,6 +22,7 @@ from jaxmpi._checkpoint import files, folders
 from jaxmpi._monitor import monitor
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
+from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
@@ -194,13 +195,13 @@ def test_a_save_does_not_wait_for_the_guards_next_look():
     state = jaxmpi.sharded(optax.adam(0.1)).init(jnp.ones(8))  # of which each rank writes a part
     usual, monitor.POLL_SECONDS = monitor.POLL_SECONDS, 5.0
     try:
-        time.sleep(2 * usual)  # by now the guard's threads sleep for 5 seconds
+        time.sleep(2 * usual)  # by now the monitor's threads sleep for 5 seconds
         start = time.monotonic()
         jaxmpi.save(directory, 0, state, background=False)
         seconds = time.monotonic() - start
     finally:
         monitor.POLL_SECONDS = usual
-        monitor.active().signals.wake()
+        session.monitor().signals.wake()
     assert seconds < 2.5
 
 

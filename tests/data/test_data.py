@@ -121,7 +121,8 @@ def play(n, batch_size, size, **options):
 def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
-    monkeypatch.setattr(session._State, "backend", SimpleNamespace(simulates=False, place=Place(rank=rank, size=size), **alike))
+    backend = SimpleNamespace(simulates=False, place=Place(rank=rank, size=size), **alike)
+    monkeypatch.setattr(session, "_session", session.Session(backend, None))
 
 
 # shard
@@ -503,7 +504,7 @@ def test_shard_and_batches_are_those_of_the_rank(monkeypatch):
     ],
 )
 def test_functions_name_themselves_before_init(monkeypatch, name, call):
-    monkeypatch.setattr(session._State, "backend", None)
+    monkeypatch.setattr(session, "_session", None)
     with pytest.raises(NotInitializedError, match=f"^{name} was called before"):
         call()
 

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._process import peers
-from jaxmpi._world.session import launched_ranks
+from jaxmpi._world.init import launched_ranks
 from jaxmpi.testing import faults
 
 CALLS, CALL = 10, 5

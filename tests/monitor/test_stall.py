@@ -291,7 +291,7 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
 
 
 class Together:
-    """The guards of two ranks in one process, whose messages arrive at once."""
+    """The monitors of two ranks in one process, whose messages arrive at once."""
 
     def __init__(self, rank, everyone):
         self.rank, self.everyone, self.topics = rank, everyone, {}
@@ -313,8 +313,8 @@ def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(300):
-            guards = []
-            stops = [Preemption(Together(rank, guards), 2, rank) for rank in range(2)]
+            monitors = []
+            stops = [Preemption(Together(rank, monitors), 2, rank) for rank in range(2)]
             calls = [0, 0]
 
             def run(rank, calls=calls, stops=stops):

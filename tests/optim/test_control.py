@@ -234,16 +234,13 @@ def test_any_number_of_ranks_gives_the_same_bits():
 
     digest = hashlib.sha256(trained_bits(12, 50)).hexdigest()
     assert set(jaxmpi.allgather_object(digest)) == {digest}
-    before = jaxmpi._world.session._State.backend, jaxmpi._world.session._State.world
     from jaxmpi._backends.single import Single
+    from jaxmpi._world import session
 
-    jaxmpi._world.session._State.backend = Single()
-    jaxmpi._world.session._State.world = None
-    try:
-        alone = hashlib.sha256(trained_bits(12, 50)).hexdigest()
-    finally:
-        jaxmpi._world.session._State.backend, jaxmpi._world.session._State.world = before
-    assert digest == alone
+    alone = Single()
+    with session.within(session.Session(alone, jaxmpi.World(*alone.place, backend="single"))):
+        bits = hashlib.sha256(trained_bits(12, 50)).hexdigest()
+    assert digest == bits
 
 
 @run_ranks(2, 3)

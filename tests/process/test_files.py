@@ -32,11 +32,11 @@ def recorder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(shared))
     monkeypatch.delenv("JAXMPI_FLIGHT_DIR", raising=False)
     said = []
-    guard = SimpleNamespace(
+    monitor = SimpleNamespace(
         backend=OneRank(), members=[(os.getpid(), "here")], topics={}, at_end=[], say=said.append,
         signals=SimpleNamespace(take=lambda number, call: True),
     )  # fmt: skip
-    return SimpleNamespace(make=lambda: Recorder(guard), shared=shared, said=said)
+    return SimpleNamespace(make=lambda: Recorder(monitor), shared=shared, said=said)
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import mpi, xla
 from jaxmpi._backends.base import Place
-from jaxmpi._world import session
+from jaxmpi._world.init import LAUNCHERS, _choose
 from jaxmpi.testing import run_ranks
 
 PACKAGE = Path(jaxmpi.__file__).parent
 
 
 def python(code, **environ):
-    clean = {k: v for k, v in os.environ.items() if k not in session.LAUNCHERS}
+    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**clean, **environ})
 
 
@@ -292,7 +292,7 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 
     monkeypatch.setattr("jaxmpi._backends.mpi.gathered", gathered)
     monkeypatch.setattr(_devices, "visible", lambda devices: ["0"])
-    assert session._choose(2, None) == backend
+    assert _choose(2, None) == backend
 
 
 def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):

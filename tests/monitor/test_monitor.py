@@ -270,14 +270,14 @@ def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
 WATCHED = """
 import sys, time
 import jaxmpi
-from jaxmpi._monitor import monitor as guard
+from jaxmpi._world import session
 rank = jaxmpi.init().rank
 def fails(*_):
     raise SystemError("a defect")
 if rank == 0 and sys.argv[1] == "watcher":
-    guard.active().watchers.append(fails)
+    session.monitor().watchers.append(fails)
 elif rank == 0:
-    guard.active().signals.wait = fails
+    session.monitor().signals.wait = fails
 time.sleep(1)
 print("went on", flush=True)
 jaxmpi.barrier()
@@ -293,7 +293,7 @@ def test_the_watch_is_watched(tmp_path, what):
     code, output, _, processes = end(jaxmpi_run(2, str(script), what), str(tmp_path))
     assert processes == [], output
     if what == "watcher":
-        assert code == 0 and "a defect in jaxmpi's guard, which goes on" in output and output.count("to the end") == 2, output
+        assert code == 0 and "a defect in jaxmpi's monitor, which goes on" in output and output.count("to the end") == 2, output
     else:
         said = r"rank 0/2 on \S+\] the thread that watches this rank has failed \(SystemError: a defect\)\. The job ends"
         assert code and re.search(said, output), output
@@ -347,14 +347,14 @@ def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, own
 
 WITNESSED = """
 import os, signal, sys
-from jaxmpi._monitor import death_reporter as witness
-address = witness.start()
+from jaxmpi._monitor import death_reporter
+address = death_reporter.start()
 ranks = []
 for rank in range(3):
     mine, theirs = os.pipe()
     ranks.append(os.fork())
     if not ranks[-1]:
-        dismiss = witness.connect(address, rank, 3)
+        dismiss = death_reporter.connect(address, rank, 3)
         os.write(theirs, b".")
         os.read(0, 1)  # until told to go on
         dismiss()
@@ -366,7 +366,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("killed", [0, 2])
-def test_the_witness_names_the_first_rank_that_is_killed(killed):
+def test_the_death_reporter_names_the_first_rank_that_is_killed(killed):
     job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
     pids = list(map(int, job.stdout.readline().split()))
     for pid in (pids[killed], pids[1]):
@@ -377,7 +377,7 @@ def test_the_witness_names_the_first_rank_that_is_killed(killed):
     assert said.count("first") == 1
 
 
-def test_the_witness_is_silent_about_a_job_that_ends_in_order():
+def test_the_death_reporter_is_silent_about_a_job_that_ends_in_order():
     job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
     job.stdout.readline()
     assert job.communicate("...", timeout=20)[1] == ""

@@ -1,4 +1,4 @@
-"""The witness of a job without `jaxmpi run` listens at an address that any user of the host can connect to."""
+"""The death reporter of a job without `jaxmpi run` listens at an address that any user of the host can connect to."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from jaxmpi._monitor import death_reporter
 
 VISITED = """
 import os, signal, socket, struct, sys
-from jaxmpi._monitor import death_reporter as witness
+from jaxmpi._monitor import death_reporter
 said, whose = bytes.fromhex(sys.argv[1]), sys.argv[2]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("")
@@ -36,13 +36,13 @@ def visit():
     return link
 
 visitor = child(visit)
-ranks = [child(lambda: witness.connect(listener.getsockname().hex(), rank, 2)) for rank in range(2)]
-peer = witness._peer
-witness._peer = lambda link: (peer(link)[0], peer(link)[1] + (whose == "another user" and peer(link)[0] == visitor))
+ranks = [child(lambda: death_reporter.connect(listener.getsockname().hex(), rank, 2)) for rank in range(2)]
+peer = death_reporter._peer
+death_reporter._peer = lambda link: (peer(link)[0], peer(link)[1] + (whose == "another user" and peer(link)[0] == visitor))
 os.kill(ranks[1], signal.SIGKILL)
 signal.alarm(10)
 try:
-    witness._watch(listener, os.pidfd_open(os.getppid()))
+    death_reporter._watch(listener, os.pidfd_open(os.getppid()))
 finally:
     for pid in (visitor, *ranks):
         os.kill(pid, signal.SIGKILL)
@@ -54,13 +54,13 @@ HELLO = "0000000002000000"  # rank 0 of 2
     ("said", "whose"),
     [*((said, "another user") for said in ("", "00", HELLO, HELLO + "21", "21" * 64)), ("", "this user"), ("00", "this user")],
 )
-def test_the_witness_is_not_silenced_by_a_visitor(said, whose):
+def test_the_death_reporter_is_not_silenced_by_a_visitor(said, whose):
     """Its address is open to all users of the host."""
     done = subprocess.run([sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and re.search(r"rank 1/2 on \S+\] was the first to end", done.stderr), done
 
 
-def test_a_rank_says_nothing_to_another_users_witness(monkeypatch):
+def test_a_rank_says_nothing_to_another_users_death_reporter(monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")
         listener.listen(1)

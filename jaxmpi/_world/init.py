@@ -1,0 +1,156 @@
+"""`init`: find the other ranks, choose how they talk, and begin the session."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmpi import _devices
+from jaxmpi._backends.base import Backend, Place
+from jaxmpi._backends.single import Single
+from jaxmpi._consistency import compare
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._process import children, run_dir, settings
+from jaxmpi._process.init_failure import joining
+from jaxmpi._world import session
+from jaxmpi._world.world import World
+
+__all__ = ["init", "launched_ranks"]
+
+LAUNCHERS = (  # what each launcher tells its ranks about their number
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MPI_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PALS_SIZE",
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+
+
+def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose: bool = False) -> World:
+    """Find the other ranks and this rank's device; call it once, at the top of the script.
+
+    A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
+    A process that a rank starts, such as a worker of a data loader that imports the script again, is alone: whatever it asks
+    for, its World has one rank.
+
+    **Collective:** every rank calls it.
+
+    Args:
+      backend: "auto", "single", "mpi" or "xla". "auto" is "single" for one rank; under mpirun, srun or `jaxmpi run` it is
+        "xla" where every rank has a GPU of its own, and "mpi" otherwise. The environment variable JAXMPI_BACKEND overrides
+        "auto".
+      devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
+      verbose: print, on rank 0, what was chosen.
+
+    Returns:
+      The World: rank, size, local_rank, local_size, node, device, backend.
+
+    Raises:
+      ValueError: an unknown backend, or one that differs from that of the first call; an environment variable of jaxmpi has
+        a value that is not allowed.
+      RankMismatchError: the ranks ask for different backends, or have different settings that must be the same.
+      MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
+
+    >>> import jaxmpi
+    >>> world = jaxmpi.init()
+    >>> world.rank, world.size
+    (0, 1)
+    """
+    parent = children.parent()
+    if parent is not None:
+        backend = "auto"
+    if backend not in settings.BACKENDS:
+        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(settings.BACKENDS)}.")
+    if (world := session.world()) is not None:
+        if backend not in ("auto", world.backend):
+            raise ValueError(
+                f"init: the backend is {world.backend!r} since the first call, and now {backend!r} was asked for. "
+                "Call jaxmpi.finalize() first."
+            )
+        return world
+    launched = launched_ranks() if parent is None else 1
+    with joining(launched):
+        backend = _check_settings(backend, launched) if parent is None else "single"
+        if backend == "auto":
+            backend = _choose(launched, devices)
+        chosen: Any = _start(backend, launched, devices, parent)
+        place: Place = chosen.place
+        world = World(*place, backend=backend)
+        session.begin(chosen, world)
+        if place.size > 1:
+            children.note_rank(place.local_rank, place.size)
+            if directory := os.environ.get("JAXMPI_RUN_DIR"):
+                run_dir.join(directory, place.rank)  # the monitor notes when the rank leaves
+            session.watch(chosen)
+            chosen.turn.release()  # any thread may be the one that communicates
+    if verbose and world.rank == 0:
+        transport = f", transport {chosen.transport}" if backend == "mpi" else ""
+        sys.stderr.write(f"jaxmpi: {world}, device {world.device}{transport}\n")
+    return world
+
+
+def _check_settings(backend: str, launched: int) -> str:
+    """Read the environment variables, on all ranks where there are several; returns the backend with JAXMPI_BACKEND applied.
+
+    The first thing that ranks say to each other: what they ask for, and the settings that must be the same.
+    """
+    with contextlib.suppress(ValueError):  # raised below, on all ranks
+        backend = str(settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
+    if backend == "single" or (backend == "auto" and launched == 1):
+        _checked()
+        return backend
+    from jaxmpi._backends.mpi import gathered
+
+    everyone = gathered(launched, lambda: {"backend": backend, **_checked()})
+    if (asked := settings.difference(everyone)) is not None:
+        name, rank = asked
+        values = [repr(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
+        raise RankMismatchError(
+            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
+            f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
+        )
+    return backend
+
+
+def _checked() -> dict[str, Any]:
+    try:
+        return settings.check()
+    except ValueError as error:
+        raise ValueError(f"init: {error}") from None
+
+
+def _choose(launched: int, devices: Sequence[int] | None) -> str:
+    """What "auto" is, the same on all ranks."""
+    if launched == 1:
+        return "single"
+    from jaxmpi._backends.mpi import gathered
+
+    shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
+    if any(names for _, names in shown) and not _devices.enough(shown):
+        shown = gathered(launched, lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]))
+    return "xla" if _devices.enough(shown) else "mpi"
+
+
+def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Backend:
+    if backend == "xla":
+        from jaxmpi._backends.xla import Xla
+
+        return Xla(launched, devices)
+    if backend == "single":
+        _devices.choose(*(parent[1:] if parent else (0, 1)), devices)  # the GPU of the rank that has started this process
+        return Single()
+    from jaxmpi._backends.transport import join
+
+    mpi = join(launched, devices)
+    compare.set_mismatch_handler(mpi)
+    return mpi
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
+    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
+    return max((int(number) for number in numbers if number.isdigit()), default=1)
