@@ -445,37 +445,41 @@ def test_shardings_are_refused_at_every_call():
             step(1.0)
 
 
-def check_debug_nans():
-    """At the first call and later, in an output of one rank alone, with a collective in the program and without."""
-    rank, size = jaxmpi.rank(), jaxmpi.size()
-    said = r"invalid value \(nan\) encountered in log" if size == 1 else r"^logs: an output on this rank has a NaN"
-    jax.config.update("jax_debug_nans", True)  # as a script does: `with jax.debug_nans(True)` hides what is lost on the way
-    try:
-        for send in (lambda x: x, jaxmpi.tree_allreduce):
+DEBUG_NANS = """
+import sys
+import jax, jax.numpy as jnp, pytest
+import jaxmpi
+world = jaxmpi.init(sys.argv[1])
+rank, size = world.rank, world.size
+said = r"invalid value \\(nan\\) encountered in log" if size == 1 else r"^logs: an output on this rank has a NaN"
+jax.config.update("jax_debug_nans", True)
+for send in (lambda x: x, jaxmpi.tree_allreduce):
 
-            def logs(x, send=send):
-                return jnp.log(x), send(jnp.abs(x))
+    def logs(x, send=send):
+        return jnp.log(x), send(jnp.abs(x))
 
-            step = jaxmpi.jit(logs)
-            for _ in range(3):
-                step(jnp.float32(1))
-                if rank == size - 1:
-                    with pytest.raises(FloatingPointError, match=said):
-                        step(jnp.float32(-1))
-                else:
-                    step(jnp.float32(1))
-    finally:
-        jax.config.update("jax_debug_nans", False)
-
-
-@run_ranks(1, 2, 3)
-def test_debug_nans_on_mpi():
-    check_debug_nans()
+    step = jaxmpi.jit(logs)
+    for _ in range(3):
+        step(jnp.float32(1))
+        if rank == size - 1:
+            with pytest.raises(FloatingPointError, match=said):
+                step(jnp.float32(-1))
+        else:
+            step(jnp.float32(1))
+print("found", flush=True)
+"""
 
 
-@run_ranks(2, backend="xla")
-def test_debug_nans_on_xla():
-    check_debug_nans()
+@pytest.mark.parametrize(("backend", "ranks"), [("auto", 1), ("mpi", 2), ("mpi", 3), ("xla", 2)])
+def test_debug_nans(tmp_path, backend, ranks):
+    """At the first call and later, in an output of one rank alone, with a collective in the program and without.
+
+    In processes of its own: after JAX has turned the search off for a while, as in `jnp.var`, the thread stays without it.
+    """
+    (tmp_path / "script.py").write_text(DEBUG_NANS)
+    command = [os.path.join(os.path.dirname(sys.executable), "jaxmpi"), "run", "-n", str(ranks), str(tmp_path / "script.py")]
+    done = subprocess.run([*command, backend], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("found") == ranks, done.stdout + done.stderr
 
 
 @run_ranks(1, 2)
