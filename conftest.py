@@ -1,6 +1,7 @@
 """Doctests run on one rank, after `jaxmpi.init()`; what one rank has compiled, those that tests start later find."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -23,6 +24,10 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of as many ranks stand beside each other within a file, so that these ranks are started once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
+    if find_spec("mpi4jax") is None:
+        for item in items:
+            if "mpi4jax" in getattr(getattr(item, "callspec", None), "params", {}).values() or item.get_closest_marker("mpi4jax"):
+                item.add_marker(pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax"))
 
 
 def _ranks(item: pytest.Item) -> int:
