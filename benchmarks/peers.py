@@ -12,22 +12,27 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.xla import _towards
+
 COMM = MPI.COMM_WORLD.Dup()
 
 
-def start_jax():
-    """Have JAX's own processes join each other, for gloo; before anything starts its backend."""
+def start_jax(host="localhost"):
+    """Have JAX's own processes join each other, for gloo, at an address of rank 0; before anything starts its backend."""
+    if host != "localhost":
+        _jaxcompat.gloo_listens_at(_towards(host))
     port = 0
     if COMM.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
     port = COMM.bcast(port)
-    jax.distributed.initialize(f"localhost:{port}", COMM.size, COMM.rank, cluster_detection_method="deactivate")
+    jax.distributed.initialize(f"{host}:{port}", COMM.size, COMM.rank, cluster_detection_method="deactivate")
 
 
-def start_torch():
-    """The module torch with its gloo started; None where it is not installed."""
+def start_torch(host="localhost"):
+    """The module torch with its gloo started, at an address of rank 0; None where it is not installed."""
     try:
         import torch
         import torch.distributed
@@ -37,7 +42,9 @@ def start_torch():
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = COMM.bcast(probe.getsockname()[1])
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    if host != "localhost":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "cable")  # of tests/network.sh
     torch.distributed.init_process_group("gloo", rank=COMM.rank, world_size=COMM.size)
     return torch
 

@@ -22,10 +22,12 @@ struct Staging::Batch {
   int64_t bytes = 0;
 };
 
-void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t word, const std::vector<Array>& arrays,
+void Staging::run(Transport& transport, const Operation& operation, int64_t word, const std::vector<Array>& arrays,
                   Cuda::Stream stream, const std::function<void()>& begin) {
+  const Kind kind = operation.kind;
   const int64_t size = transport.size();
-  const int64_t rows_in = kind == Kind::ReduceScatter ? size : 1, rows_out = kind == Kind::Allgather ? size : 1;
+  const int64_t rows_in = kind == Kind::ReduceScatter || kind == Kind::Alltoall ? size : 1;
+  const int64_t rows_out = kind == Kind::Allgather || kind == Kind::Alltoall ? size : 1;
   const bool in_place = kind == Kind::Allreduce;
   std::vector<Batch> batches(1);
   for (const Array& array : arrays) {
@@ -76,7 +78,7 @@ void Staging::run(Transport& transport, Kind kind, Op op, int divisor, int64_t w
       for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
         staged.push_back({array->type, memory(k) + in, memory(k) + out, columns});
       }
-      transport.run(kind, op, divisor, word, std::move(staged));
+      transport.run(operation, word, std::move(staged));
       to_gpu(k);
     }
   } catch (...) {

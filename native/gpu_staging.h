@@ -18,7 +18,7 @@ class Staging {
 
   // As Transport::run, for arrays of the GPU of `stream`: after what is on the stream before, and before what comes after.
   // Calls `begin` once the GPU has done what is before, and this rank is ready to communicate.
-  void run(Transport& transport, Kind kind, Op op, int divisor, int64_t word, const std::vector<Array>& arrays,
+  void run(Transport& transport, const Operation& operation, int64_t word, const std::vector<Array>& arrays,
            Cuda::Stream stream, const std::function<void()>& begin);
 
  private:

@@ -2,26 +2,27 @@
 
 #include <dlfcn.h>
 
-#include <array>
+#include <algorithm>
 #include <climits>
+#include <cstring>
+#include <functional>
 #include <stdexcept>
 
 namespace jaxmpi {
 
-using Handle = Nodes::Handle;
+using Handle = Network::Handle;
 
-struct Nodes::Functions {
-  int (*allreduce)(const void*, void*, int, Handle, Handle, Handle);
-  int (*reduce_scatter)(const void*, void*, const int*, Handle, Handle, Handle);
-  int (*allgatherv)(const void*, int, Handle, void*, const int*, const int*, Handle, Handle);
-  int (*op_create)(void (*)(void*, void*, int*, Handle*), int, Handle*);
+struct Network::Functions {
+  int (*isend)(const void*, int, Handle, int, int, Handle, void*);
+  int (*irecv)(void*, int, Handle, int, int, Handle, void*);
+  int (*testsome)(int, void*, int*, int*, void*);
   int (*error_string)(int, char*, int*);
-  std::array<std::array<Handle, 4>, 14> operations;  // by type and op; 0 until one is needed
 };
 
 namespace {
 
 constexpr int kErrorBytes = 2048;  // more than any MPI_MAX_ERROR_STRING
+constexpr int kStatusBytes = 64;   // more than any MPI_Status
 
 template <class Function>
 void find(void* library, const char* name, Function& function) {
@@ -29,45 +30,29 @@ void find(void* library, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("libmpi has no ") + name);
 }
 
-// MPI calls an operation without saying which one it is, so each has a function of its own.
-template <int type, int op>
-void operate(void* in, void* inout, int* n, Handle*) {
-  combine_wide(static_cast<Type>(type), static_cast<Op>(op), in, inout, inout, *n);
-}
-
-using Operate = void (*)(void*, void*, int*, Handle*);
-
-template <int... i>
-constexpr std::array<Operate, sizeof...(i)> operators(std::integer_sequence<int, i...>) {
-  return {operate<i / 4, i % 4>...};
-}
-
-constexpr auto kOperators = operators(std::make_integer_sequence<int, 14 * 4>());
-
-int count_of(int64_t n) {
-  if (n > INT_MAX) throw std::runtime_error("a message of more than 2^31 - 1 items");  // chunks are far smaller
-  return static_cast<int>(n);
+int count_of(int64_t bytes) {
+  if (bytes > INT_MAX) throw std::runtime_error("a message of more than 2^31 - 1 bytes");  // chunks are far smaller
+  return static_cast<int>(bytes);
 }
 
 }  // namespace
 
-Nodes::Functions& Nodes::functions() {
+Network::Functions& Network::functions() {
   static Functions functions = {};
   return functions;
 }
 
-Nodes::Nodes(const std::string& library, const Handles& handles, int node) : handles_(handles), node_(node) {
+Network::Network(const std::string& library, const Handles& handles) : handles_(handles) {
   void* opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!opened) throw std::runtime_error("libmpi cannot be opened: " + std::string(dlerror()));
   Functions& mpi = functions();
-  find(opened, "MPI_Allreduce", mpi.allreduce);
-  find(opened, "MPI_Reduce_scatter", mpi.reduce_scatter);
-  find(opened, "MPI_Allgatherv", mpi.allgatherv);
-  find(opened, "MPI_Op_create", mpi.op_create);
+  find(opened, "MPI_Isend", mpi.isend);
+  find(opened, "MPI_Irecv", mpi.irecv);
+  find(opened, "MPI_Testsome", mpi.testsome);
   find(opened, "MPI_Error_string", mpi.error_string);
 }
 
-void Nodes::check(int code, const char* function) const {
+void Network::check(int code, const char* function) const {
   if (code == 0) return;
   char text[kErrorBytes] = {};
   int length = 0;
@@ -75,54 +60,48 @@ void Nodes::check(int code, const char* function) const {
   throw std::runtime_error(std::string(function) + " failed: " + text);
 }
 
-Handle Nodes::datatype(Type type) const {
-  switch (size_of(type)) {
-    case 1: return handles_.bytes[0];
-    case 2: return handles_.bytes[1];
-    case 4: return handles_.bytes[2];
-    case 8: return handles_.bytes[3];
-    default: return handles_.bytes[4];
+// Room for one more request.
+void* Network::add(int& pending) {
+  const size_t bytes = handles_.request_bytes, index = pending_.size();
+  requests_.resize((index + 1) * bytes);
+  completed_.resize(index + 1);
+  statuses_.resize((index + 1) * kStatusBytes);
+  pending_.push_back(&pending);
+  ++pending;
+  return requests_.data() + index * bytes;
+}
+
+void Network::send(int rank, int tag, const void* from, int64_t bytes, int& pending) {
+  if (bytes == 0) return;
+  const int count = count_of(bytes);
+  sent_bytes_ += bytes;
+  check(functions().isend(from, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Isend");
+}
+
+void Network::receive(int rank, int tag, void* to, int64_t bytes, int& pending) {
+  if (bytes == 0) return;
+  const int count = count_of(bytes);
+  check(functions().irecv(to, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Irecv");
+}
+
+bool Network::progress() {
+  if (pending_.empty()) return false;
+  int count = 0;
+  check(functions().testsome(static_cast<int>(pending_.size()), requests_.data(), &count, completed_.data(), statuses_.data()),
+        "MPI_Testsome");
+  if (count <= 0) return false;
+  // the last of the array takes the place of one that is complete: from behind, so that it is one that is not
+  std::sort(completed_.begin(), completed_.begin() + count, std::greater<int>());
+  const size_t bytes = handles_.request_bytes;
+  for (int i = 0; i < count; ++i) {
+    const int at = completed_[i], last = static_cast<int>(pending_.size()) - 1;
+    --*pending_[at];
+    if (at != last) std::memcpy(requests_.data() + at * bytes, requests_.data() + last * bytes, bytes);
+    pending_[at] = pending_[last];
+    pending_.pop_back();
+    requests_.resize(last * bytes);
   }
-}
-
-Handle Nodes::operation(Type type, Op op) const {
-  const int t = static_cast<int>(type), o = static_cast<int>(op);
-  Handle& operation = functions().operations[t][o];
-  if (!operation) check(functions().op_create(kOperators[4 * t + o], /*commute=*/1, &operation), "MPI_Op_create");
-  return operation;
-}
-
-Extremes Nodes::extremes(Extremes mine) const {
-  const int64_t from[2] = {-mine.smallest, mine.largest};
-  int64_t to[2];
-  check(functions().allreduce(from, to, 2, handles_.int64, handles_.max, handles_.comm), "MPI_Allreduce");
-  return {-to[0], to[1]};
-}
-
-void Nodes::allreduce(Type type, Op op, const void* from, void* to, int64_t n) const {
-  type = wide(type);
-  check(functions().allreduce(from, to, count_of(n), datatype(type), operation(type, op), handles_.comm), "MPI_Allreduce");
-}
-
-void Nodes::reduce_scatter(Type type, Op op, const void* from, void* to, int64_t n) const {
-  type = wide(type);
-  std::vector<int> counts;
-  for (int ranks : handles_.ranks) counts.push_back(count_of(ranks * n));
-  check(functions().reduce_scatter(from, to, counts.data(), datatype(type), operation(type, op), handles_.comm),
-        "MPI_Reduce_scatter");
-}
-
-void Nodes::allgather(const void* from, void* to, int64_t n) const {
-  std::vector<int> counts, starts;
-  int64_t start = 0;
-  for (int ranks : handles_.ranks) {
-    counts.push_back(count_of(ranks * n));
-    starts.push_back(count_of(start));
-    start += ranks * n;
-  }
-  check(functions().allgatherv(from, counts[node_], handles_.bytes[0], to, counts.data(), starts.data(), handles_.bytes[0],
-                               handles_.comm),
-        "MPI_Allgatherv");
+  return true;
 }
 
 }  // namespace jaxmpi

@@ -1,51 +1,49 @@
-// The ranks of several nodes: how those who stand for their nodes talk to each other, over MPI.
+// Messages between the nodes: MPI's point-to-point functions, of the library that runs.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "node.h"
-#include "reduce.h"
-
 namespace jaxmpi {
 
-// The MPI functions and handles that are needed, from the library that runs: nothing here is compiled against an MPI. Handles
-// are pointers in some MPIs and ints in others; both travel in a register of 64 bits.
-class Nodes {
+// Nothing here is compiled against an MPI. Handles are pointers in some MPIs and ints in others; as an argument, both travel in
+// a register of 64 bits. Arrays of them have the size that the MPI gives them.
+class Network {
  public:
   using Handle = intptr_t;
 
   struct Handles {
-    Handle comm;             // one rank of each node
-    Handle bytes[5];         // datatypes of 1, 2, 4, 8 and 16 bytes
-    Handle int64, max;       // for words
-    std::vector<int> ranks;  // how many ranks each node has, in the order of `comm`
+    Handle comm;        // of all ranks, by their ranks in the job
+    Handle byte;        // datatype
+    int request_bytes;  // of the handle of a request
   };
 
   // library: the path of libmpi.
-  Nodes(const std::string& library, const Handles& handles, int node);
+  Network(const std::string& library, const Handles& handles);
 
-  Extremes extremes(Extremes mine) const;
+  // Begin a message. It adds 1 to `pending`, and takes it away again when the memory is free to use, or has arrived. An empty
+  // one is none.
+  void send(int rank, int tag, const void* from, int64_t bytes, int& pending);
+  void receive(int rank, int tag, void* to, int64_t bytes, int& pending);
 
-  // to = from of all nodes, reduced; of `wide(type)`.
-  void allreduce(Type type, Op op, const void* from, void* to, int64_t n) const;
+  // Let messages move on; returns whether one of them is complete now.
+  bool progress();
 
-  // from: a row of n for each rank of each node. to: those of this node's ranks, reduced over the nodes.
-  void reduce_scatter(Type type, Op op, const void* from, void* to, int64_t n) const;
-
-  // from: a row of n bytes for each rank of this node. to: those of all nodes.
-  void allgather(const void* from, void* to, int64_t n) const;
+  int64_t sent_bytes() const { return sent_bytes_; }  // since the beginning
 
  private:
-  Handle datatype(Type type) const;
-  Handle operation(Type type, Op op) const;
+  void* add(int& pending);
   void check(int code, const char* function) const;
 
   struct Functions;
   static Functions& functions();
   Handles handles_;
-  int node_;
+  std::vector<char> requests_;  // an array of handles
+  std::vector<int*> pending_;   // of each request
+  std::vector<int> completed_;
+  std::vector<char> statuses_;
+  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace jaxmpi

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "gpu_staging.h"
+#include "schedule.h"
 #include "transport.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -95,7 +96,8 @@ std::string explain(int64_t word) {
   }
 }
 
-std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+std::vector<Array> arrays_of(Kind kind, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const int64_t rows = kind == Kind::Alltoall ? current().size() : 1;  // of both
   std::vector<Array> arrays;
   arrays.reserve(args.size());
   for (size_t i = 0; i < args.size(); ++i) {
@@ -105,7 +107,8 @@ std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
     if (in->element_type() == ffi::DataType::TOKEN) continue;
     const auto type = type_of(in->element_type());
     if (!type) throw std::runtime_error("an array of a type that the transport does not know");
-    const int64_t columns = std::min<int64_t>(in->element_count(), (*out)->element_count());  // of an array, or of a row of it
+    const int64_t items = std::min<int64_t>(in->element_count(), (*out)->element_count());  // of an array, or of a row of it
+    const int64_t columns = items / rows;
     if (columns == 0) continue;
     arrays.push_back(
         {*type, static_cast<const char*>(in->untyped_data()), static_cast<char*>((*out)->untyped_data()), columns});
@@ -115,9 +118,9 @@ std::vector<Array> arrays_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
 
 // run(transport, arrays, begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
+ffi::Error collective(Kind kind, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
   try {
-    std::vector<Array> arrays = arrays_of(args, rets);
+    std::vector<Array> arrays = arrays_of(kind, args, rets);
     int64_t bytes = 0;
     for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
     const std::lock_guard<std::mutex> lock(one_at_a_time);
@@ -131,24 +134,32 @@ ffi::Error collective(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t 
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
 }
 
-ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int64_t word) {
-  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+// As XLA passes them; see `Operation`.
+Operation operation_of(int32_t kind, int32_t op, int32_t divisor, int32_t source, int32_t dest) {
+  return {static_cast<Kind>(kind), static_cast<Op>(op), divisor, source, dest};
+}
+
+ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int32_t source,
+                   int32_t dest, int64_t word) {
+  const Operation operation = operation_of(kind, op, divisor, source, dest);
+  return collective(operation.kind, args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
     begin();
-    transport.run(static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, std::move(arrays));
+    transport.run(operation, word, std::move(arrays));
   });
 }
 
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                  int64_t word) {
-  return collective(args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-    staging->run(transport, static_cast<Kind>(kind), static_cast<Op>(op), divisor, word, arrays, stream, begin);
+                  int32_t source, int32_t dest, int64_t word) {
+  const Operation operation = operation_of(kind, op, divisor, source, dest);
+  return collective(operation.kind, args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+    staging->run(transport, operation, word, arrays, stream, begin);
   });
 }
 
 // A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
 ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                     int64_t word) {
-  return on_gpu(nullptr, args, rets, kind, op, divisor, word);
+                     int32_t source, int32_t dest, int64_t word) {
+  return on_gpu(nullptr, args, rets, kind, op, divisor, source, dest, word);
 }
 
 template <class Binding>
@@ -159,6 +170,8 @@ auto operands(Binding binding) {
       .template Attr<int32_t>("kind")
       .template Attr<int32_t>("op")
       .template Attr<int32_t>("divisor")
+      .template Attr<int32_t>("source")
+      .template Attr<int32_t>("dest")
       .template Attr<int64_t>("word");
 }
 
@@ -173,20 +186,20 @@ nb::capsule handler(const std::string& name) {
   throw std::invalid_argument("no handler is called " + name);
 }
 
-void open(int rank, int size, std::vector<int> order, int owners, int local_rank, int local_size, int64_t slot_bytes, int slots,
-          bool crowded, intptr_t memory, int file) {
+void open(int rank, int size, std::vector<int> order, std::vector<int> ranks, int node_number, int owners, int local_rank,
+          int64_t slot_bytes, int slots, bool crowded, intptr_t memory, int file) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  const Node::Layout layout = {local_rank, local_size, slot_bytes, slots, crowded};
+  const Node::Layout layout = {local_rank, ranks.at(node_number), slot_bytes, slots, crowded};
   auto node = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
-  transport = std::make_unique<Transport>(Transport::Place{rank, size, std::move(order), owners}, std::move(node));
+  const Place place = {rank, size, std::move(order), std::move(ranks), node_number, owners};
+  transport = std::make_unique<Transport>(place, std::move(node));
 }
 
-void connect(const std::string& library, intptr_t comm, const std::vector<intptr_t>& bytes, intptr_t int64, intptr_t max,
-             std::vector<int> ranks, int node) {
+void connect(const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
+             int direct_nodes) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  Nodes::Handles handles = {comm, {}, int64, max, std::move(ranks)};
-  std::copy(bytes.begin(), bytes.end(), handles.bytes);
-  current().connect(std::make_unique<Nodes>(library, handles, node));
+  auto network = std::make_unique<Network>(library, Network::Handles{comm, byte, request_bytes});
+  current().connect(std::move(network), Tuning{small_bytes, direct_nodes});
 }
 
 void close() {
@@ -223,22 +236,38 @@ std::pair<int64_t, int64_t> meet(int64_t word) {
   return {words.smallest, words.largest};
 }
 
+// The rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin, receive_end, reduces).
+auto schedule(const std::string& name, int nodes, int node, bool direct, int root) {
+  const Schedule rounds = name == "reduce_scatter" ? reduce_scatter_schedule(nodes, node, direct)
+                          : name == "allgather"    ? allgather_schedule(nodes, node, direct)
+                          : name == "bcast"        ? broadcast_schedule(nodes, node, root)
+                                                   : recursive_doubling_schedule(nodes, node);
+  std::vector<std::vector<std::tuple<int, int, int, int, int, int, bool>>> out;
+  for (const Round& round : rounds) {
+    auto& transfers = out.emplace_back();
+    for (const auto& [to, from, a, b, c, d, reduces] : round) transfers.emplace_back(to, from, a, b, c, d, reduces);
+  }
+  return out;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 1;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 2;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.def("can_reduce", &can_reduce);
   m.def("handler", &handler);
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
   m.def("layout_bytes",
         [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
-  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("owners"),
-        nb::arg("local_rank"), nb::arg("local_size"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"),
+  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
+        nb::arg("owners"), nb::arg("local_rank"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"),
         nb::arg("memory"), nb::arg("file"));
-  m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("bytes"), nb::arg("int64"),
-        nb::arg("max"), nb::arg("ranks"), nb::arg("node"));
+  m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("byte"), nb::arg("request_bytes"),
+        nb::arg("small_bytes"), nb::arg("direct_nodes"));
+  m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,
+        nb::arg("root") = 0);
   m.def("on_disagreement", [](nb::callable f) { Py_XSETREF(on_disagreement, f.release().ptr()); });
   m.def("meet", &meet);
   m.def("messages", &messages);

@@ -1,64 +1,17 @@
 #include "node.h"
 
 #include <fcntl.h>
-#include <sched.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
+
+#include "patience.h"
 
 namespace jaxmpi {
 namespace {
 
 constexpr int64_t kLine = 128;  // bytes that two ranks should not write to: a cache line and its neighbour
-
-using Clock = std::chrono::steady_clock;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// How a rank waits. It spins at first: a thread that yields is put behind all others of its core, and then it comes too late to
-// the next message. Where ranks share cores, it yields soon, as the one it waits for may need its core. At last it sleeps for a
-// share of the time that it has waited.
-class Patience {
- public:
-  explicit Patience(bool crowded) : crowded_(crowded) {}
-
-  // Returns whether it is time to look whether the others still live.
-  bool pause() {
-    if (++turns_ % kSpins != 0 && !(crowded_ && turns_ > kSpins)) {
-      relax();
-      return false;
-    }
-    const auto now = Clock::now();
-    if (turns_ <= kSpins) start_ = looked_ = now;
-    const auto waited = now - start_;
-    if (waited > (crowded_ ? kYielding : kSpinning)) {
-      std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, kLongestSleep));
-    } else if (crowded_) {
-      sched_yield();
-    }
-    if (now - looked_ < kLooking) return false;
-    looked_ = now;
-    return true;
-  }
-
- private:
-  static constexpr int64_t kSpins = 64;  // between two looks at the clock
-  static constexpr auto kSpinning = std::chrono::microseconds(200), kYielding = std::chrono::microseconds(1000);
-  static constexpr auto kLongestSleep = std::chrono::microseconds(1000), kLooking = std::chrono::microseconds(200'000);
-
-  const bool crowded_;
-  int64_t turns_ = 0;
-  Clock::time_point start_, looked_;
-};
 
 // The lock that says that a rank lives: the kernel takes it away when the process ends, however it does.
 struct flock lock_of(int rank) {
@@ -72,7 +25,9 @@ struct flock lock_of(int rank) {
 
 }  // namespace
 
-int64_t now() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Patience::Clock::now().time_since_epoch()).count();
+}
 
 // What a rank says to the others: how many chunks it has laid out, reduced and taken since the beginning.
 struct Node::Post {
@@ -123,7 +78,24 @@ bool Node::is_gone(int rank) const {
   return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-Extremes Node::agree(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
+bool Node::have(Counter counter, uint64_t value) const {
+  for (int rank = 0; rank < layout_.size; ++rank) {
+    if (rank != layout_.rank && (post(rank).*counter).load(std::memory_order_acquire) < value) return false;
+  }
+  return true;
+}
+
+void Node::look_for_lost(uint64_t end) const {
+  for (int rank = 0; rank < layout_.size; ++rank) {
+    if (rank == layout_.rank) continue;
+    const bool gone = is_gone(rank), broken = post(rank).broken;
+    if ((gone || broken) && post(rank).taken.load(std::memory_order_acquire) < end) {
+      throw RankLost("local rank " + std::to_string(rank) + " of this node has " + (gone ? "ended" : "failed in a message"));
+    }
+  }
+}
+
+Extremes Node::agree(const Message& message) {
   const int parity = messages_ & 1;
   wait(&Post::laid_out, chunks_ + 1);
   met_ = now();
@@ -132,65 +104,110 @@ Extremes Node::agree(const Message& message, const std::function<Extremes(Extrem
     const int64_t word = rank == layout_.rank ? message.word : post(rank).word[parity];
     extremes = {std::min(extremes.smallest, word), std::max(extremes.largest, word)};
   }
-  if (!everywhere) return extremes;
+  if (!message.everywhere) return extremes;
   Post& first = post(0);
   if (layout_.rank == 0) {
-    first.everywhere[parity] = everywhere(extremes);
+    first.everywhere[parity] = message.everywhere(extremes);
     first.heard.store(messages_ + 1, std::memory_order_release);
   } else {
     wait_for(0, &Post::heard, messages_ + 1);
   }
+  met_ = now();
   return first.everywhere[parity];
 }
 
-Extremes Node::exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
+Extremes Node::exchange(const Message& message) {
   Post& mine = post(layout_.rank);
   if (mine.broken) throw std::runtime_error("an earlier message has failed on this rank: nothing more can be sent");
   try {
-    return pass(message, everywhere);
+    return pass(message);
   } catch (...) {
     mine.broken = 1;
     throw;
   }
 }
 
-Extremes Node::pass(const Message& message, const std::function<Extremes(Extremes)>& everywhere) {
+Extremes Node::pass(const Message& message) {
   Post& mine = post(layout_.rank);
-  const uint64_t first = chunks_;
-  const int64_t chunks = std::max<int64_t>(message.chunks, 1);  // a message of nothing is one chunk of nothing
-  auto lay_out = [&](int64_t chunk) {
-    const uint64_t end = first + chunk + 1;
-    if (end > static_cast<uint64_t>(layout_.slots)) wait(&Post::taken, end - layout_.slots);
-    if (message.chunks) message.lay_out(chunk);
-    mine.laid_out.store(end, std::memory_order_release);
-  };
   mine.word[messages_ & 1] = message.word;
-  lay_out(0);
-  const Extremes extremes = agree(message, everywhere);
+  if (chunks_ + 1 > static_cast<uint64_t>(layout_.slots)) wait(&Post::taken, chunks_ + 1 - layout_.slots);
+  if (message.chunks) message.lay_out(0);
+  mine.laid_out.store(chunks_ + 1, std::memory_order_release);
+  const Extremes extremes = agree(message);
   const bool agreed = extremes.smallest == extremes.largest;
-  const int64_t last = agreed ? chunks : 1;
-  if (agreed && message.chunks) {
-    for (int64_t chunk = 0; chunk <= chunks; ++chunk) {
-      if (chunk + 1 < chunks) lay_out(chunk + 1);
-      if (chunk < chunks) {
-        wait(&Post::laid_out, first + chunk + 1);
-        message.reduce(chunk);
-        mine.reduced.store(first + chunk + 1, std::memory_order_release);
-        if (!message.take) mine.taken.store(first + chunk + 1, std::memory_order_release);
-      }
-      if (message.take && chunk > 0) {
-        wait(&Post::reduced, first + chunk);
-        message.take(chunk - 1);
-        mine.taken.store(first + chunk, std::memory_order_release);
-      }
-    }
+  if (agreed && message.chunks && !message.at_once) {
+    message.advance ? pass_between(message) : pass_within(message);
   } else {
-    mine.reduced.store(first + last, std::memory_order_release);
-    mine.taken.store(first + last, std::memory_order_release);
+    if (agreed && message.chunks && message.take) message.take(0);
+    mine.reduced.store(chunks_ + 1, std::memory_order_release);
+    mine.taken.store(chunks_ + 1, std::memory_order_release);
   }
-  chunks_ = first + last;
+  chunks_ += agreed ? std::max<int64_t>(message.chunks, 1) : 1;  // a message of nothing is one chunk of nothing
   ++messages_;
   return extremes;
+}
+
+// After the first chunk is laid out.
+void Node::pass_within(const Message& message) {
+  Post& mine = post(layout_.rank);
+  const uint64_t first = chunks_;
+  const int64_t chunks = message.chunks;
+  for (int64_t chunk = 0; chunk <= chunks; ++chunk) {
+    if (chunk + 1 < chunks) {
+      const uint64_t end = first + chunk + 2;
+      if (end > static_cast<uint64_t>(layout_.slots)) wait(&Post::taken, end - layout_.slots);
+      message.lay_out(chunk + 1);
+      mine.laid_out.store(end, std::memory_order_release);
+    }
+    if (chunk < chunks) {
+      wait(&Post::laid_out, first + chunk + 1);
+      message.reduce(chunk);
+      mine.reduced.store(first + chunk + 1, std::memory_order_release);
+      if (!message.take) mine.taken.store(first + chunk + 1, std::memory_order_release);
+    }
+    if (message.take && chunk > 0) {
+      wait(&Post::reduced, first + chunk);
+      message.take(chunk - 1);
+      mine.taken.store(first + chunk, std::memory_order_release);
+    }
+  }
+}
+
+// The same with as many chunks on their way as there are slots: each stage of a chunk begins when it can, and nothing waits for
+// anything else.
+void Node::pass_between(const Message& message) {
+  Post& mine = post(layout_.rank);
+  const uint64_t first = chunks_, slots = layout_.slots;
+  const int64_t chunks = message.chunks;
+  int64_t laid_out = 1, begun = 0, reduced = 0, taken = 0;
+  Patience patience(layout_.crowded, /*network=*/true);
+  while (taken < chunks) {
+    bool moved = message.advance();
+    if (begun < laid_out && have(&Post::laid_out, first + begun + 1)) {
+      message.reduce(begun++);
+      moved = true;
+    }
+    if (reduced < begun && message.is_reduced(reduced)) {
+      mine.reduced.store(first + ++reduced, std::memory_order_release);
+      moved = true;
+    }
+    if (taken < reduced && (!message.take || have(&Post::reduced, first + taken + 1))) {
+      if (message.take) message.take(taken);
+      mine.taken.store(first + ++taken, std::memory_order_release);
+      moved = true;
+    }
+    const uint64_t end = first + laid_out + 1;
+    if (laid_out < chunks && first + taken + slots >= end && (end <= slots || have(&Post::taken, end - slots))) {
+      message.lay_out(laid_out++);
+      mine.laid_out.store(end, std::memory_order_release);
+      moved = true;
+    }
+    if (moved) {
+      patience.reset();
+    } else if (patience.pause()) {
+      look_for_lost(first + chunks);
+    }
+  }
 }
 
 }  // namespace jaxmpi

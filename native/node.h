@@ -58,16 +58,24 @@ class Node {
   char* slot(int rank, int64_t chunk) const;
 
   // What a message does with each chunk, by its number. All ranks lay it out; then each reduces its share; then each takes what
-  // the others have reduced.
+  // the others have reduced. Between nodes, to reduce takes long: it is begun, and several chunks are on their way at once.
   struct Message {
     int64_t chunks;
     int64_t word;                                        // equal on all ranks, or nothing is exchanged
     std::function<void(int64_t)> lay_out, reduce, take;  // without `take`, the ranks are done when they have reduced
+    // Called on the node's first rank of several nodes: makes the extremes of this node those of all nodes.
+    std::function<Extremes(Extremes)> everywhere = {};
+    // Of several nodes: moves on what `reduce` has begun, and returns whether something has moved; whether a chunk is done.
+    std::function<bool()> advance = {};
+    std::function<bool(int64_t)> is_reduced = {};
+    bool at_once = false;  // whether `everywhere` also reduces the only chunk
   };
 
-  // Returns the extremes of the ranks' words. `everywhere`, called on the node's first rank, makes those of this node those of
-  // all nodes. If it throws, this rank can send nothing more.
-  Extremes exchange(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
+  // Returns the extremes of the ranks' words. If it throws, this rank can send nothing more.
+  Extremes exchange(const Message& message);
+
+  // The number of a chunk of this message, counted from the beginning.
+  int64_t sequence(int64_t chunk) const { return static_cast<int64_t>(chunks_) + chunk; }
 
   // When all had laid out the first chunk of the last message.
   int64_t met() const { return met_; }
@@ -78,9 +86,13 @@ class Node {
   using Counter = std::atomic<uint64_t> Post::*;
   void wait(Counter counter, uint64_t value);  // for all others
   void wait_for(int rank, Counter counter, uint64_t value);
+  bool have(Counter counter, uint64_t value) const;  // all others
+  void look_for_lost(uint64_t end) const;            // throws if a rank has not taken so many chunks, and will not
   bool is_gone(int rank) const;
-  Extremes pass(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
-  Extremes agree(const Message& message, const std::function<Extremes(Extremes)>& everywhere);
+  Extremes pass(const Message& message);
+  Extremes agree(const Message& message);
+  void pass_within(const Message& message);
+  void pass_between(const Message& message);
 
   Layout layout_;
   char* memory_;

@@ -5,6 +5,7 @@ single           one rank
 simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
+tuning           sizes and algorithms of the messages between nodes
 mpi              mpi4jax, and the start of MPI
 xla              backend "xla": NCCL or gloo
 process_group    the ranks of an MPI job, outside of compiled programs

@@ -43,7 +43,8 @@ class Mpi(MpiProcessGroup):
 
     def __init__(self, launched: int) -> None:
         """Join the other ranks; `launched` is how many of them the launcher's environment speaks of."""
-        mpi, self._mpi4jax = import_mpi4py(launched), find_mpi4jax(launched, required=self.needs_mpi4jax)
+        mpi = import_mpi4py(launched)
+        self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
@@ -262,22 +263,20 @@ def take_device(launched: int, devices: Sequence[int] | None) -> None:
 def mpi4jax_version() -> str:
     """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
     import_mpi4py(1)
-    return str(_import_mpi4jax(1, True).__version__)
+    return str(_import_mpi4jax(1).__version__)
 
 
-def find_mpi4jax(launched: int, *, required: bool) -> Any:
-    """mpi4jax; None if it does not load on one of the ranks and is not `required`."""
-    found = gathered(launched, lambda: _import_mpi4jax(launched, required) is not None)
-    return _import_mpi4jax(launched, required) if all(found) else None
+def find_mpi4jax(launched: int) -> Any:
+    """mpi4jax; an MPIError on all ranks if it does not load on one of them."""
+    gathered(launched, lambda: _import_mpi4jax(launched).__name__)
+    return _import_mpi4jax(launched)
 
 
-def _import_mpi4jax(launched: int, required: bool) -> Any:
+def _import_mpi4jax(launched: int) -> Any:
     """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
     try:
         import mpi4jax
     except (ImportError, RuntimeError) as error:
-        if not required:
-            return None
         raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}") from error
     try:
         jax.local_devices()

@@ -1,9 +1,12 @@
 """The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
 
-It carries the collectives of a train step, allreduce, reduce_scatter and allgather; mpi4jax carries the others, and where it is
-not installed, or the arrays are on a CUDA GPU, each rank takes its part of an allgather. A call is one message for all its
-arrays, in place where XLA lets it, and 16-bit floats are summed in float32. With each message the ranks compare what they are
-about to send, so the programs of this transport need no other meeting. Arrays of a GPU come through pinned memory of the host.
+It carries every collective. A call is one message for all its arrays, in place where XLA lets it. With each message the ranks
+compare what they are about to send, so the programs of this transport need no other meeting. Arrays of a GPU come through
+pinned memory of the host.
+
+16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank each. Between nodes of several
+ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every round: with p nodes and the unit roundoff u
+(2**-8 of bfloat16, 2**-11 of float16), the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first order.
 """
 
 import ctypes
@@ -27,21 +30,23 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension
 from jaxmpi._backends.base import Collective, fingerprint_of
 from jaxmpi._backends.mpi import Mpi
+from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
 from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
 from jaxmpi._errors import MPIError
+from jaxmpi._process import settings
 
 __all__ = ["SHARED_MEMORY", "Native", "on_host"]
 
 # By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
 # "mean" is a sum with a divisor.
-KINDS = ("allreduce", "reduce_scatter", "allgather")
+KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
 OPS = ("sum", "max", "min", "prod")
 TYPES = (
     *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
     *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
 )
 SHARED_MEMORY = "/dev/shm"
-SLOTS, SLOT_BYTES, SLOT_BYTES_BETWEEN_NODES = 4, 1 << 18, 1 << 21
+SLOTS, SLOT_BYTES = 4, 1 << 18  # within one node
 
 
 def on_host() -> bool:
@@ -61,33 +66,27 @@ class Native(Mpi):
         self._native = _native
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()
-        self._alone = not host or self._mpi4jax is None  # whether mpi4jax carries nothing
         jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("host"), platform="cpu")  # also in a job of GPUs
         if not host:
             jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
-        self._others: Any = None  # the communicator of the owners with this local rank
+        self.network: Network | None = None  # between nodes, if it was measured
+        self.description = ""  # of how messages travel between nodes
         self._open()
 
     # in traced code
 
     @cached_property
     def effects(self) -> frozenset[Hashable]:
-        """mpi4jax's ordered effect, so that its calls and those of this transport have one order; without it, our own."""
-        return super().effects if self._mpi4jax else frozenset({_jaxcompat.ordered_effect()})
+        """An ordered effect of our own."""
+        return frozenset({_jaxcompat.ordered_effect()})
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
-        return call.kind in KINDS or self._alone
+        return True
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Carry out `call`: one message for all arrays, for the kinds that are native."""
-        if call.kind in (*KINDS, "meet"):
-            return self._send(call, xs, _text(call, xs))
-        if self._alone:
-            return self._pick(call, xs)
-        if not call.fingerprint:  # under plain `jax.jit`: a program of `jaxmpi.jit` is compared as a whole
-            self._send(Collective("meet"), [], _text(call, xs))
-        return super().run(call, xs)
+        """Carry out `call`: one message for all arrays."""
+        return self._send(call, xs, _text(call, xs))
 
     def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
         """One message; the ranks compare what it is for, as text."""
@@ -97,19 +96,8 @@ class Native(Mpi):
         outs = native_p.bind(*carried, call=call, backend=self, fingerprint=statement)
         return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
 
-    def _pick(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """A collective that only moves arrays, as an allgather of which each rank keeps its part."""
-        here = self.place.rank
-        gathered = self._send(Collective("allgather", fingerprint=call.fingerprint), xs, _text(call, xs))
-        if call.kind == "alltoall":
-            return [rows[:, here] for rows in gathered]
-        source = call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), None)
-        return [rows[source] if source is not None else jnp.zeros_like(x) for rows, x in zip(gathered, xs, strict=True)]
-
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
-        if not self.carries(call):
-            return super().messages(call, arrays)
         carried = [x if x.dtype in TYPES else jax.eval_shape(partial(to_carrier, call=_carrier(call)), x) for x in arrays]
         return [sum(prod(x.shape) * x.dtype.itemsize for x in carried)]
 
@@ -154,47 +142,53 @@ class Native(Mpi):
         self._native.close()
         self._memory.close()
         os.close(self._file)
-        if self._others is not None:
-            self._others.Free()
-
-    def _connect(self, others: Any) -> None:
-        """Make this owner known to those of the other nodes that have its local rank."""
-        mpi, self._others = self._mpi, others
-        handle: Callable[[Any], int] = lambda of: (
-            ctypes.c_int64(mpi._handleof(of)).value
-        )  # a pointer, or an int that mpi4py takes for unsigned
-        datatypes = (mpi.UINT8_T, mpi.UINT16_T, mpi.UINT32_T, mpi.UINT64_T, mpi.C_DOUBLE_COMPLEX)
-        self._native.connect(
-            library=_libmpi(),
-            comm=handle(others),
-            bytes=[*map(handle, datatypes)],
-            int64=handle(mpi.INT64_T),
-            max=handle(mpi.MAX),
-            ranks=others.allgather(self.place.local_size),
-            node=self.place.node,
-        )
 
     def _open(self) -> None:
-        """Map the node's shared memory, and connect its owners with those of other nodes."""
+        """Map the node's shared memory, and say how the other nodes are reached."""
         mpi, place = self._mpi, self.place
         world, node = mpi.COMM_WORLD, self._node_communicator()
-        order = [rank for _, _, rank in sorted(world.allgather((place.node, place.local_rank, place.rank)))]
-        owners = world.allreduce(place.local_size, mpi.MIN)
+        places = sorted(world.allgather((place.node, place.local_rank, place.rank)))
+        ranks = [sum(number == each for number, _, _ in places) for each in range(places[-1][0] + 1)]  # of each node
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
-        slot_bytes = SLOT_BYTES if place.local_size == place.size else SLOT_BYTES_BETWEEN_NODES
-        bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, SLOTS)
+        several = len(ranks) > 1
+        tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
+        slots, slot_bytes = (tuning.chunks, tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
+        bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, slots)
         self._file, self._memory = _shared_memory(world, node, bytes_)
         self._native.open(
-            rank=place.rank, size=place.size, order=order, owners=owners, local_rank=place.local_rank,
-            local_size=place.local_size, slot_bytes=slot_bytes, slots=SLOTS, crowded=len(cores) < place.local_size,
-            memory=np.frombuffer(self._memory, np.uint8).ctypes.data, file=self._file,
+            rank=place.rank, size=place.size, order=[rank for _, _, rank in places], ranks=ranks, node=place.node,
+            owners=min(ranks), local_rank=place.local_rank, slot_bytes=slot_bytes, slots=slots,
+            crowded=len(cores) < place.local_size, memory=np.frombuffer(self._memory, np.uint8).ctypes.data, file=self._file,
         )  # fmt: skip
-        if place.local_size < place.size:
-            others = world.Split(place.local_rank if place.local_rank < owners else mpi.UNDEFINED, place.node)
-            if others != mpi.COMM_NULL:
-                self._connect(others)
+        if several:
+            self._native.connect(
+                library=_libmpi(),
+                comm=self._handle(self._programs),
+                byte=self._handle(mpi.BYTE),
+                request_bytes=mpi._sizeof(mpi.Request),
+                small_bytes=tuning.small_bytes,
+                direct_nodes=tuning.direct_nodes,
+            )
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
+
+    def _tune(self, firsts: list[int]) -> Tuning:
+        """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
+        world, asked = self._mpi.COMM_WORLD, settings.get("JAXMPI_TUNE")
+        if len(firsts) == 1:
+            return tuned(None, 0, asked or {})
+        self.network = probe(world, firsts) if asked is None else None
+        room = world.allreduce(free_bytes(SHARED_MEMORY, self.place.local_size), self._mpi.MIN)
+        tuning = tuned(self.network, room, asked or {})
+        found = (
+            self.network and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
+        )
+        self.description = f"between nodes: {found or ''}{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
+        return tuning
+
+    def _handle(self, of: Any) -> int:
+        """A pointer, or an int that mpi4py takes for unsigned."""
+        return ctypes.c_int64(self._mpi._handleof(of)).value
 
 
 def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
@@ -268,10 +262,13 @@ def _abstract(*xs: Any, call: Collective, backend: Native, fingerprint: int) -> 
 
 
 def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, fingerprint: int) -> Any:
+    here = backend.place.rank
     attributes = {
         "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
         "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
         "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
+        "source": np.int32(call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), -1)),
+        "dest": np.int32(next((q for p, q in call.pairs if p == here), -1)),
         "word": np.int64(fingerprint),
     }
     (effect,) = backend.effects

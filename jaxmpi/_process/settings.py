@@ -47,6 +47,17 @@ def _switch(text: str) -> bool:
     return _one_of("0", "1")(text) == "1"
 
 
+_TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes")  # the fields of `_backends.tuning.Tuning`
+
+
+def _tuning(text: str) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for pair in text.split(",") if text != "0" else ():
+        name, _, value = pair.partition("=")
+        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name.startswith("chunk")), MOST)(value))
+    return values
+
+
 _SECONDS, _COUNT, _ON = "a number of seconds, from 0 to 1e9", "a whole number, from {} to 1e9", "0 or 1"
 
 
@@ -73,6 +84,13 @@ SETTINGS: Mapping[str, Setting] = {
         _COUNT.format(1),
         "",
         "treat every so many ranks as a node of their own, to test several nodes on one",
+        same=True,
+    ),
+    "JAXMPI_TUNE": Setting(
+        _tuning,
+        f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}",
+        "",
+        "sizes and algorithms of the native transport between nodes; 0: the defaults. Unset, `init` probes the network",
         same=True,
     ),
     "JAXMPI_STALL_SECONDS": _seconds("60", "how long a rank waits in a collective before it reports who is missing; 0: never"),

@@ -89,7 +89,8 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
             chosen.turn.release()  # any thread may be the one that communicates
     if verbose and world.rank == 0:
         transport = f", transport {chosen.transport}" if backend == "mpi" else ""
-        sys.stderr.write(f"jaxmpi: {world}, device {world.device}{transport}\n")
+        more = f", {description}" if (description := getattr(chosen, "description", "")) else ""
+        sys.stderr.write(f"jaxmpi: {world}, device {world.device}{transport}{more}\n")
     return world
 
 

@@ -25,6 +25,10 @@ REFUSED = [
     *[(name, text) for name in SWITCHES for text in ("2", "-1", "yes", "nan")],
     *[(name, text) for name in WORDS for text in ("nccl", "MPI", "1", "mpi ")],
     ("JAXMPI_NODE_RANKS", "0"),
+    *[
+        ("JAXMPI_TUNE", text)
+        for text in ("1", "chunks", "chunks=", "chunks=0", "pieces=3", "chunks=3 small_bytes=1", "chunks=3,")
+    ],
 ]
 
 
@@ -66,6 +70,10 @@ def test_what_is_refused_is_named(monkeypatch, name, text):
             ("JAXMPI_NODE_RANKS", "", None),
         ],
         *[("JAXMPI_STALL_SECONDS", "", 60), ("JAXMPI_STALL_END_SECONDS", "", None), ("JAXMPI_BACKEND", "", "auto")],
+        *[
+            ("JAXMPI_TUNE", text, value)
+            for text, value in [("", None), ("0", {}), ("chunks=3,small_bytes=0", {"chunks": 3, "small_bytes": 0})]
+        ],
         *[(name, text, value) for name in SWITCHES for text, value in [("1", True), ("0", False), ("", False)]],
     ],
 )

@@ -1,0 +1,125 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+namespace jaxmpi {
+namespace {
+
+constexpr int64_t kLine = 64;  // bytes: shares of a chunk begin on cache lines
+
+}  // namespace
+
+int Place::first(int node) const { return std::accumulate(ranks.begin(), ranks.begin() + node, 0); }
+
+int Place::node_of(int rank, int& local) const {
+  local = static_cast<int>(std::find(order.begin(), order.end(), rank) - order.begin());
+  int node = 0;
+  while (local >= ranks[node]) local -= ranks[node++];
+  return node;
+}
+
+Stream::Stream(Type type, std::vector<Array> arrays) : type(type), item(size_of(type)), arrays_(std::move(arrays)) {
+  for (const Array& array : arrays_) {
+    starts_.push_back(columns);
+    columns += array.columns;
+  }
+}
+
+Call::Call(const Place& place, const Node& node, const Operation& operation, std::vector<Array> arrays, int64_t rows_in_slot)
+    : at_(place), node_(node), operation_(operation), owners_(place.owners) {
+  me_ = node_.layout().rank;
+  local_ = node_.layout().size;
+  sources_.resize(local_);
+  for (auto begin = arrays.begin(); begin != arrays.end();) {  // all of the first one's type, and then the others
+    const Type type = begin->type;
+    const auto end = std::stable_partition(begin, arrays.end(), [=](const Array& array) { return array.type == type; });
+    streams_.emplace_back(type, std::vector<Array>(begin, end));
+    begin = end;
+  }
+  for (const Stream& stream : streams_) {
+    const int64_t room = node_.layout().slot_bytes / (rows_in_slot * stream.item);
+    if (room < 1) throw std::runtime_error("too many ranks for the slots of the shared memory");
+    const int64_t columns = room < kLine ? room : room / kLine * kLine;
+    for (int64_t begin = 0; begin < stream.columns; begin += columns) {
+      chunks_.push_back({&stream, {begin, std::min(begin + columns, stream.columns)}});
+    }
+  }
+}
+
+int64_t Call::rows_in() const {
+  return operation_.kind == Kind::ReduceScatter || operation_.kind == Kind::Alltoall ? at_.size : 1;
+}
+
+Range Call::share(const Chunk& chunk, int owner) const {
+  const int64_t line = std::max<int64_t>(1, kLine / chunk.stream->item), n = count(chunk);
+  const int64_t each = ((n + owners_ - 1) / owners_ + line - 1) / line * line;
+  return {std::min(n, owner * each), std::min(n, (owner + 1) * each)};
+}
+
+char* Call::at(int64_t k, int rank, int64_t row, int64_t column) const {
+  const Chunk& chunk = chunks_[k];
+  return node_.slot(rank, k) + (row * count(chunk) + column) * chunk.stream->item;
+}
+
+void Call::lay_out(int64_t k, decltype(copy_bytes)* write) const {
+  const Chunk& chunk = chunks_[k];
+  const int64_t item = chunk.stream->item;
+  auto lay = [&](Range part) {
+    for (int64_t row = 0; row < rows_in(); ++row) {
+      each(chunk, part, [&](const Array& a, int64_t column, int64_t n, int64_t to) {
+        write(at(k, me_, row, to), a.in + (row * a.columns + column) * item, n * item);
+      });
+    }
+  };
+  const bool reduces = operation_.kind == Kind::Allreduce || operation_.kind == Kind::ReduceScatter;
+  if (!reduces || me_ >= owners_) return lay({0, count(chunk)});
+  const Range mine = share(chunk, me_);
+  lay({0, mine.begin});
+  lay({mine.end, count(chunk)});
+}
+
+const void* const* Call::sources(int64_t k, int64_t row, int64_t column, const void* own) {
+  for (int rank = 0; rank < local_; ++rank) sources_[rank] = rank == me_ ? own : at(k, rank, row, column);
+  return sources_.data();
+}
+
+void Call::store(int64_t k, int64_t row, const char* from) const {
+  const Chunk& chunk = chunks_[k];
+  const int64_t item = chunk.stream->item;
+  each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t before) {
+    copy_bytes(a.out + (row * a.columns + column) * item, from + before * item, n * item);
+  });
+}
+
+void Call::store_own(int64_t k, int64_t row, int64_t from) const {
+  const Chunk& chunk = chunks_[k];
+  const int64_t item = chunk.stream->item;
+  each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t) {
+    copy_bytes(a.out + (row * a.columns + column) * item, a.in + (from * a.columns + column) * item, n * item);
+  });
+}
+
+void Call::store_zeros(int64_t k) const {
+  const Chunk& chunk = chunks_[k];
+  const int64_t item = chunk.stream->item;
+  each(chunk, {0, count(chunk)},
+       [&](const Array& a, int64_t column, int64_t n, int64_t) { std::memset(a.out + column * item, 0, n * item); });
+}
+
+void Call::gather(int64_t k) const {
+  const int base = at_.first(at_.node);
+  const bool by_rank = operation_.kind == Kind::Allgather || operation_.kind == Kind::Alltoall;
+  const int64_t from = operation_.kind == Kind::Alltoall ? at_.rank : 0;
+  for (int rank = 0; rank < local_; ++rank) {
+    const int theirs = at_.order[base + rank];
+    if (!by_rank && theirs != operation_.source) continue;
+    const int64_t row = by_rank ? theirs : 0;
+    rank == me_ ? store_own(k, row, from) : store(k, row, at(k, rank, from, 0));
+  }
+  if (operation_.kind == Kind::Permute && operation_.source < 0) store_zeros(k);
+}
+
+}  // namespace jaxmpi

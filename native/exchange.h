@@ -1,0 +1,45 @@
+// One chunk on its way between the nodes.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "internode.h"
+
+namespace jaxmpi {
+
+class Exchange {
+ public:
+  struct Move {  // ranks of the job; -1: nobody
+    int to;
+    const char* sent;
+    int64_t sent_bytes;
+    int from;
+    char* received;
+    int64_t received_bytes;
+  };
+  struct Stage {
+    std::vector<Move> moves;
+    std::function<void()> before = {}, after = {};  // makes what is sent; does with what was received what is to be done
+  };
+
+  // Begins the first stage, and is ready to receive what belongs to all of them. `end` is called after the last. One tag is
+  // enough: MPI keeps the order of the messages from one rank to another.
+  void begin(Network& network, int tag, std::vector<Stage> stages, std::function<void()> end);
+
+  // Begins what can be begun by now; returns whether all is done.
+  bool advance();
+
+ private:
+  void send();
+
+  Network* network_ = nullptr;
+  int tag_ = 0;
+  std::vector<Stage> stages_;
+  std::function<void()> end_;
+  size_t stage_ = 0;
+  int sending_ = 0;
+  std::vector<int> receiving_;  // messages of each stage
+};
+
+}  // namespace jaxmpi
