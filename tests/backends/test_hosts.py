@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces, and a cable between them that is cut."""
+"""Several hosts, as network namespaces: a cable that is cut, packets that are lost."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
+NETWORK = Path(__file__).parents[1] / "network.sh"
 TRAINS = """
 import os, sys, time
 from pathlib import Path
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     for i in range(int(sys.argv[2])):
         start = time.monotonic()
         total = step(x * i)
-        assert float(total[7]) == 10 * i, (i, total[7])
+        assert float(total[7]) == float(total[-1]) == world.size * (world.size + 1) // 2 * i, (i, total)
         seconds.append(time.monotonic() - start)
         time.sleep(0.02)
         if i == 20 and world.rank == 0:
@@ -53,10 +54,15 @@ def _hosts_can_be_made():
 
 def run(tmp_path, cut, steps, **environ):
     """Code, output and seconds of a job whose cable is cut in the 20th step."""
+    return run_on([TWO_HOSTS, "--cut", tmp_path / "go", cut], tmp_path, steps, **environ)
+
+
+def run_on(hosts, tmp_path, steps, **environ):
+    """Code, output and seconds of a job on hosts that a script makes."""
     script, go = tmp_path / "trains.py", tmp_path / "go"
     script.write_text(TRAINS)
     start = time.monotonic()
-    command = [str(TWO_HOSTS), "--cut", str(go), str(cut), str(script), str(go), str(steps)]
+    command = [*map(str, hosts), str(script), str(go), str(steps)]
     environ = {**os.environ, "PYTHON": sys.executable, "JAX_OF_THE_USER": "here", **environ}
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as job:
         try:
@@ -93,3 +99,30 @@ def test_xla_between_hosts(tmp_path):
     command = [str(TWO_HOSTS), str(script), str(tmp_path / "go"), "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, **environ})
     assert done.returncode == 0 and "done, the longest step" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture
+def _switch_can_be_made():
+    """A TUN device and a compiler."""
+    if not os.path.exists("/dev/net/tun") or not shutil.which("c++"):
+        pytest.skip("needs /dev/net/tun and c++, to make a switch")
+
+
+@pytest.mark.usefixtures("_switch_can_be_made")
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (3, 1)])
+def test_a_cable_that_loses_packets(hosts, ranks, tmp_path):
+    """The sums are right; TCP sends again what was lost."""
+    code, output, _ = run_on([NETWORK, hosts, ranks, 1, 1000, 0.005], tmp_path, 40)
+    assert code == 0 and "done, the longest step" in output, output
+
+
+@pytest.mark.usefixtures("_switch_can_be_made")
+def test_one_of_three_hosts_is_cut_off(tmp_path):
+    """The job ends, and that host is named."""
+    limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "8"}
+    code, output, seconds = run_on([NETWORK, 3, 1, 1, 1000, 0, "--cut", tmp_path / "go"], tmp_path, 10_000, **limits)
+    assert code and seconds < 90, output
+    assert re.search(r"missing: rank 2 \(pid \d+ on host-3\)", output), output
+    assert re.search(r"\[rank [01]/3 on host-[12]\] stalled for \d+ s: .*on host-3 did not come\. The job ends\.", output), (
+        output
+    )
