@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
     if find_spec("mpi4jax") is None:
         for item in items:
-            if "mpi4jax" in getattr(getattr(item, "callspec", None), "params", {}).values() or item.get_closest_marker("mpi4jax"):
+            if "mpi4jax" in _parameters(item).values() or item.get_closest_marker("mpi4jax"):
                 item.add_marker(pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax"))
 
 
 def _ranks(item: pytest.Item) -> int:
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    ranks = parameters.get("ranks", 0)
+    ranks = _parameters(item).get("ranks", 0)
     return ranks if isinstance(ranks, int) else 0
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.fixture(autouse=True)
