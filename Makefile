@@ -110,6 +110,12 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/train_step.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/optimizers.py --out $(BENCH)" \
+	  "$(BIN)/python benchmarks/first_call.py --out $(BENCH)" \
+	  "$(BIN)/python benchmarks/first_call.py --simulate 2 --out $(BENCH)" \
+	  "$(BIN)/python benchmarks/first_call.py --transforms --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/first_call.py --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 4 benchmarks/first_call.py --out $(BENCH)" \
+	  "env JAXMPI_BACKEND=xla $(BIN)/jaxmpi run -n 2 benchmarks/first_call.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
 
