@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -11,11 +12,11 @@ from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint, core, dispatch, source_info_util, xla_bridge
+from jax._src import ad_checkpoint, core, dispatch, source_info_util, util, xla_bridge
 from jax._src.lax import parallel
 from jax._src.lax.lax import _convert_element_type
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.ffi import ffi_lowering
 from jax.interpreters import ad, mlir
 
@@ -24,6 +25,21 @@ try:
     from jax._src.interpreters.mlir import TokenSet
 except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
     effects = TokenSet = None  # type: ignore[assignment, misc]
+
+try:
+    from jax._src.interpreters.mlir import ir_consts, jaxpr_subcomp
+
+    if not {"dim_var_values", "const_lowering", "outer_traceback"} <= set(inspect.signature(jaxpr_subcomp).parameters):
+        jaxpr_subcomp = None
+except ImportError:  # programs are traced again to be lowered, which takes longer
+    jaxpr_subcomp = None  # type: ignore[assignment]
+
+try:
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
+
+    _ = DynamicJaxprTrace.emit_eqn, DynamicJaxprTrace.to_jaxpr_tracer, core.trace_ctx
+except (ImportError, AttributeError):  # equations are traced again, which takes longer
+    DynamicJaxprTrace = DynamicJaxprTracer = None  # type: ignore[assignment, misc]
 
 try:
     from jax._src import distributed
@@ -45,6 +61,7 @@ __all__ = [
     "call_site",
     "caller_line",
     "can_hide_effects",
+    "can_keep",
     "compiling",
     "failed_collective",
     "ffi_call_in_order",
@@ -53,6 +70,8 @@ __all__ = [
     "in_library",
     "is_axis_effect",
     "is_reference",
+    "keep",
+    "kept_with_jaxpr",
     "leave_as_it_is",
     "lower_with_tokens",
     "module_text",
@@ -111,16 +130,38 @@ def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
-    """The same jaxpr with other equations."""
+def kept_with_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a function says of a jaxpr, its first argument, as long as that lives; some JAX has no such cache."""
+    try:
+        return util.weakref_lru_cache(function, trace_context_in_key=False)  # type: ignore[no-any-return]
+    except (AttributeError, TypeError):
+        return function
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
+    """The same jaxpr with other equations, and other variables for its outputs."""
     inner, _ = parts(jaxpr)
-    return inner.replace(eqns=list(eqns)) if inner is jaxpr else jaxpr.replace(jaxpr=inner.replace(eqns=list(eqns)))
+    edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))
+    return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     """A jaxpr as a function of arrays. That of `jax.extend.core` turns `jax_debug_nans` off, for the whole thread."""
     inner, consts = parts(jaxpr)
-    return lambda *args: list(core.eval_jaxpr(inner, consts, *args))
+
+    def function(*args: Any) -> list[Any]:
+        if not can_keep():
+            return list(core.eval_jaxpr(inner, consts, *args))
+        values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+
+        def read(atoms: Sequence[Any]) -> list[Any]:
+            return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+        for eqn in inner.eqns:
+            values.update(zip(eqn.outvars, keep(eqn, read(eqn.invars)), strict=True))
+        return read(inner.outvars)
+
+    return function
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -164,6 +205,34 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
     with at_source(eqn):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def can_keep() -> bool:
+    """Whether `keep` need not trace what it keeps."""
+    return DynamicJaxprTrace is not None and type(core.trace_ctx.trace) is DynamicJaxprTrace
+
+
+def keep(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Put an equation, as it stands, into the function that is being traced, with `args` for its operands.
+
+    Nothing of it is traced again, unless it has effects, or this is no plain trace, as under `vmap`, or a JAX in which that is
+    not possible.
+    """
+    if eqn.effects or not can_keep():
+        return bind(eqn, args)
+    trace, source = core.trace_ctx.trace, eqn.source_info
+    if len(around := source_info_util.current_name_stack()):
+        source = source.replace(name_stack=around + source.name_stack)
+    operands = []
+    for v, x in zip(eqn.invars, args, strict=True):
+        if isinstance(v, Literal):
+            operands.append(DynamicJaxprTracer(trace, v.aval, v, source))
+        elif isinstance(x, core.Tracer):
+            operands.append(trace.to_jaxpr_tracer(x, source))
+        else:  # a number in its place now
+            return bind(eqn, args)
+    avals = [v.aval for v in eqn.outvars]
+    return list(trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx))
 
 
 def call_site(eqn: JaxprEqn) -> tuple[tuple[str, int, int], ...]:
@@ -278,8 +347,23 @@ def ffi_call_in_order(
 
 def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
     """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
-    tokens = TokenSet.create(list(effects.ordered_effects.filter_in(jaxpr.effects)))
-    return mlir.lower_fun(as_function(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
+    inner, consts = parts(jaxpr)
+    tokens = TokenSet.create(list(effects.ordered_effects.filter_in(inner.effects)))
+    if not _lowers_as_it_is(inner):
+        return mlir.lower_fun(as_function(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
+    module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
+    numbers = ir_consts(consts, [v.aval for v in inner.constvars])
+    given = {name: getattr(ctx, name) for name in ("dim_var_values", "const_lowering")}
+    outs, _ = jaxpr_subcomp(module, inner, ctx.name_stack, tokens, numbers, *args, outer_traceback=None, **given)
+    return outs
+
+
+def _lowers_as_it_is(jaxpr: Any) -> bool:
+    """Whether a jaxpr can be lowered without being traced again: it has no references and types of its own."""
+    plain = all(
+        isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect) for effect in jaxpr.effects
+    )
+    return jaxpr_subcomp is not None and plain and not getattr(jaxpr, "is_high", False)
 
 
 # what runs

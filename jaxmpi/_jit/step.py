@@ -131,8 +131,12 @@ class Step:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
-        program = self._build(args, kwargs)
-        return Traced(self._jitted.trace(*args, **kwargs), partial(self._run_compiled, program), program.lowered_to)
+        self._ready = program = self._build(args, kwargs)
+        try:
+            stage = self._jitted.trace(*args, **kwargs)
+        finally:
+            self._ready = None  # where JAX has traced it before
+        return Traced(stage, partial(self._run_compiled, program), program.lowered_to)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fun).eval_shape`."""

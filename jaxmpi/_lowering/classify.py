@@ -20,6 +20,7 @@ __all__ = [
     "follows_from",
     "has_collective",
     "kind",
+    "kinds",
     "line",
     "map_subjaxprs",
     "other_effects",
@@ -47,7 +48,10 @@ MESHES = ("shard_map", "xla_pmap")  # with devices of their own
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
-        yield from (item for item in (value if isinstance(value, tuple) else (value,)) if hasattr(item, "eqns"))
+        if isinstance(value, tuple):
+            yield from (item for item in value if hasattr(item, "eqns"))
+        elif hasattr(value, "eqns"):
+            yield value
 
 
 def held(jaxpr: Any) -> Iterator[Any]:
@@ -76,6 +80,8 @@ def kind(eqn: JaxprEqn) -> str:
     Raises:
       NotImplementedError: it communicates in a way that is not known here, with the primitive and the source line.
     """
+    if not eqn.params and not eqn.effects:
+        return ""
     name, inside = eqn.primitive.name, list(subjaxprs(eqn))
     if not inside:
         if not _over_ranks(eqn):
@@ -86,7 +92,7 @@ def kind(eqn: JaxprEqn) -> str:
             return "collective"
         if name in BROADCASTS:
             return "bcast"
-    elif not any(_over_ranks(e) for jaxpr in inside for e in equations(jaxpr)):
+    elif not any(map(_reaches_ranks, inside)):
         return ""
     elif name in CALLS:
         return "call"
@@ -98,21 +104,44 @@ def kind(eqn: JaxprEqn) -> str:
     )
 
 
+@_jaxcompat.kept_with_jaxpr
+def kinds(jaxpr: Any) -> dict[int, str]:
+    """The kinds of those equations, by id, that have to do with the ranks: few of many."""
+    return {id(eqn): what for eqn in _jaxcompat.parts(jaxpr)[0].eqns if (what := kind(eqn))}
+
+
 def has_collective(jaxpr: Any) -> bool:
     """Whether anything in it has to do with the ranks."""
-    return any(kind(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
+    return bool(kinds(jaxpr))
 
 
 def communicates(eqn: JaxprEqn) -> bool:
     """Whether it sends something, or contains what does; this rank's number alone is no message."""
-    inner = [e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr)]
-    return any(kind(e) == "collective" for e in (eqn, *inner))
+    return kind(eqn) == "collective" or any(map(_sends, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:
     """Whether it asks the host, or contains what does."""
-    inner = (e for jaxpr in subjaxprs(eqn) for e in equations(jaxpr))
-    return any("callback" in e.primitive.name or "ffi" in e.primitive.name for e in (eqn, *inner))
+    name = eqn.primitive.name
+    return "callback" in name or "ffi" in name or any(map(_asks_host, subjaxprs(eqn)))
+
+
+# A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by whatever holds it.
+
+
+@_jaxcompat.kept_with_jaxpr
+def _reaches_ranks(jaxpr: Any) -> bool:
+    return any(_over_ranks(eqn) or any(map(_reaches_ranks, subjaxprs(eqn))) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
+
+
+@_jaxcompat.kept_with_jaxpr
+def _sends(jaxpr: Any) -> bool:
+    return any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns))
+
+
+@_jaxcompat.kept_with_jaxpr
+def _asks_host(jaxpr: Any) -> bool:
+    return any(map(calls_python, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

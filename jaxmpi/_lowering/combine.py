@@ -6,14 +6,14 @@ that of the longest chain, which no other order can undercut.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
-from jaxmpi._lowering.classify import communicates, follows_from, kind, other_effects
+from jaxmpi._lowering.classify import communicates, follows_from, kind, kinds, other_effects
 from jaxmpi._lowering.piggyback import share_messages
 from jaxmpi._lowering.translate import Translation, translate
 
@@ -42,7 +42,8 @@ class Level(NamedTuple):
     loops: list[Any]
 
 
-def schedule(jaxpr: Any, size: int, *, combine: bool = True) -> Iterator[Level]:
+@_jaxcompat.kept_with_jaxpr
+def schedule(jaxpr: Any, size: int, combine: bool) -> list[Level]:
     """The rounds of an opened program on `size` ranks, without local work that no output needs.
 
     A collective is carried out whether its result is used or not: another rank may use it.
@@ -52,14 +53,14 @@ def schedule(jaxpr: Any, size: int, *, combine: bool = True) -> Iterator[Level]:
       size: the number of ranks.
       combine: False where every collective is to stay a call of its own.
     """
-    eqns = list(_needed(_jaxcompat.parts(jaxpr)[0]))
-    known = folded(jaxpr)
+    what, known = kinds(jaxpr), folded(jaxpr)
+    rounds = []
     depth: dict[Any, int] = {}
     levels: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     last = 0
-    for eqn in eqns:
+    for eqn in _needed(_jaxcompat.parts(jaxpr)[0], what):
         level = max((depth.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
-        remote = communicates(eqn) and id(eqn) not in known
+        remote = id(eqn) in what and communicates(eqn) and id(eqn) not in known
         if other_effects(eqn):  # these keep their order
             level = max(level, last)
             last = level + remote
@@ -67,7 +68,8 @@ def schedule(jaxpr: Any, size: int, *, combine: bool = True) -> Iterator[Level]:
         depth.update((v, level + remote) for v in eqn.outvars)
     for level in sorted(levels):
         local, remote_eqns = levels[level]
-        yield Level(local, _groups(remote_eqns, size, combine), [e for e in remote_eqns if kind(e) == "loop"])
+        rounds.append(Level(local, _groups(remote_eqns, size, combine), [e for e in remote_eqns if kind(e) == "loop"]))
+    return rounds
 
 
 def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
@@ -81,17 +83,18 @@ def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
     return share_messages(list(groups.values()), size) if combine else list(groups.values())
 
 
-def _needed(jaxpr: Any) -> Iterator[Any]:
+def _needed(jaxpr: Any, what: Mapping[int, str]) -> Iterator[Any]:
     """The collectives, and the equations that one of them, an output or an effect depends on, in order."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
-        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or communicates(eqn):
+        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or (id(eqn) in what and communicates(eqn)):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return reversed(kept)
 
 
+@_jaxcompat.kept_with_jaxpr
 def folded(jaxpr: Any) -> set[int]:
     """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._lowering.classify import kind, map_subjaxprs
+from jaxmpi._lowering.classify import kinds, map_subjaxprs
 from jaxmpi._lowering.combine import folded
 
 __all__ = ["fold"]
@@ -32,13 +32,13 @@ def fold(jaxpr: Any, size: int, *, fuses_mean: bool) -> Any:
     """
     open_jaxpr = _jaxcompat.parts(jaxpr)[0]
     around = _Around(open_jaxpr, size, fuses_mean)
-    known = folded(jaxpr)
+    what, known = kinds(jaxpr), folded(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in open_jaxpr.eqns:
-        if kind(eqn) == "loop":
+        if what.get(id(eqn)) == "loop":
             inside = map_subjaxprs(eqn, lambda inner: fold(inner, size, fuses_mean=fuses_mean))
             eqns.append(eqn.replace(params={**eqn.params, **inside}))
-        elif kind(eqn) == "collective" and eqn.primitive.name in SUMS and id(eqn) not in known:
+        elif what.get(id(eqn)) == "collective" and eqn.primitive.name in SUMS and id(eqn) not in known:
             eqns.append(around.take_in(eqn))
         elif id(eqn) not in around.taken:
             eqns.append(eqn)

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
-from jaxmpi._lowering.classify import CALLS, calls_python, communicates, follows_from, kind, line, subjaxprs
+from jaxmpi._lowering.classify import CALLS, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
 
 __all__ = ["varying"]
 
@@ -65,22 +65,23 @@ def _varying(
     inner, _ = _jaxcompat.parts(jaxpr)
     varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
     literal: set[Any] = set()
+    what = kinds(jaxpr)
+    inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
     for eqn in inner.eqns:
         xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
-        known = follows_from(literal, eqn)
-        if known and kind(eqn) == "":
+        known = check and follows_from(literal, eqn)
+        if known and id(eqn) not in what:
             literal.update(eqn.outvars)
-        if check and eqn.primitive.name == "psum" and kind(eqn) == "collective":
+        if check and eqn.primitive.name == "psum" and what.get(id(eqn)) == "collective":
             sums[_jaxcompat.call_site(eqn)].append((eqn, known or any(xs)))
-        inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
         named_equal = eqn.primitive.name == "name" and eqn.params["name"] in equal_names
-        varies.update(zip(eqn.outvars, [False] if named_equal else _outs(eqn, xs, inside, check), strict=True))
+        outs = [False] if named_equal else _outs(eqn, what.get(id(eqn), ""), xs, inside, check)
+        varies.update(zip(eqn.outvars, outs, strict=True))
     return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
 
 
-def _outs(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _outs(eqn: JaxprEqn, what: str, xs: list[bool], inside: Any, check: bool) -> list[bool]:
     name = eqn.primitive.name
-    what = kind(eqn)
     if what == "index":
         return [True]
     if what == "collective":

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
-from jaxmpi._lowering.classify import kind, map_subjaxprs
+from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
@@ -34,9 +34,11 @@ def rewrite(jaxpr: Any, target: Target) -> ClosedJaxpr:
 
 def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
     read = Env(jaxpr, args)
-    for level in schedule(jaxpr, target.size, combine=target.combine):
+    what = kinds(jaxpr)
+    for level in schedule(jaxpr, target.size, target.combine):
         for eqn in level.local:
-            read.write(eqn, _local(eqn, target, read(eqn.invars)))
+            xs = read(eqn.invars)
+            read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
         for group in level.groups:
             _carry_out(group, target, read)
         for eqn in level.loops:
@@ -54,11 +56,9 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
             return [target.rank()]
         case "loop":  # that asks for the rank
             return _loop(eqn, target, xs)
-        case "collective":  # of what all ranks know
+        case _:  # a collective of what all ranks know
             x = translate(eqn, target.size).before(xs[0])
             return [x * target.size if eqn.primitive.name == "psum" else x]
-        case _:
-            return _jaxcompat.bind(eqn, xs)
 
 
 def _carry_out(group: Group, target: Target, read: Env) -> None:

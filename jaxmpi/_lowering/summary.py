@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 def summary(jaxpr: Any, size: int, *, combine: bool = True, around: Around = AT_THE_TOP) -> Iterator[Entry]:
     """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
-    levels = list(schedule(jaxpr, size, combine=combine))
+    levels = schedule(jaxpr, size, combine)
     sent = {id(eqn) for level in levels for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))}
     place = {key: i for i, key in enumerate(id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent)}
     for level in levels:

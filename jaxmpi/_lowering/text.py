@@ -45,11 +45,18 @@ def equations(jaxpr: Any) -> Iterator[str]:
 
 def parameters(jaxpr: Any) -> Iterator[tuple[str, str]]:
     """The parameters that `with_parameters` has noted, in order, each with its source line."""
+    if not _has_notes(jaxpr):
+        return
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if is_note(eqn):
             yield eqn.params["name"].removeprefix(PARAMETERS), _jaxcompat.source_line(eqn)
         for inner in subjaxprs(eqn):
             yield from parameters(inner)
+
+
+@_jaxcompat.kept_with_jaxpr
+def _has_notes(jaxpr: Any) -> bool:
+    return any(is_note(eqn) or any(map(_has_notes, subjaxprs(eqn))) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
 
 
 def is_note(eqn: JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.lax_collectives import from_root
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import BROADCASTS, CALLS, kind, map_subjaxprs
+from jaxmpi._lowering.classify import BROADCASTS, CALLS, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 
@@ -31,8 +31,13 @@ def trace(
     inner, captured = _jaxcompat.parts(traced)
     if size > 1:
         refuse_meshes(inner)
-    arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
-    return make_jaxpr(lambda *args: _open(inner, size, *args), size, arguments), captured, [*parameters(inner)]
+    notes = [*parameters(inner)]
+    if not captured:
+        traced = _without_notes(traced)
+    if captured or _needs_opening(traced):
+        arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
+        traced = make_jaxpr(lambda *args: _open(inner, size, *args), size, arguments)
+    return traced, captured, notes
 
 
 def make_jaxpr(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
@@ -47,6 +52,35 @@ def make_jaxpr(function: Callable[..., Any], size: int, avals: Sequence[Any]) ->
 def opened(jaxpr: Any, size: int) -> ClosedJaxpr:
     """The same program without calls around collectives, in its loops, too."""
     return make_jaxpr(lambda *args: _open(jaxpr, size, *args), size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars])
+
+
+def _without_notes(jaxpr: Any) -> Any:
+    """The same program without the notes at its top."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    stands: dict[Any, Any] = {}  # what is in the place of a variable
+    eqns = []
+
+    def replaced(atoms: Sequence[Any]) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else stands.get(atom, atom) for atom in atoms]
+
+    for eqn in inner.eqns:
+        if is_note(eqn):
+            stands[eqn.outvars[0]] = replaced(eqn.invars)[0]
+        else:
+            eqns.append(eqn.replace(invars=replaced(eqn.invars)) if stands else eqn)
+    return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars)) if stands else jaxpr
+
+
+@_jaxcompat.kept_with_jaxpr
+def _needs_opening(jaxpr: Any) -> bool:
+    """Whether it has calls with a collective, or what only stands for something, in its loops, too."""
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        what = kind(eqn)
+        if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
+            return True
+        if what == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
+            return True
+    return False
 
 
 def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
@@ -67,7 +101,7 @@ def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
                 with _jaxcompat.at_source(eqn):
                     return [from_root(eqn.params[BROADCASTS[eqn.primitive.name]], xs[0])]
             case _:
-                return xs if is_note(eqn) else _jaxcompat.bind(eqn, xs)
+                return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)
 
     return evaluate(jaxpr, step, *args)
 
