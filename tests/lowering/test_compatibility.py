@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from lax_cases import GROUPS, ROWS, R
+from lax_cases import GROUPS, ROWS, R, cases_here
 
 import jaxmpi
 from jaxmpi._run.pool import Pool, pool
@@ -36,14 +36,14 @@ def check_group(name, row, wanted):
     n, rank = jaxmpi.size(), jaxmpi.rank()
     pick = (lambda tree: tree) if row == "simulate" else (lambda tree: jax.tree.map(lambda x: x[rank], tree))
     mine = (lambda args: tuple(map(jaxmpi.PerRank, args))) if row == "simulate" else pick
-    held = [(case, want) for case, want in zip(GROUPS[name], wanted, strict=True) if row not in case.rows]
+    held = [(case, want) for case, want in zip(cases_here(name), wanted, strict=True) if row not in case.rows]
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="jaxmpi.jit: what is summed or averaged")
         program = lambda argss: [case.fun(*args) for (case, _), args in zip(held, argss, strict=True)]
         got = jaxmpi.jit(program, compiler_options=QUICKLY)([mine(case.args(n)) for case, _ in held])
         for (case, want), y in zip(held, got, strict=True):
             compare(case.title, stacked(y, n) if row == "simulate" else y, pick(want))
-        for case in GROUPS[name]:
+        for case in cases_here(name):
             if row in case.rows:
                 kind, text = case.error
                 with pytest.raises(kind, match=text):
@@ -54,7 +54,7 @@ def check_group(name, row, wanted):
 def reference(name, n):
     """The stacks of all ranks' results, computed in this process: for each case that holds anywhere."""
     with jax.enable_x64(True):
-        held = [(case, case.args(n)) for case in GROUPS[name] if set(case.rows) != set(ROWS)]
+        held = [(case, case.args(n)) for case in cases_here(name) if set(case.rows) != set(ROWS)]
         by_vmap = [(case, args) for case, args in held if case.want is None]
         program = lambda argss: [jax.vmap(case.fun, axis_name=R)(*args) for (case, _), args in zip(by_vmap, argss, strict=True)]
         made = jax.device_get(jax.jit(program, compiler_options=QUICKLY)([args for _, args in by_vmap]))
