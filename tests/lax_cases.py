@@ -31,7 +31,7 @@ class Case(NamedTuple):
     error: tuple[type, str] | None = None
     rows: tuple[str, ...] = ()  # that refuse it
     instead: str = ""  # what to do
-    later: tuple[type, str] | None | bool = False  # from JAX 0.12 on: the error, or None where it holds
+    later: tuple[type, str] | bool | None = False  # from JAX 0.12 on: the error, or None where it holds
 
 
 GROUPS: dict[str, list[Case]] = {}
