@@ -31,6 +31,7 @@ std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for array
 std::mutex& one_at_a_time = *new std::mutex;
 std::atomic<int64_t> started = 0, ended = 0;  // messages
 PyObject* on_disagreement = nullptr;          // (word) -> str, or null
+std::atomic<int32_t> rank_of_process = 0;
 
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
 // this rank entered it, when all ranks had, and when it was done here; 0 for what has not happened yet.
@@ -162,6 +163,12 @@ ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t k
   return on_gpu(nullptr, args, rets, kind, op, divisor, source, dest, word);
 }
 
+// The number of this rank, so that the programs of all ranks are the same.
+ffi::Error rank_value(ffi::Result<ffi::BufferR0<ffi::DataType::S32>> out) {
+  *out->typed_data() = rank_of_process;
+  return ffi::Error::Success();
+}
+
 template <class Binding>
 auto operands(Binding binding) {
   return std::move(binding)
@@ -178,11 +185,13 @@ auto operands(Binding binding) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
 
 nb::capsule handler(const std::string& name) {
   if (name == "host") return nb::capsule(reinterpret_cast<void*>(host_handler));
   if (name == "gpu") return nb::capsule(reinterpret_cast<void*>(gpu_handler));
   if (name == "rehearsal") return nb::capsule(reinterpret_cast<void*>(rehearsal_handler));
+  if (name == "rank") return nb::capsule(reinterpret_cast<void*>(rank_handler));
   throw std::invalid_argument("no handler is called " + name);
 }
 
@@ -258,6 +267,7 @@ NB_MODULE(_native, m) {
   m.attr("sources") = JAXMPI_SOURCES;
   m.def("can_reduce", &can_reduce);
   m.def("handler", &handler);
+  m.def("set_rank", [](int32_t rank) { rank_of_process = rank; });
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
   m.def("layout_bytes",
         [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });

@@ -95,6 +95,9 @@ class Backend(Protocol):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call` on every array of `xs`, in traced code."""
 
+    def index(self) -> Any:
+        """This rank's number, an int32, in traced code: a value of the running program, which is the same on all ranks."""
+
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
 

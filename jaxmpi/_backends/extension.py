@@ -2,12 +2,16 @@
 
 import hashlib
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxmpi._errors import MPIError
 
-__all__ = ["load", "sources_digest"]
+__all__ = ["load", "rank_value", "sources_digest"]
 
 INTERFACE = 2  # as in native/module.cc: another number for every change of what Python calls there
 ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
@@ -34,6 +38,22 @@ def load() -> Any:
             f"install --no-build-isolation --no-deps -e {ROOT}."
         )
     return native
+
+
+def rank_value(rank: int) -> Callable[[], Any]:
+    """Return a function that gives this rank's number in traced code: an FFI call, the same in the programs of all ranks.
+
+    Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program of its own.
+    """
+    try:
+        native = load()
+    except (ImportError, MPIError):
+        native = None
+    if native is None or jax.default_backend() != "cpu":
+        return lambda: np.int32(rank)
+    native.set_rank(rank)
+    jax.ffi.register_ffi_target("jaxmpi_rank", native.handler("rank"), platform="cpu")
+    return jax.ffi.ffi_call("jaxmpi_rank", jax.ShapeDtypeStruct((), np.int32))
 
 
 def sources_digest(folder: Path) -> str:

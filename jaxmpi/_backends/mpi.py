@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi import _devices, _jaxcompat
-from jaxmpi._backends import bucketing
+from jaxmpi._backends import bucketing, extension
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
@@ -47,6 +47,7 @@ class Mpi(MpiProcessGroup):
         self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
+        self.index = extension.rank_value(self.place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
 
     # in traced code

@@ -73,7 +73,7 @@ def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[A
     live = [ct for ct in cts if type(ct) is not ad.Zero]
     back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs))
     moved = iter(run(back_call, live, backend))
-    keep = jnp.asarray(call.kind != "bcast" or backend.place.rank == call.root)
+    keep = backend.index() == call.root if call.kind == "bcast" else True
     outs = []
     for ct, x in zip(cts, xs, strict=True):
         if type(ct) is ad.Zero:

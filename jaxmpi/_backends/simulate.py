@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.single import OneProcess
 
@@ -50,6 +51,10 @@ class Simulated(OneProcess):
 
     def __init__(self, size: int) -> None:
         self.place = Place(rank=0, size=size, local_rank=0, local_size=size, node=0)
+
+    def index(self) -> jax.Array:
+        """Each rank's number, inside of `jaxmpi.jit`."""
+        return jax.lax.axis_index(AXIS)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Not outside of `jaxmpi.jit`, where an array does not say whether it is one rank's or all ranks'."""

@@ -67,6 +67,10 @@ class Single(OneProcess):
     name = "single"
     place = Place()
 
+    def index(self) -> np.int32:
+        """The number of the only rank."""
+        return np.int32(0)
+
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Give back the only rank's arrays, in the shapes that `call` promises."""
         if call.kind == "permute" and not call.pairs:

@@ -102,6 +102,10 @@ class Xla(MpiProcessGroup):
         """This rank's array of a global one."""
         return x.addressable_data(0) if isinstance(x, jax.Array) and x.sharding == self.sharding else x
 
+    def index(self) -> jax.Array:
+        """This rank's number, inside of `jaxmpi.jit`."""
+        return jax.lax.axis_index(AXIS)
+
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Not under plain `jax.jit`, which knows nothing of the other ranks."""
         raise RuntimeError(

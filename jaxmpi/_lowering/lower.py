@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
@@ -63,7 +61,8 @@ def build(
     if not has_collective(jaxpr):
         return _jaxcompat.as_function(jaxpr), list
     if backend.place.size == 1:
-        return _jaxcompat.as_function(rewrite(jaxpr, Target(1, Single().run, lambda: np.int32(0)))), list
+        single = Single()
+        return _jaxcompat.as_function(rewrite(jaxpr, Target(1, single.run, single.index))), list
     if backend.global_arrays:
         return _on_mesh(jaxpr, backend), list
     return _on_mpi(jaxpr, backend, first, fingerprint, hide), list
@@ -73,8 +72,7 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return primitive.run(call._replace(fingerprint=fingerprint), xs, backend)
 
-    rank = backend.place.rank
-    program = rewrite(jaxpr, Target(backend.place.size, run, lambda: np.int32(rank)))
+    program = rewrite(jaxpr, Target(backend.place.size, run, backend.index))
     if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
         program = _behind_a_comparison(program, backend, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)
@@ -103,14 +101,14 @@ def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: in
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
-    target = Target(backend.place.size, packing.run, lambda: lax.axis_index(AXIS), backend.combines)
+    target = Target(backend.place.size, packing.run, backend.index, backend.combines)
     program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) -> Flat:
-    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, lambda: lax.axis_index(AXIS))))
+    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, backend.index)))
     axes = tuple(0 if own else None for own in stacked)
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
 
