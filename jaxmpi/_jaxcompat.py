@@ -3,13 +3,17 @@
 import contextlib
 import ctypes
 import functools
+import hashlib
 import inspect
+import io
 import os
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax._src import ad_checkpoint, core, dispatch, source_info_util, util, xla_bridge
@@ -42,6 +46,16 @@ except (ImportError, AttributeError):  # equations are traced again, which takes
     DynamicJaxprTrace = DynamicJaxprTracer = None  # type: ignore[assignment, misc]
 
 try:
+    from jax._src import cache_key, compilation_cache, compiler
+    from jax._src.compilation_cache_interface import CacheInterface
+    from jax._src.lib.mlir import passmanager
+
+    _ = compilation_cache._cache, compilation_cache._initialize_cache, compilation_cache.combine_executable_and_time
+    _ = cache_key._hash_serialized_compile_options, compiler.get_compile_options
+except (ImportError, AttributeError):  # each rank compiles for itself
+    compilation_cache = None  # type: ignore[assignment]
+
+try:
     from jax._src import distributed
     from jax._src.lib import _jax
 
@@ -51,6 +65,7 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "TESTED",
+    "Entries",
     "allow_in_checkpoint",
     "as_function",
     "as_weak",
@@ -67,17 +82,21 @@ __all__ = [
     "ffi_call_in_order",
     "function_names",
     "gloo_listens_at",
+    "handing_over",
     "in_library",
     "is_axis_effect",
     "is_reference",
     "keep",
     "kept_with_jaxpr",
+    "keep_compiled",
     "leave_as_it_is",
     "lower_with_tokens",
+    "module_digest",
     "module_text",
     "ordered_effect",
     "parts",
     "scan_counts",
+    "serialized",
     "source_line",
     "started_without",
     "tracing",
@@ -295,6 +314,102 @@ def module_text(lowered: Any) -> str:
     """The module of a `jax.stages.Lowered` without source lines, and without the numbers of large constants."""
     operation = lowered.compiler_ir("stablehlo").operation
     return str(operation.get_asm(large_elements_limit=LARGE, enable_debug_info=False))
+
+
+# what was compiled
+
+
+def module_digest(lowered: Any) -> str:
+    """That of all that XLA gets of a `jax.stages.Lowered`: the module without source lines, and the options.
+
+    "" where the executable belongs to this process alone, as one that calls Python does.
+    """
+    arguments = lowered._lowering.compile_args
+    if compilation_cache is None or arguments["host_callbacks"] or arguments["keepalive"]:
+        return ""
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    flags = options.executable_build_options.debug_options
+    flags.xla_gpu_kernel_cache_file = flags.xla_gpu_per_fusion_autotune_cache_dir = ""  # folders of each rank
+    digest = hashlib.blake2b(repr(lowered._lowering._compiler_options_kvs).encode(), digest_size=16)
+    cache_key._hash_serialized_compile_options(digest, options)
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        copy, text = module.operation.clone(), io.BytesIO()
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copy.operation)
+        copy.operation.write_bytecode(text)
+    digest.update(text.getbuffer())
+    return digest.hexdigest()
+
+
+def serialized(compiled: Any) -> bytes:
+    """The executable of a `jax.stages.Compiled`, as JAX's compilation cache keeps one."""
+    data = compilation_cache.combine_executable_and_time(compiled.runtime_executable().serialize(), 0)
+    if compilation_cache.zstandard or getattr(compilation_cache, "zstd", None):
+        return bytes(compilation_cache.compress_executable(data))
+    return zlib.compress(data, 0)  # slower to compress than to send
+
+
+class Entries(Protocol):
+    """What `CompilationCache` reads and writes."""
+
+    def get(self, key: str) -> bytes | None:
+        """The entry with this key."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an entry."""
+
+
+@contextlib.contextmanager
+def handing_over(value: bytes) -> Iterator[None]:
+    """Whatever this thread compiles meanwhile is an executable of `serialized`, whether JAX's cache has it or not."""
+    compilation_cache._initialize_cache()
+    before, thread = compilation_cache._cache, get_ident()
+
+    class Handing(CacheInterface):  # type: ignore[misc]
+        _path = getattr(before, "_path", None)
+
+        def get(self, key: str) -> bytes | None:
+            if get_ident() == thread:
+                return value
+            return before.get(key) if before else None
+
+        def put(self, key: str, value: bytes) -> None:
+            if before:
+                before.put(key, value)
+
+    compilation_cache._cache = handing = Handing()
+    try:
+        yield
+    finally:
+        if compilation_cache._cache is handing:
+            compilation_cache._cache = before
+
+
+def keep_compiled(entries: Entries) -> None:
+    """Have JAX's compilation cache keep its entries here, unless the user names a folder for it; before anything is compiled."""
+    if compilation_cache is None or jax.config.jax_compilation_cache_dir:
+        return
+    folders: dict[str, Any] = {}
+
+    class Kept(CacheInterface):  # type: ignore[misc]
+        _path = None
+
+        def _entries(self) -> Any:
+            if not (folder := jax.config.jax_compilation_cache_dir):  # which a script may name later
+                return entries
+            if folder not in folders:
+                folders[folder] = compilation_cache.get_file_cache(folder)[0]
+            return folders[folder]
+
+        def get(self, key: str) -> bytes | None:
+            return self._entries().get(key)
+
+        def put(self, key: str, value: bytes) -> None:
+            self._entries().put(key, value)
+
+    if compilation_cache._cache is None:
+        compilation_cache._cache, compilation_cache._cache_initialized = Kept(), True
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 # order inside a program

@@ -68,6 +68,7 @@ class Registry:
     programs: dict[int, Any] = field(default_factory=dict)  # that were traced, by their fingerprints
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
     found: list[Exception] = field(default_factory=list)  # on a thread of a program, and not raised yet
+    kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
 
 
 class Backend(Protocol):

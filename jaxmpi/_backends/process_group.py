@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import bucketing
+from jaxmpi._backends import bucketing, handover
 from jaxmpi._backends.base import Collective, Place, Registry
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir, settings
@@ -140,6 +140,20 @@ class MpiProcessGroup:
         for start in range(0, buffer.size, bucketing.MAX_ITEMS):
             with self._enter():  # each piece is a step forward, for those who watch
                 self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
+
+    def allgather_asleep(self, obj: Any) -> list[Any]:
+        """As `allgather_object`, for what may take a rank seconds to come to."""
+        with self._enter():
+            handover.barrier(self._objects)
+            return self._objects.allgather(obj)
+
+    def broadcast_asleep(self, obj: Any, ranks: Sequence[int], title: str) -> Any:
+        """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep.
+
+        Every rank calls it, with its own group of ranks. Those who watch learn by `title` what is waited for.
+        """
+        with self.waiting(title if self.place.rank != ranks[0] else ""):
+            return handover.broadcast(self._objects, obj, ranks)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

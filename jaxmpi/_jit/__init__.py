@@ -6,6 +6,7 @@ cache             the programs of one function, by the kinds of their arguments
 program           a function for one kind of arguments and one backend; `_lowering` makes it
 function          a Python function, and what is known of its arguments
 first_call        arguments are compared by value at the first call, and a forgotten mean is named
+compile_once      the ranks that have agreed on a program compile it once between them
 stages            `lower`, `trace` and `compile`
 nnx               `nn.jit`: steps that change Flax nnx objects in place
 lost_nnx_changes  such changes under a plain `jit`, where they would be lost

@@ -41,7 +41,7 @@ def compare(backend: Backend, program: Program, leaves: Sequence[Any]) -> None:
     named = [argument for argument, same in zip(program.arguments, equal, strict=True) if same]
     new = program.statement is not None and not has_run(backend, program.statement.fingerprint)
     sums = {name: values.checksum(inputs[name]) for name in (inputs if program.carried else named if new else ())}
-    if program.statement and new and named:
+    if program.statement and new and named:  # of what the ranks agree on, which values are equal
         check_consistent(backend, program.statement, program.signature.details)
         note_run(backend, program.statement.fingerprint)
         _refuse_difference(title, backend.allgather_object({name: sums[name] for name in named}))

@@ -49,6 +49,7 @@ class Program:
     structure: Any = None  # of the arguments
     key: Any = None
     announced: bool = False
+    lower: Any = None  # of the arguments' arrays, to the `jax.stages.Lowered` of what `compiled` has returned
 
     @property
     def statement(self) -> compare.Statement | None:
@@ -93,8 +94,9 @@ class Program:
         flat.__name__ = self.function.title
         jitted = jax.jit(flat, donate_argnums=0, **options)
         take_given, take_kept = _taker(given), _taker(kept)
+        self.lower = lambda leaves: jitted.lower(take_given(leaves), take_kept(leaves))
         if self.same_module is not None and self.statement:
-            self.lowered_to(jitted.lower(take_given(leaves), take_kept(leaves)))  # which the first call does not do again
+            self.lowered_to(self.lower(leaves))  # which the first call does not do again
         return run
 
 

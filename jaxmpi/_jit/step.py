@@ -15,6 +15,7 @@ from jaxmpi import _axis, _jaxcompat
 from jaxmpi._consistency import compare, values
 from jaxmpi._jit import first_call
 from jaxmpi._jit.cache import Programs
+from jaxmpi._jit.compile_once import compile_once, shares
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, build_program, check_arguments, refuse_nan_search
 from jaxmpi._jit.stages import Lowered, Traced
@@ -25,6 +26,14 @@ from jaxmpi._world import session
 __all__ = ["Step"]
 
 EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)  # where JAX meets an error of ours first
+
+
+class _UnseenError(Exception):
+    """Raised in a trace, in the place of a program that the ranks have to agree on before it is compiled."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.function.title)
+        self.program = program
 
 
 class Step:
@@ -49,6 +58,7 @@ class Step:
         ready = None
         if self._new:
             program, run, leaves, _ = self._programs.find(args, kwargs)
+            unseen = self._is_unseen(program)
             self._first(program, leaves)
             if not program.statement:  # what sends nothing may run on any rank alone
                 return run(leaves)[1]
@@ -61,7 +71,14 @@ class Step:
                 self._take_turn(args, kwargs)
             self._ready = ready  # for the trace of this call alone
             try:
-                end, out = self._with_end(*args, **kwargs)
+                if ready and unseen:
+                    self._compile_once(ready, args, kwargs)
+                try:
+                    end, out = self._with_end(*args, **kwargs)
+                except _UnseenError as found:
+                    self._ready = found.program
+                    self._compile_once(found.program, args, kwargs)
+                    end, out = self._with_end(*args, **kwargs)
                 self._ends[thread] = end
                 if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
                     program, self._traced = self._traced, None
@@ -96,13 +113,27 @@ class Step:
         program, run, leaves, numbers = self._programs.find(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
-        signature = program.signature
+        signature, unseen = program.signature, self._is_unseen(program)
         compare.check_consistent(self._backend, signature.of_call(numbers), partial(signature.details, numbers))
         self._note_run(program)
+        if unseen:
+            compile_once(self._backend, self._function.title, partial(program.lower, leaves))
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
         return out
+
+    def _is_unseen(self, program: Program) -> bool:
+        """Whether the ranks come to this program for the first time, all of them, and share what is compiled."""
+        return bool(self._shares and program.statement and not compare.has_run(self._backend, program.statement.fingerprint))
+
+    def _compile_once(self, program: Program, args: Any, kwargs: Any) -> None:
+        """Agree on a program that the ranks have not seen before, and compile it once; its own messages compare it later."""
+        statement: Any = program.statement
+        self._announce(program)
+        compare.check_consistent(self._backend, statement, program.signature.details)
+        compare.note_run(self._backend, statement.fingerprint)
+        compile_once(self._backend, self._function.title, partial(self._with_end.lower, *args, **kwargs))
 
     def _compare_values(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
         """Compare what is to be equal on the ranks, before the program; return what does it after."""
@@ -167,6 +198,7 @@ class Step:
             self._in_band, self._concurrent = backend.compares_inline, backend.concurrent
             self._turn, self._ends = backend.turn, backend.ends
             self._checks, self._new, self._ready = values.wanted(), True, None
+            self._shares = shares()
         self._jitted = jax.jit(self._body(hide=True), **self._options)
         self._with_end = jax.jit(self._body(hide=True, end=True), **self._options)
         self._open = jax.jit(self._body(hide=False), **self._options)
@@ -182,6 +214,8 @@ class Step:
             if not self._alone:
                 refuse_nan_search(self._function.title)
             program = self._build(args, kwargs, hide=hide)
+            if end and self._is_unseen(program):
+                raise _UnseenError(program)
             self._announce(program, show=self._alone or end)
             self._traced = program if end else None
             outs = program(self._function.leaves(args, kwargs))

@@ -9,5 +9,6 @@ signals               what the process is told, also while it stands inside MPI
 communicating_thread  which thread communicates
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
+processor             which kind of processor this is
 at_exit               calls at the very end of the process
 """

@@ -99,6 +99,13 @@ SETTINGS: Mapping[str, Setting] = {
     "JAXMPI_FLIGHT_DIR": Setting(
         str, "a folder", "", "where the flight records go; by default a private folder in the temporary one, only at a stall"
     ),
+    "JAXMPI_COMPILE": Setting(
+        _one_of("once", "each"),
+        "one of once, each",
+        "once",
+        "whether ranks that run the same program compile it once between them, or each for itself",
+        same=True,
+    ),
     "JAXMPI_CHECK": Setting(_switch, _ON, "0", "compare the values that must be equal on all ranks, at every step", same=True),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
     "JAXMPI_MPIEXEC": Setting(str, "a program", "", "the MPI launcher that `jaxmpi run` uses"),

@@ -1,0 +1,127 @@
+"""Ranks that have agreed on a new program compile it once between them: one of them does, and the others get the executable.
+
+Which ranks can use the same executable, they find out by a digest of what each would give to XLA, and by the kind of their
+processor. The first of them compiles, or finds the program in its persistent cache, and the others wait asleep. Only ranks that
+have just agreed on a program wait for each other here: one that compiles anew alone, as for an argument that was copied to
+another type, does so for itself.
+"""
+
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxmpi import _jaxcompat
+from jaxmpi._consistency.compare import in_words
+from jaxmpi._process import settings
+from jaxmpi._process.processor import processor
+from jaxmpi._world import session
+
+__all__ = ["compile_once", "shares"]
+
+ALONE = "alone", b""  # what a rank says that has no executable for the others
+
+
+def shares() -> bool:
+    """Whether the ranks of this job share what they compile.
+
+    Not on GPUs, where the compilers of all ranks talk to each other.
+    """
+    return settings.get("JAXMPI_COMPILE") == "once" and jax.default_backend() == "cpu"
+
+
+def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
+    """Compile a program that the ranks have agreed on, so that JAX compiles nothing at its call.
+
+    **Collective:** every rank calls it.
+
+    Args:
+      backend: the ranks.
+      title: of the program.
+      lower: makes the `jax.stages.Lowered` whose function is called afterwards.
+
+    Raises:
+      Exception: what `lower` raises, on this rank; what the compiler raises, on all ranks that have this program.
+    """
+    lowered, failure = None, None
+    try:
+        lowered = lower()
+        digest = "" if jax.config.jax_disable_jit else _jaxcompat.module_digest(lowered)
+    except Exception as error:
+        digest, failure = "", error
+    rank, everyone = backend.place.rank, backend.allgather_asleep((digest, kind()))
+    ranks = [r for r, theirs in enumerate(everyone) if digest and theirs == everyone[rank]] or [rank]
+    _report_kinds(backend, [of_rank for _, of_rank in everyone])
+    if rank != ranks[0]:
+        what = f"the compilation of {title} on rank {ranks[0]}"
+        _take_over(lowered, *backend.broadcast_asleep(None, ranks, what))
+        return
+    result: tuple[str, Any] = ALONE
+    try:
+        if len(ranks) > 1:
+            before, backend.long_operation = backend.long_operation, f"compiling {title}, for {in_words(ranks[1:])}, too"
+            try:
+                result = _compiled(lowered)
+            finally:
+                backend.long_operation = before
+    finally:
+        backend.broadcast_asleep(result, ranks, title)  # or the others would wait for ever
+    if error := failure or (result[1] if result[0] == "failed" else None):
+        raise error
+
+
+def kind() -> dict[str, str]:
+    """What must be equal on ranks that share an executable, in words."""
+    from jaxlib import version
+
+    flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
+    return {"processor": processor(), "jax": jax.__version__, "jaxlib": version.__version__, "XLA_FLAGS": flags}
+
+
+def _compiled(lowered: Any) -> tuple[str, Any]:
+    """The executable of a program, or the error of its compilation."""
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        return "failed", _picklable(error)
+    try:
+        return "compiled", _jaxcompat.serialized(compiled)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError):  # it cannot be serialized
+        return ALONE
+
+
+def _take_over(lowered: Any, what: str, value: Any) -> None:
+    """Load what another rank has compiled, or raise what it has raised."""
+    if what == "failed":
+        raise value
+    if what == "compiled":
+        with _jaxcompat.handing_over(value):
+            lowered.compile()
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error, as the other ranks can raise it: with its class where that can be sent."""
+    try:
+        again = pickle.loads(pickle.dumps(error))  # what this process has just written
+        return error if type(again) is type(error) and str(again) == str(error) else jax.errors.JaxRuntimeError(str(error))
+    except Exception:  # whatever a class of somebody else's raises
+        return jax.errors.JaxRuntimeError(str(error))
+
+
+def _report_kinds(backend: Any, kinds: Sequence[Mapping[str, str]]) -> None:
+    """Say once, on the first rank that is of another kind than rank 0, why it compiles for itself."""
+    other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
+    if other is None or backend.registry.kinds_reported:
+        return
+    backend.registry.kinds_reported = True
+    if backend.place.rank == other:
+        name = next(name for name in kinds[0] if kinds[0][name] != kinds[other][name])
+        here, there = (kinds[r][name] or "unset" for r in (other, 0))
+        _say(f"{name} is {here} on rank {other} and {there} on rank 0: ranks of different kinds compile for themselves.")
+
+
+def _say(text: str) -> None:
+    if watch := session.monitor():
+        watch.say(text)
