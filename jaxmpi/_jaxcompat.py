@@ -77,12 +77,12 @@ __all__ = [
     "caller_line",
     "can_hide_effects",
     "can_keep",
+    "compile_entry",
     "compiling",
     "failed_collective",
     "ffi_call_in_order",
     "function_names",
     "gloo_listens_at",
-    "handing_over",
     "in_library",
     "is_axis_effect",
     "is_reference",
@@ -90,13 +90,13 @@ __all__ = [
     "kept_with_jaxpr",
     "keep_compiled",
     "leave_as_it_is",
+    "load_entry",
     "lower_with_tokens",
     "module_digest",
     "module_text",
     "ordered_effect",
     "parts",
     "scan_counts",
-    "serialized",
     "source_line",
     "started_without",
     "tracing",
@@ -341,16 +341,8 @@ def module_digest(lowered: Any) -> str:
     return digest.hexdigest()
 
 
-def serialized(compiled: Any) -> bytes:
-    """The executable of a `jax.stages.Compiled`, as JAX's compilation cache keeps one."""
-    data = compilation_cache.combine_executable_and_time(compiled.runtime_executable().serialize(), 0)
-    if compilation_cache.zstandard or getattr(compilation_cache, "zstd", None):
-        return bytes(compilation_cache.compress_executable(data))
-    return zlib.compress(data, 0)  # slower to compress than to send
-
-
 class Entries(Protocol):
-    """What `CompilationCache` reads and writes."""
+    """What JAX's compilation cache reads and writes."""
 
     def get(self, key: str) -> bytes | None:
         """The entry with this key."""
@@ -359,29 +351,66 @@ class Entries(Protocol):
         """Keep an entry."""
 
 
+def compile_entry(lowered: Any) -> bytes:
+    """Compile a `jax.stages.Lowered`, and return the entry of it for JAX's compilation cache, or the one that was there.
+
+    It is empty if the executable cannot be serialized.
+    """
+    found: list[bytes] = []
+
+    def keep(_: str, value: bytes | None) -> bytes | None:
+        found.extend([value] if value else [])
+        return value
+
+    with _cache_passed(keep):
+        executable = lowered.compile().runtime_executable()
+    if found and _is_intact(found[-1]):
+        return found[-1]  # what was loaded cannot be serialized again: its functions are missing
+    try:
+        data = compilation_cache.combine_executable_and_time(executable.serialize(), 0)
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return b""
+    if compilation_cache.zstandard or getattr(compilation_cache, "zstd", None):
+        return bytes(compilation_cache.compress_executable(data))
+    return zlib.compress(data, 0)  # it takes longer to compress than to send
+
+
+def _is_intact(entry: bytes) -> bool:
+    """Whether JAX has used an entry, and not compiled in its place."""
+    try:
+        return bool(compilation_cache.decompress_executable(entry))
+    except Exception:  # of whichever library decompresses
+        return False
+
+
+def load_entry(lowered: Any, entry: bytes) -> None:
+    """Have a `jax.stages.Lowered`, and calls of its function, run what another process has compiled: see `compile_entry`."""
+    with _cache_passed(lambda key, value: entry or value):
+        lowered.compile()
+
+
 @contextlib.contextmanager
-def handing_over(value: bytes) -> Iterator[None]:
-    """Whatever this thread compiles meanwhile is an executable of `serialized`, whether JAX's cache has it or not."""
+def _cache_passed(change: Callable[[str, bytes | None], bytes | None]) -> Iterator[None]:
+    """Have this thread find `change(key, entry)` in JAX's compilation cache, whether there is one or not."""
     compilation_cache._initialize_cache()
     before, thread = compilation_cache._cache, get_ident()
 
-    class Handing(CacheInterface):  # type: ignore[misc]
+    class Passed(CacheInterface):  # type: ignore[misc]
         _path = getattr(before, "_path", None)
 
         def get(self, key: str) -> bytes | None:
-            if get_ident() == thread:
-                return value
-            return before.get(key) if before else None
+            entry = before.get(key) if before else None
+            return change(key, entry) if get_ident() == thread else entry
 
         def put(self, key: str, value: bytes) -> None:
             if before:
                 before.put(key, value)
 
-    compilation_cache._cache = handing = Handing()
+    compilation_cache._cache = passed = Passed()
     try:
         yield
     finally:
-        if compilation_cache._cache is handing:
+        if compilation_cache._cache is passed:
             compilation_cache._cache = before
 
 
@@ -409,7 +438,8 @@ def keep_compiled(entries: Entries) -> None:
 
     if compilation_cache._cache is None:
         compilation_cache._cache, compilation_cache._cache_initialized = Kept(), True
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 # order inside a program

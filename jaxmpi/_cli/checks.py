@@ -9,11 +9,11 @@ import jax
 
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._cli.finding import Finding, ask, two
-from jaxmpi._process import settings
+from jaxmpi._process import compiled_files, settings
 from jaxmpi._run import mpiexec
 from jaxmpi._run.placement import Machine
 
-__all__ = ["cores", "devices", "mpi", "native", "the_jax"]
+__all__ = ["compiled", "cores", "devices", "mpi", "native", "the_jax"]
 
 SHARED_BYTES = 1 << 23  # in /dev/shm, for a rank
 
@@ -53,6 +53,23 @@ def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
         yield Finding("slow", "shared memory", f"{free / 1e6:.0f} MB free in /dev/shm", advice)
     else:
         yield Finding("ok", "shared memory", f"{free / 1e9:.1f} GB free in /dev/shm")
+
+
+def compiled() -> Finding:
+    """Where `jaxmpi run` keeps what was compiled, and how large it is."""
+    limit = settings.get("JAXMPI_CACHE_BYTES")
+    if theirs := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Finding("ok", "compiled programs", f"kept in {theirs}, as JAX_COMPILATION_CACHE_DIR says")
+    folder = compiled_files.folder_of(os.environ, limit)
+    if not folder:
+        return Finding("ok", "compiled programs", "not kept, as JAXMPI_CACHE_BYTES is 0, or there is no HOME")
+    try:
+        compiled_files.CompiledFiles(folder, limit, lambda why: None)
+    except OSError as error:
+        advice = "Make it a folder that is yours alone, or set XDG_CACHE_HOME to one; JAXMPI_CACHE_BYTES=0 does without."
+        return Finding("slow", "compiled programs", f"not kept in {folder}: {error.strerror or error}", advice)
+    count, used = compiled_files.usage(folder)
+    return Finding("ok", "compiled programs", f"{count} in {folder}, {used / 1e6:.0f} MB of at most {limit / 1e6:.0f}")
 
 
 def _quota() -> float | None:

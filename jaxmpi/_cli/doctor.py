@@ -47,6 +47,7 @@ def look(ranks: int, machine: Machine) -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
     yield checks.the_jax()
     yield from checks.cores(ranks, machine)
+    yield checks.compiled()
     yield checks.devices(ranks)
     mpi = [*checks.mpi()]
     yield from mpi

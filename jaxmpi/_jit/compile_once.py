@@ -1,14 +1,19 @@
 """Ranks that have agreed on a new program compile it once between them: one of them does, and the others get the executable.
 
 Which ranks can use the same executable, they find out by a digest of what each would give to XLA, and by the kind of their
-processor. The first of them compiles, or finds the program in its persistent cache, and the others wait asleep. Only ranks that
-have just agreed on a program wait for each other here: one that compiles anew alone, as for an argument that was copied to
-another type, does so for itself.
+processor. The first of them compiles, or finds the program in its persistent cache, and the others wait asleep.
+
+Only ranks that have just agreed on a program wait for each other so. Of programs that send what an earlier one has sent, as for
+the last batch of an epoch, a rank may come to a new one alone. It compiles without a word to the others; those of its host that
+come to the same one later take what it has left in the folder of the run.
 """
 
+import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +21,13 @@ import jax
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._process import settings
+from jaxmpi._process.made_once import made_once
 from jaxmpi._process.processor import processor
 from jaxmpi._world import session
 
-__all__ = ["compile_once", "shares"]
+__all__ = ["compile_alone", "compile_once", "shares"]
 
-ALONE = "alone", b""  # what a rank says that has no executable for the others
+ALONE = "compiled", b""  # what a rank says that has no executable for the others
 
 
 def shares() -> bool:
@@ -61,15 +67,33 @@ def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
     result: tuple[str, Any] = ALONE
     try:
         if len(ranks) > 1:
-            before, backend.long_operation = backend.long_operation, f"compiling {title}, for {in_words(ranks[1:])}, too"
-            try:
+            with _long_operation(backend, f"compiling {title}, for {in_words(ranks[1:])}, too"):
                 result = _compiled(lowered)
-            finally:
-                backend.long_operation = before
     finally:
         backend.broadcast_asleep(result, ranks, title)  # or the others would wait for ever
     if error := failure or (result[1] if result[0] == "failed" else None):
         raise error
+
+
+def compile_alone(backend: Any, title: str, lowered: Any) -> None:
+    """Compile a program that other ranks may not come to, or take it from one of this host that has come to it before."""
+    digest = _jaxcompat.module_digest(lowered)
+    if not digest or jax.config.jax_disable_jit:
+        return
+    name = hashlib.sha256(f"{digest} {kind()}".encode()).hexdigest()[:40]
+    with _long_operation(backend, f"compiling {title}, or waiting for a rank of its host that does"):
+        entry = made_once(settings.get("JAXMPI_RUN_DIR"), name, partial(_jaxcompat.compile_entry, lowered))
+        if entry is not None:
+            _jaxcompat.load_entry(lowered, entry)
+
+
+@contextmanager
+def _long_operation(backend: Any, what: str) -> Iterator[None]:
+    before, backend.long_operation = backend.long_operation, what
+    try:
+        yield
+    finally:
+        backend.long_operation = before
 
 
 def kind() -> dict[str, str]:
@@ -83,13 +107,9 @@ def kind() -> dict[str, str]:
 def _compiled(lowered: Any) -> tuple[str, Any]:
     """The executable of a program, or the error of its compilation."""
     try:
-        compiled = lowered.compile()
+        return "compiled", _jaxcompat.compile_entry(lowered)
     except Exception as error:
         return "failed", _picklable(error)
-    try:
-        return "compiled", _jaxcompat.serialized(compiled)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError):  # it cannot be serialized
-        return ALONE
 
 
 def _take_over(lowered: Any, what: str, value: Any) -> None:
@@ -97,8 +117,7 @@ def _take_over(lowered: Any, what: str, value: Any) -> None:
     if what == "failed":
         raise value
     if what == "compiled":
-        with _jaxcompat.handing_over(value):
-            lowered.compile()
+        _jaxcompat.load_entry(lowered, value)
 
 
 def _picklable(error: Exception) -> Exception:

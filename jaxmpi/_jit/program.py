@@ -49,6 +49,7 @@ class Program:
     structure: Any = None  # of the arguments
     key: Any = None
     announced: bool = False
+    compiled_once: bool = False  # or left to JAX, as the ranks don't share it
     lower: Any = None  # of the arguments' arrays, to the `jax.stages.Lowered` of what `compiled` has returned
 
     @property

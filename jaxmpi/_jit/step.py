@@ -15,7 +15,7 @@ from jaxmpi import _axis, _jaxcompat
 from jaxmpi._consistency import compare, values
 from jaxmpi._jit import first_call
 from jaxmpi._jit.cache import Programs
-from jaxmpi._jit.compile_once import compile_once, shares
+from jaxmpi._jit.compile_once import compile_alone, compile_once, shares
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, build_program, check_arguments, refuse_nan_search
 from jaxmpi._jit.stages import Lowered, Traced
@@ -28,8 +28,8 @@ __all__ = ["Step"]
 EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)  # where JAX meets an error of ours first
 
 
-class _UnseenError(Exception):
-    """Raised in a trace, in the place of a program that the ranks have to agree on before it is compiled."""
+class _NewProgramError(Exception):
+    """Raised in a trace, in the place of a program that is to be compiled outside of it."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.function.title)
@@ -71,13 +71,15 @@ class Step:
                 self._take_turn(args, kwargs)
             self._ready = ready  # for the trace of this call alone
             try:
-                if ready and unseen:
-                    self._compile_once(ready, args, kwargs)
+                if ready and self._shares:
+                    self._compile(ready, args, kwargs, unseen=unseen)
+                new = None
                 try:
                     end, out = self._with_end(*args, **kwargs)
-                except _UnseenError as found:
-                    self._ready = found.program
-                    self._compile_once(found.program, args, kwargs)
+                except _NewProgramError as found:
+                    new = found.program
+                if new:
+                    self._compile(new, args, kwargs, unseen=self._is_unseen(new))
                     end, out = self._with_end(*args, **kwargs)
                 self._ends[thread] = end
                 if self._traced:  # an error is likelier in a first call than later, and raised here it has its own class
@@ -118,22 +120,30 @@ class Step:
         self._note_run(program)
         if unseen:
             compile_once(self._backend, self._function.title, partial(program.lower, leaves))
+        elif self._shares and not program.compiled_once:
+            compile_alone(self._backend, self._function.title, program.lower(leaves))
+        program.compiled_once = True
         with self._backend.starting() as keep:
             end, out = run(leaves)
             keep(end)
         return out
 
     def _is_unseen(self, program: Program) -> bool:
-        """Whether the ranks come to this program for the first time, all of them, and share what is compiled."""
+        """Whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
         return bool(self._shares and program.statement and not compare.has_run(self._backend, program.statement.fingerprint))
 
-    def _compile_once(self, program: Program, args: Any, kwargs: Any) -> None:
-        """Agree on a program that the ranks have not seen before, and compile it once; its own messages compare it later."""
+    def _compile(self, program: Program, args: Any, kwargs: Any, *, unseen: bool) -> None:
+        """Compile a new program; the ranks agree before on one that they have not seen, as its own messages come too late."""
+        self._ready, program.compiled_once = program, True  # for the trace of `lower`
+        lower, title = partial(self._with_end.lower, *args, **kwargs), self._function.title
+        if not unseen:
+            compile_alone(self._backend, title, lower())
+            return
         statement: Any = program.statement
         self._announce(program)
         compare.check_consistent(self._backend, statement, program.signature.details)
         compare.note_run(self._backend, statement.fingerprint)
-        compile_once(self._backend, self._function.title, partial(self._with_end.lower, *args, **kwargs))
+        compile_once(self._backend, title, lower)
 
     def _compare_values(self, args: Any, kwargs: Any) -> Callable[[Any], Any] | None:
         """Compare what is to be equal on the ranks, before the program; return what does it after."""
@@ -214,8 +224,8 @@ class Step:
             if not self._alone:
                 refuse_nan_search(self._function.title)
             program = self._build(args, kwargs, hide=hide)
-            if end and self._is_unseen(program):
-                raise _UnseenError(program)
+            if end and self._shares and program.statement and not program.compiled_once:
+                raise _NewProgramError(program)
             self._announce(program, show=self._alone or end)
             self._traced = program if end else None
             outs = program(self._function.leaves(args, kwargs))

@@ -9,6 +9,8 @@ signals               what the process is told, also while it stands inside MPI
 communicating_thread  which thread communicates
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
+compiled_files        what JAX has compiled, kept for the next job
+made_once             bytes that one rank of a host makes for all that need them
 processor             which kind of processor this is
 at_exit               calls at the very end of the process
 """

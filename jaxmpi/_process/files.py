@@ -10,7 +10,7 @@ import secrets
 import stat
 from pathlib import Path
 
-__all__ = ["make_folder", "open_folder", "read", "replace"]
+__all__ = ["check_path", "make_folder", "open_folder", "read", "replace", "replace_bytes"]
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -41,12 +41,29 @@ def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -
     return opened
 
 
+def check_path(path: Path) -> None:
+    """Raise a PermissionError if a user other than this one and root could put another folder in the place of one in a path.
+
+    Of a folder that all users may write to and that is sticky, such as /tmp, they can take nothing away.
+    """
+    for folder in (path, *path.parents):
+        status = os.lstat(folder)
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        if stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()) or others:
+            raise PermissionError(f"{folder} belongs to another user, or others may write to it")
+
+
 def replace(folder: int, name: str, text: str) -> None:
-    """Write a file of an open folder whole or not at all, in the place of whatever had the name."""
+    """Write a text file of an open folder whole or not at all, in the place of whatever had the name."""
+    replace_bytes(folder, name, text.encode(), 0o666)
+
+
+def replace_bytes(folder: int, name: str, data: bytes, mode: int = 0o600) -> None:
+    """As `replace`, of bytes, for whom `mode` and the umask say."""
     draft = f".{name}.{secrets.token_hex(8)}"
     try:
-        with open(os.open(draft, _NEW, 0o666, dir_fd=folder), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(draft, _NEW, mode, dir_fd=folder), "wb") as file:
+            file.write(data)
         os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ __all__ = ["BACKENDS", "SETTINGS", "Setting", "check", "difference", "get", "lim
 
 BACKENDS = ("auto", "single", "mpi", "xla")
 MOST_SECONDS, MOST = 1e9, 10**9  # 30 years; far below what timers and C integers hold
+MOST_BYTES = 10**15
 
 
 class Setting(NamedTuple):
@@ -105,6 +106,15 @@ SETTINGS: Mapping[str, Setting] = {
         "once",
         "whether ranks that run the same program compile it once between them, or each for itself",
         same=True,
+    ),
+    "JAXMPI_CACHE_BYTES": Setting(
+        _number(int, 0, MOST_BYTES),
+        "a whole number, from 0 to 1e15",
+        "2000000000",
+        "how much `jaxmpi run` keeps of what was compiled, in the user's cache folder; 0: nothing",
+    ),
+    "JAXMPI_CACHE_DIR": Setting(
+        str, "a folder", "", "set by `jaxmpi run`: where its ranks keep what was compiled; JAX_COMPILATION_CACHE_DIR overrides it"
     ),
     "JAXMPI_CHECK": Setting(_switch, _ON, "0", "compare the values that must be equal on all ranks, at every step", same=True),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),

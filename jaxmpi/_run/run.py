@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jaxmpi._process import compiled_files, settings
 from jaxmpi._run.environment import prepare
 from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
 from jaxmpi._run.options import Request, parse
@@ -50,6 +51,8 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
     added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
+    if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
+        added["JAXMPI_CACHE_DIR"] = kept
     environ = {**os.environ, **added}
     for name in _SESSIONS:
         environ.setdefault(name, run_dir)

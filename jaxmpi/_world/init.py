@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmpi import _devices
+from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends.base import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._process import children, run_dir, settings
+from jaxmpi._process import children, run_dir, settings, stderr
+from jaxmpi._process.compiled_files import CompiledFiles
 from jaxmpi._process.init_failure import joining
 from jaxmpi._world import session
 from jaxmpi._world.world import World
@@ -87,11 +88,29 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
                 run_dir.join(directory, place.rank)  # the monitor notes when the rank leaves
             session.watch(chosen)
             chosen.turn.release()  # any thread may be the one that communicates
+        _keep_compiled(place)
     if verbose and world.rank == 0:
         transport = f", transport {chosen.transport}" if backend == "mpi" else ""
         more = f", {description}" if (description := getattr(chosen, "description", "")) else ""
         sys.stderr.write(f"jaxmpi: {world}, device {world.device}{transport}{more}\n")
     return world
+
+
+def _keep_compiled(place: Place) -> None:
+    """Have JAX keep what it compiles in the folder that `jaxmpi run` has chosen; the first rank of a host says why not."""
+    directory, limit = settings.get("JAXMPI_CACHE_DIR"), settings.get("JAXMPI_CACHE_BYTES")
+    if not directory or not limit or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+
+    def say(why: str) -> None:
+        if place.local_rank == 0:
+            stderr.say(f"jaxmpi: {why}\n")
+
+    try:
+        _jaxcompat.keep_compiled(CompiledFiles(directory, limit, say))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        say(f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does without.")
 
 
 def _check_settings(backend: str, launched: int) -> str:

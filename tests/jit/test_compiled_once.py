@@ -1,0 +1,290 @@
+"""Ranks that run the same program compile it once between them; those that cannot share it compile for themselves."""
+
+import os
+import secrets
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi import _jaxcompat
+from jaxmpi._jit import compile_once
+from jaxmpi._world import session
+from jaxmpi.testing import run_ranks
+
+EVENTS = Counter()
+
+
+@cache
+def listen():
+    jax.monitoring.register_event_listener(lambda name, **_: EVENTS.update([name]))
+
+
+def compiled():
+    """How many programs this process has compiled, and not found in a cache."""
+    at = "/jax/compilation_cache/"
+    return EVENTS[f"{at}compile_requests_use_cache"] - EVENTS[f"{at}cache_hits"]
+
+
+def new_number():
+    """One that no program of these tests has, the same on all ranks."""
+    return jaxmpi.broadcast_object(secrets.randbits(16) + 2)
+
+
+def step_of(number):
+    """A step that sends what no other has sent: so many numbers."""
+    return jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(jnp.full(number, x.sum()), op="sum")[0] * number + jaxmpi.rank())
+
+
+def new_step():
+    number = new_number()
+    return number, step_of(number)
+
+
+def compiled_by(call):
+    """How many programs each rank compiles in a call, and what it returns."""
+    listen()
+    before = compiled()
+    out = jaxmpi.local(call())
+    return jaxmpi.allgather_object(compiled() - before), out
+
+
+def shares():
+    """Whether the modules of the ranks are equal: mpi4jax has the address of a communicator in them."""
+    return getattr(session.current("test"), "transport", "native") == "native"
+
+
+def expected(number, sums):
+    return number * sum(sums) + jaxmpi.rank()
+
+
+@contextmanager
+def replaced(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)
+
+
+def check_once():
+    number, step = new_step()
+    for length in (3, 5):  # the second program of a step is new, too
+        xs = [jnp.arange(float(length)) + rank for rank in range(jaxmpi.size())]
+        counts, out = compiled_by(lambda xs=xs: step(xs[jaxmpi.rank()]))
+        np.testing.assert_allclose(out, expected(number, [x.sum() for x in xs]))
+        assert sum(counts) == (1 if shares() else jaxmpi.size())
+        counts, out = compiled_by(lambda xs=xs: step(xs[jaxmpi.rank()]))
+        np.testing.assert_allclose(out, expected(number, [x.sum() for x in xs]))
+        assert not any(counts)
+
+
+@run_ranks(2, 3, 4)
+def test_a_program_is_compiled_once_in_the_job():
+    check_once()
+
+
+@run_ranks(2, 3, backend="xla")
+def test_a_program_is_compiled_once_in_the_job_xla():
+    check_once()
+
+
+@run_ranks(2)
+def test_each_rank_compiles_where_that_is_asked_for():
+    before = os.environ.pop("JAXMPI_COMPILE", None)
+    os.environ["JAXMPI_COMPILE"] = "each"
+    try:
+        number, step = new_step()
+        counts, out = compiled_by(lambda: step(jnp.ones(3)))
+    finally:
+        os.environ.pop("JAXMPI_COMPILE")
+        os.environ.update({"JAXMPI_COMPILE": before} if before else {})
+    assert counts == [1, 1]
+    np.testing.assert_allclose(out, expected(number, [3, 3]))
+
+
+@run_ranks(3)
+def test_a_rank_with_another_program_compiles_it_for_itself():
+    """Its batch is larger, and it sends the same."""
+    number, step = new_step()
+    rank = jaxmpi.rank()
+    counts, out = compiled_by(lambda: step(jnp.ones(7 if rank == 0 else 4)))
+    assert counts == ([1, 1, 0] if shares() else [1, 1, 1])
+    np.testing.assert_allclose(out, expected(number, [7, 4, 4]))
+
+
+@run_ranks(2, 3)
+def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
+    number, step = new_step()
+    step(jnp.ones(3))
+    x = jnp.ones(3) if jaxmpi.rank() else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
+    counts, out = compiled_by(lambda: step(x))
+    assert counts == [1] + [0] * (jaxmpi.size() - 1)
+    np.testing.assert_allclose(out, expected(number, [5] + [3] * (jaxmpi.size() - 1)))
+
+
+@run_ranks(3)
+def test_an_error_of_the_compiler_is_raised_on_all_ranks():
+    if not shares():
+        return
+
+    def fail(lowered):
+        raise ZeroDivisionError(f"as rank {jaxmpi.rank()} says")
+
+    number, step = new_step()
+    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(ZeroDivisionError, match="^as rank 0 says$"):
+        step(jnp.ones(3))
+    np.testing.assert_allclose(step(jnp.ones(3)), expected(number, [3] * 3))  # the ranks go on together
+
+
+@run_ranks(2)
+def test_an_error_that_cannot_be_pickled_keeps_its_text():
+    if not shares():
+        return
+
+    class LocalError(Exception):
+        pass
+
+    def fail(lowered):
+        raise LocalError("no such option")
+
+    _, step = new_step()
+    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(Exception, match="no such option") as raised:
+        step(jnp.ones(3))
+    assert raised.type is jax.errors.JaxRuntimeError  # on all ranks
+
+
+@run_ranks(2)
+def test_an_unknown_option_is_refused_on_all_ranks():
+    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x), compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(Exception, match="xla_no_such_option") as raised:
+        step(jnp.ones(3))
+    assert len(set(jaxmpi.allgather_object(f"{raised.type} {raised.value}"))) == 1
+
+
+@run_ranks(3)
+def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
+    """It goes on: the others have its message by its next call."""
+    if not shares():
+        return
+    number, step = new_step()
+
+    def fail(lowered):
+        raise OverflowError("cannot be lowered")
+
+    if jaxmpi.rank() == 1:
+        with replaced(_jaxcompat, "module_digest", fail), pytest.raises(OverflowError, match="cannot be lowered"):
+            step(jnp.ones(3))
+    np.testing.assert_allclose(step(jnp.ones(3)), expected(number, [3] * 3))
+
+
+@run_ranks(3)
+def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
+    if not shares():
+        return
+    backend, said = session.current("test"), []
+    kind = compile_once.kind() | ({"processor": "a slower one"} if jaxmpi.rank() == 2 else {})
+    reported, backend.registry.kinds_reported = backend.registry.kinds_reported, False
+    try:
+        with replaced(compile_once, "kind", lambda: kind), replaced(compile_once, "_say", said.append):
+            for _ in range(2):
+                number, step = new_step()
+                counts, out = compiled_by(lambda step=step: step(jnp.ones(3)))
+                assert counts == [1, 0, 1]
+                np.testing.assert_allclose(out, expected(number, [3] * 3))
+    finally:
+        backend.registry.kinds_reported = reported
+    if jaxmpi.rank() == 2:
+        (line,) = said
+        assert line.startswith("processor is a slower one on rank 2 and ") and line.endswith("compile for themselves.")
+    else:
+        assert not said
+
+
+@run_ranks(2)
+def test_an_entry_that_cannot_be_loaded_is_compiled():
+    if not shares():
+        return
+    number, step = new_step()
+    with replaced(_jaxcompat, "compile_entry", lambda lowered: b"damaged"), np.testing.suppress_warnings() as warned:
+        warned.filter(UserWarning)
+        counts, out = compiled_by(lambda: step(jnp.ones(3)))
+    assert counts == [1, 1]
+    np.testing.assert_allclose(out, expected(number, [3] * 2))
+
+
+@run_ranks(2)
+def test_a_program_with_a_callback_is_compiled_by_each_rank():
+    """It calls the Python of its own process."""
+    number, seen = new_number(), []
+
+    def fun(x):
+        jax.debug.callback(lambda y: seen.append(float(y)), x.sum() + jaxmpi.rank())
+        return jaxmpi.tree_allreduce(x.sum() * number, op="sum")
+
+    counts, out = compiled_by(lambda: jaxmpi.jit(fun)(jnp.ones(3)))
+    jax.effects_barrier()
+    assert counts == [1, 1] and seen == [3.0 + jaxmpi.rank()]
+    np.testing.assert_allclose(out, number * 6)
+
+
+@run_ranks(3)
+def test_ranks_that_wait_use_no_core():
+    if not shares():
+        return
+    seconds = 2.0
+    entry = _jaxcompat.compile_entry
+
+    def slow(lowered):
+        time.sleep(seconds)
+        return entry(lowered)
+
+    _, step = new_step()
+    jaxmpi.barrier()
+    with replaced(_jaxcompat, "compile_entry", slow):
+        began, used = time.monotonic(), time.thread_time()
+        step(jnp.ones(3)).block_until_ready()
+        assert time.monotonic() - began > seconds
+        assert jaxmpi.rank() == 0 or time.thread_time() - used < 0.75 * seconds
+
+
+@run_ranks(2)
+def test_what_is_larger_than_a_piece_arrives():
+    from jaxmpi._backends import handover
+
+    backend = session.current("test")
+    data = os.urandom(1000)
+    with replaced(handover, "PIECE_BYTES", 64):
+        got = backend.broadcast_asleep(data if jaxmpi.rank() == 0 else None, [0, 1], "data")
+    assert got == jaxmpi.broadcast_object(data)
+
+
+@run_ranks(1, 2, 3, 4)
+def test_all_ranks_of_a_group_get_the_first_ones_object():
+    if jaxmpi.size() == 1:
+        return
+    backend, rank = session.current("test"), jaxmpi.rank()
+    for root in range(jaxmpi.size()):
+        ranks = sorted(range(jaxmpi.size()), key=lambda r: (r != root, r))
+        assert backend.broadcast_asleep(("from", rank), ranks, "an object") == ("from", root)
+
+
+@run_ranks(2)
+def test_the_user_s_own_cache_is_used_beside_it():
+    before = jax.config.jax_compilation_cache_dir
+    assert before and os.path.samefile(before, os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if shares():
+        number, step = new_step()
+        step(jnp.ones(3))
+        counts, out = compiled_by(lambda: step_of(number)(jnp.ones(3)))  # the same module, of another function
+        assert not any(counts)
+        np.testing.assert_allclose(out, expected(number, [3] * 2))
+
+
