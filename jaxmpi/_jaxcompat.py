@@ -50,8 +50,14 @@ try:
     from jax._src.compilation_cache_interface import CacheInterface
     from jax._src.lib.mlir import passmanager
 
-    _ = compilation_cache._cache, compilation_cache._initialize_cache, compilation_cache.combine_executable_and_time
-    _ = cache_key._hash_serialized_compile_options, compiler.get_compile_options
+    for module, name in (
+        (compilation_cache, "_cache"),
+        (compilation_cache, "_initialize_cache"),
+        (compilation_cache, "combine_executable_and_time"),
+        (cache_key, "_hash_serialized_compile_options"),
+        (compiler, "get_compile_options"),
+    ):
+        getattr(module, name)
 except (ImportError, AttributeError):  # each rank compiles for itself
     compilation_cache = None  # type: ignore[assignment]
 
@@ -415,7 +421,7 @@ def _cache_passed(change: Callable[[str, bytes | None], bytes | None]) -> Iterat
 
 
 def keep_compiled(entries: Entries) -> None:
-    """Have JAX's compilation cache keep its entries here, unless the user names a folder for it; before anything is compiled."""
+    """Have JAX's compilation cache keep its entries here, unless the user names a folder for it; before it is used."""
     if compilation_cache is None or jax.config.jax_compilation_cache_dir:
         return
     folders: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Messages that ranks wait for asleep, while one of them is busy for seconds: MPI's own calls would take the core that it needs."""
+"""Messages that ranks wait for asleep while one of them is busy for seconds: MPI's own calls would take the core it needs."""
 
 import pickle
 import time

@@ -71,8 +71,10 @@ def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
                 result = _compiled(lowered)
     finally:
         backend.broadcast_asleep(result, ranks, title)  # or the others would wait for ever
-    if error := failure or (result[1] if result[0] == "failed" else None):
-        raise error
+    if failure is None and result[0] == "failed":
+        failure = result[1]
+    if failure is not None:
+        raise failure
 
 
 def compile_alone(backend: Any, title: str, lowered: Any) -> None:

@@ -1,7 +1,8 @@
 """What JAX has compiled, kept in files for the next job: machine code, so nobody else may be able to write it.
 
-The folder and all above it are checked, and each file that is read. An entry begins with the digest of the rest: one that a full
-disk or a crash has cut off is removed, and compiled anew. Where there are too many bytes, those that were read longest ago go.
+The folder and all above it are checked, and each file that is read. An entry begins with the digest of the rest: one that a
+full disk or a crash has cut off is removed, and compiled anew. Where there are too many bytes, those that were read longest ago
+go.
 """
 
 import contextlib

@@ -114,7 +114,7 @@ SETTINGS: Mapping[str, Setting] = {
         "how much `jaxmpi run` keeps of what was compiled, in the user's cache folder; 0: nothing",
     ),
     "JAXMPI_CACHE_DIR": Setting(
-        str, "a folder", "", "set by `jaxmpi run`: where its ranks keep what was compiled; JAX_COMPILATION_CACHE_DIR overrides it"
+        str, "a folder", "", "set by `jaxmpi run`: where its ranks keep what was compiled, unless JAX_COMPILATION_CACHE_DIR is"
     ),
     "JAXMPI_CHECK": Setting(_switch, _ON, "0", "compare the values that must be equal on all ranks, at every step", same=True),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),

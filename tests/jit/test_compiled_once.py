@@ -139,7 +139,7 @@ def test_an_error_of_the_compiler_is_raised_on_all_ranks():
         raise ZeroDivisionError(f"as rank {jaxmpi.rank()} says")
 
     number, step = new_step()
-    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(ZeroDivisionError, match="^as rank 0 says$"):
+    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(ZeroDivisionError, match=r"^as rank 0 says$"):
         step(jnp.ones(3))
     np.testing.assert_allclose(step(jnp.ones(3)), expected(number, [3] * 3))  # the ranks go on together
 
@@ -286,5 +286,3 @@ def test_the_user_s_own_cache_is_used_beside_it():
         counts, out = compiled_by(lambda: step_of(number)(jnp.ones(3)))  # the same module, of another function
         assert not any(counts)
         np.testing.assert_allclose(out, expected(number, [3] * 2))
-
-

@@ -16,9 +16,9 @@ from jaxmpi._process import children, settings
 PAGE = Path(__file__).parents[2] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
 SECONDS = [name for name in settings.SETTINGS if name.endswith("SECONDS")]
-COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART"]
+COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART", "JAXMPI_CACHE_BYTES"]
 SWITCHES = ["JAXMPI_CHECK", "JAXMPI_EXPLAIN", "JAXMPI_TTY"]
-WORDS = ["JAXMPI_BACKEND", "JAXMPI_TRANSPORT"]
+WORDS = ["JAXMPI_BACKEND", "JAXMPI_TRANSPORT", "JAXMPI_COMPILE"]
 REFUSED = [
     *[(name, text) for name in SECONDS for text in ("soon", "-1", "nan", "inf", "-inf", "1e10", "1e999", "0x10", "1,5", " ")],
     *[(name, text) for name in COUNTS for text in ("two", "-1", "nan", "inf", "1.5", "1e3", "9" * 30)],
