@@ -135,32 +135,39 @@ ffi::Error collective(Kind kind, ffi::RemainingArgs args, ffi::RemainingRets ret
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
 }
 
+// From and to which rank each one's arrays go: the programs of all ranks are the same.
+using Ranks = ffi::Span<const int32_t>;
+
 // As XLA passes them; see `Operation`.
-Operation operation_of(int32_t kind, int32_t op, int32_t divisor, int32_t source, int32_t dest) {
-  return {static_cast<Kind>(kind), static_cast<Op>(op), divisor, source, dest};
+Operation operation_of(int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests) {
+  const size_t here = rank_of_process;
+  if (here >= sources.size() || here >= dests.size()) throw std::runtime_error("the program is that of a job with fewer ranks");
+  return {static_cast<Kind>(kind), static_cast<Op>(op), divisor, sources[here], dests[here]};
 }
 
-ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, int32_t source,
-                   int32_t dest, int64_t word) {
-  const Operation operation = operation_of(kind, op, divisor, source, dest);
-  return collective(operation.kind, args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-    begin();
-    transport.run(operation, word, std::move(arrays));
-  });
+ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, Ranks sources,
+                   Ranks dests, int64_t word) {
+  return collective(static_cast<Kind>(kind), args, rets, word,
+                    [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+                      const Operation operation = operation_of(kind, op, divisor, sources, dests);
+                      begin();
+                      transport.run(operation, word, std::move(arrays));
+                    });
 }
 
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                  int32_t source, int32_t dest, int64_t word) {
-  const Operation operation = operation_of(kind, op, divisor, source, dest);
-  return collective(operation.kind, args, rets, word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-    staging->run(transport, operation, word, arrays, stream, begin);
-  });
+                  Ranks sources, Ranks dests, int64_t word) {
+  return collective(static_cast<Kind>(kind), args, rets, word,
+                    [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+                      const Operation operation = operation_of(kind, op, divisor, sources, dests);
+                      staging->run(transport, operation, word, arrays, stream, begin);
+                    });
 }
 
 // A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
-ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                     int32_t source, int32_t dest, int64_t word) {
-  return on_gpu(nullptr, args, rets, kind, op, divisor, source, dest, word);
+ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, Ranks sources,
+                     Ranks dests, int64_t word) {
+  return on_gpu(nullptr, args, rets, kind, op, divisor, sources, dests, word);
 }
 
 // The number of this rank, so that the programs of all ranks are the same.
@@ -177,8 +184,8 @@ auto operands(Binding binding) {
       .template Attr<int32_t>("kind")
       .template Attr<int32_t>("op")
       .template Attr<int32_t>("divisor")
-      .template Attr<int32_t>("source")
-      .template Attr<int32_t>("dest")
+      .template Attr<Ranks>("sources")
+      .template Attr<Ranks>("dests")
       .template Attr<int64_t>("word");
 }
 
@@ -263,7 +270,7 @@ auto schedule(const std::string& name, int nodes, int node, bool direct, int roo
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 2;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 3;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.def("can_reduce", &can_reduce);
   m.def("handler", &handler);

@@ -261,14 +261,21 @@ def _abstract(*xs: Any, call: Collective, backend: Native, fingerprint: int) -> 
     return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
 
 
+def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
+    """From and to which rank each one's arrays go; -1 for none."""
+    to, of = dict(call.pairs), {q: p for p, q in call.pairs}
+    sources = [call.root if call.kind == "bcast" else of.get(rank, -1) for rank in range(size)]
+    return sources, [to.get(rank, -1) for rank in range(size)]
+
+
 def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, fingerprint: int) -> Any:
-    here = backend.place.rank
+    sources, dests = _peers(call, backend.place.size)
     attributes = {
         "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
         "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
         "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
-        "source": np.int32(call.root if call.kind == "bcast" else next((p for p, q in call.pairs if q == here), -1)),
-        "dest": np.int32(next((q for p, q in call.pairs if p == here), -1)),
+        "sources": np.array(sources, np.int32),
+        "dests": np.array(dests, np.int32),
         "word": np.int64(fingerprint),
     }
     (effect,) = backend.effects
