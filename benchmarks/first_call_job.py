@@ -1,0 +1,48 @@
+"""The first call of a step in a job whose ranks share the cores, beside that of one rank alone; nothing is in a cache before.
+
+    jaxmpi run -n 1 benchmarks/first_call_job.py      # seconds, and programs that were compiled
+    jaxmpi run -n 4 benchmarks/first_call_job.py
+
+With JAXMPI_CACHE_BYTES=0, as the second run would compile nothing.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmpi
+
+LAYERS, WIDTH = 24, 64
+EVENTS: list[str] = []
+
+jax.monitoring.register_event_listener(lambda name, **_: EVENTS.append(name.rpartition("/")[2]))
+jaxmpi.init()
+tx = jaxmpi.distributed(optax.adam(1e-3))
+
+
+def loss(params, x):
+    for w, b in params:
+        x = x + jax.nn.gelu(jax.nn.standardize(x) @ w + b) @ w.T
+    return jnp.mean(x**2)
+
+
+@jaxmpi.jit
+def step(params, state, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+params = [(jnp.full((WIDTH, WIDTH), 0.01), jnp.zeros(WIDTH)) for _ in range(LAYERS)]
+state, x = jax.jit(tx.init)(params), jnp.ones((8, WIDTH))
+jaxmpi.barrier()
+EVENTS.clear()
+began = time.perf_counter()
+jax.block_until_ready(step(params, state, x))
+seconds = time.perf_counter() - began
+compiled = EVENTS.count("compile_requests_use_cache") - EVENTS.count("cache_hits")
+everyone = jaxmpi.allgather_object((seconds, compiled))
+if jaxmpi.rank() == 0:
+    print(f"{jaxmpi.size()} ranks: {max(s for s, _ in everyone):.2f} s, {sum(n for _, n in everyone)} programs compiled")
