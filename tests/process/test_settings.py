@@ -49,7 +49,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
     past = {
         (str(path), name) for path, text in sources.items() for name in re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text)
     }
-    assert {name for _, name in past} <= {"JAXMPI_RUN_DIR", "JAXMPI_MPIEXEC"}, past
+    assert {name for _, name in past} <= {"JAXMPI_RUN_DIR", "JAXMPI_MPIEXEC", "JAXMPI_CACHE_DIR"}, past
 
 
 @pytest.mark.parametrize(("name", "text"), REFUSED)
