@@ -104,6 +104,34 @@ def gpt_10m():
     return loss_of, tree.unflatten(_random(leaves)), (words[0], words[1])
 
 
+def stacked_gpt(layers, width, heads=8, length=64, batch=4, vocabulary=256):
+    """The same in a scan over stacked layers, computed again in the backward pass; `whole` makes parameters whole."""
+    block = {"ln1": (width,), "qkv": (width, 3 * width), "out": (width, width)}
+    block |= {"ln2": (width,), "up": (width, 4 * width), "down": (4 * width, width)}
+    shapes = {"embed": (vocabulary, width), "place": (length, width), "ln": (width,)}
+    shapes["blocks"] = {name: (layers, *shape) for name, shape in block.items()}
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+    def norm(x, scale):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+
+    def loss_of(params, batch, whole=lambda tree: tree):
+        @jax.checkpoint
+        def layer(x, p):
+            p = whole(p)
+            q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1))
+            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            return x + jax.nn.gelu(norm(x, p["ln2"]) @ p["up"]) @ p["down"], None
+
+        words, targets = batch
+        outer = whole({name: params[name] for name in ("embed", "place", "ln")})
+        x, _ = lax.scan(layer, outer["embed"][words] + outer["place"], params["blocks"])
+        return _cross_entropy(norm(x, outer["ln"]) @ outer["embed"].T, targets)
+
+    words = np.random.default_rng(1).integers(0, vocabulary, (2, batch, length))
+    return loss_of, tree.unflatten(_random(leaves)), (words[0], words[1])
+
+
 MODELS = {"MLP 10M": mlp_10m, "CNN": cnn, "ResNet-50": resnet_50, "GPT 10M": gpt_10m}
 
 

@@ -27,10 +27,12 @@ from ._optim.average import average_gradients, average_loss, distributed
 from ._optim.clip import clip_by_global_norm
 from ._optim.deterministic import micro_batch_grads
 from ._optim.drift import check_replicas, watch_replicas
+from ._optim.fsdp import fully_shard, unshard
 from ._optim.local_sgd import local_sgd
 from ._optim.noise import measure_noise_scale
 from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
-from ._optim.zero1 import reshard, sharded, unshard
+from ._optim.sharded_array import ShardedArray
+from ._optim.zero1 import reshard, sharded
 from ._run.notebook import launch
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size
@@ -52,6 +54,7 @@ __all__ = [
     "PerRankState",
     "RankMismatchError",
     "Rate",
+    "ShardedArray",
     "Throughput",
     "World",
     "accumulate",
@@ -70,6 +73,7 @@ __all__ = [
     "dynamic_loss_scale",
     "explain",
     "finalize",
+    "fully_shard",
     "get_logger",
     "init",
     "initialized",

@@ -8,12 +8,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmpi._leaves import PyTree
 
-__all__ = ["AXIS", "DIFFERS", "EQUAL", "PARAMETERS", "bound", "equal_on_all_ranks", "may_differ", "with_parameters"]
+__all__ = [
+    "AXIS",
+    "DIFFERS",
+    "EQUAL",
+    "PARAMETERS",
+    "SHARD",
+    "as_shard",
+    "bound",
+    "equal_on_all_ranks",
+    "may_differ",
+    "with_parameters",
+]
 
 AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
 DIFFERS = "jaxmpi: may differ between the ranks"
 PARAMETERS = "jaxmpi: parameters "
+SHARD = "jaxmpi: a shard of an array"
 
 
 def bound() -> bool:
@@ -41,6 +53,11 @@ def may_differ(tree: PyTree) -> Any:
     if not bound() or lax.axis_size(AXIS) == 1:
         return tree
     return jax.tree.map(lambda x: checkpoint_name(x, DIFFERS), tree)
+
+
+def as_shard(x: Any) -> Any:
+    """`x`, this rank's shard of an array that is cut over the ranks. It is an identity with a name, too."""
+    return checkpoint_name(x, SHARD)
 
 
 def with_parameters(tree: PyTree, text: str) -> Any:

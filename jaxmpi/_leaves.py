@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["PerRankKey", "PerRankState", "PyTree", "as_array", "check_rows", "is_key", "is_own", "leaf_name"]
+__all__ = [
+    "PerRankKey",
+    "PerRankState",
+    "PyTree",
+    "ShardKey",
+    "as_array",
+    "check_rows",
+    "in_shard",
+    "is_key",
+    "is_own",
+    "leaf_name",
+]
 
 
 PyTree: TypeAlias = Any  # of arrays and numbers, as `jax.tree` takes them apart; mypy has no type for it
@@ -14,6 +25,10 @@ PyTree: TypeAlias = Any  # of arrays and numbers, as `jax.tree` takes them apart
 
 class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
     """The key of `PerRankState.per_rank` in a path: a type of its own, as any class may have a field of this name."""
+
+
+class ShardKey(PerRankKey):
+    """The key of `ShardedArray.shard` in a path: shards are each rank's own, too."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -59,6 +74,11 @@ class PerRankState:
 def is_own(path: Any) -> bool:
     """Whether the leaf at this path of `jax.tree_util` is in a `PerRankState`."""
     return any(isinstance(key, PerRankKey) for key in path)
+
+
+def in_shard(path: Any) -> bool:
+    """Whether the leaf at this path of `jax.tree_util` is the shard of a `ShardedArray`."""
+    return any(isinstance(key, ShardKey) for key in path)
 
 
 def leaf_name(path: Any) -> str:

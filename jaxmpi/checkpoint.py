@@ -31,8 +31,8 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     order, or on return with `background=False`.
 
     What is equal on all ranks is written by rank 0, after the ranks have compared checksums (CRC-32) of it. What each rank has
-    of its own must be in a `PerRankState`. Of that, and of the state of `sharded`, each rank writes its part, so that
-    `directory` must be one that all ranks share.
+    of its own must be in a `PerRankState`. Of that, of each `ShardedArray` and of the state of `sharded`, each rank writes its
+    part, so that `directory` must be one that all ranks share.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** a comparison of them and of the values, 32 bytes, and of how the last save has ended.
@@ -100,10 +100,11 @@ def latest(directory: str | os.PathLike) -> int | None:
 def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None) -> Any:
     """What `save` has saved, on as many ranks as there are now, and on any backend.
 
-    The states of `distributed` and `sharded` come back bit by bit on any number of ranks. What each rank has of its own
-    otherwise (a `PerRankState`: that of `accumulate`, `local_sgd` and codecs, too) needs as many ranks as have saved it, unless
-    it was equal on all of them. `PerRankState(None)` in its place in `like` leaves it out: an environment, say, to be made anew
-    for another number of ranks.
+    Parameters, and the states of their optimizers, come back bit by bit on any number of ranks, whether they are whole, as with
+    `distributed`, or cut over the ranks, as with `sharded` and `fully_shard`; and as one of these where another was saved. What
+    each rank has of its own otherwise (a `PerRankState`: that of `accumulate`, `local_sgd` and codecs, too) needs as many ranks
+    as have saved it, unless it was equal on all of them. `PerRankState(None)` in its place in `like` leaves it out: an
+    environment, say, to be made anew for another number of ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** what is equal on all ranks, from rank 0, which alone reads it.
@@ -126,7 +127,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     like = local(like)
     found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.place.size))
     leaves = [leaf for leaf, _ in found]
-    out = parts.left_out(like)
+    out, old = parts.left_out(like), parts.old_names(like)
     check_call(backend, "restore", leaves, f"step {step}, without {out}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
@@ -135,9 +136,10 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
             which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
             raise CheckpointError(f"restore: there is {which} in {directory}. {wrong or 'Look where it was saved.'}")
         folder, manifest = whole
-        if different := difference(manifest.leaves, leaves, out):
-            raise CheckpointError(f"restore: {folder}: {different}. Build the model and the optimizer as they were.")
         saved = {leaf.name: leaf for leaf in manifest.leaves}
+        saved |= {name: saved.pop(former) for name, former in old.items() if name not in saved and former in saved}
+        if different := difference([leaf._replace(name=name) for name, leaf in saved.items()], leaves, out):
+            raise CheckpointError(f"restore: {folder}: {different}. Build the model and the optimizer as they were.")
         try:
             values = read(backend, folder, manifest, [(leaf, saved[leaf.name]) for leaf in leaves])
             break

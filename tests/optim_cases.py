@@ -29,6 +29,7 @@ VARIANTS = (
     "sharded clip",
     "bf16",
 )
+SHARDED_VARIANTS = ("plain", "weighted", "accumulate", "clip", "bf16")  # of parameters in shards: fully_shard
 STEPS = 6
 EVEN, UNEVEN = 24, 23  # samples: 1 to 4 ranks divide the first
 CLIP = 0.3
@@ -55,6 +56,8 @@ def loss(params, batch, mask):
 def transform(variant, optimizer):
     inner = OPTIMIZERS[optimizer]()
     clipped = optax.chain(jaxmpi.clip_by_global_norm(CLIP), inner)
+    if variant.startswith("fully "):
+        return {"fully clip": clipped, "fully accumulate": jaxmpi.accumulate(inner, 2)}.get(variant, inner)
     return {
         "plain": lambda: jaxmpi.distributed(inner),
         "weighted": lambda: jaxmpi.distributed(inner),
@@ -70,13 +73,15 @@ def transform(variant, optimizer):
 
 def settings(variant):
     """Samples, batch size, and whether the batches are weighted."""
-    if variant == "weighted":
+    if variant in ("weighted", "fully weighted"):
         return UNEVEN, UNEVEN, True
-    return (UNEVEN, 12, True) if variant in ("accumulate", "sharded weighted") else (EVEN, EVEN, False)
+    return (UNEVEN, 12, True) if variant in ("accumulate", "sharded weighted", "fully accumulate") else (EVEN, EVEN, False)
 
 
 def train(variant, optimizer, jit):
     """The parameters after some steps on these ranks."""
+    if variant.startswith("fully "):
+        return train_shards(variant, optimizer, jit)
     samples, batch_size, weighted = settings(variant)
     dtype = jnp.bfloat16 if variant == "bf16" else np.float64
     params = parameters(dtype)
@@ -96,6 +101,31 @@ def train(variant, optimizer, jit):
     return params, state
 
 
+def train_shards(variant, optimizer, jit):
+    """The same with parameters of which each rank has a shard."""
+    samples, batch_size, weighted = settings(variant)
+    short = variant == "fully bf16"
+    dtype = jnp.bfloat16 if short else np.float64
+    start = parameters(jnp.bfloat16).items() if short else parameters().items()
+    params = jaxmpi.fully_shard({name: x.astype(jnp.float32) if short else x for name, x in start})
+    tx = transform(variant, optimizer)
+    state = tx.init(params)
+
+    @jit
+    def step(params, state, batch, mask):
+        batch = jax.tree.map(lambda x: x.astype(dtype), batch)
+        weight = jnp.sum(mask) if weighted else None
+        grads = jax.grad(lambda shards: loss(jaxmpi.unshard(shards, dtype=dtype, weight=weight), batch, mask))(params)
+        total = {"weight": jaxmpi.tree_allreduce(weight, "sum")} if variant == "fully accumulate" else {}
+        updates, state = tx.update(grads, state, params, **total)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(STEPS):
+        for batch, mask in jaxmpi.batches(data(samples), batch_size, remainder="mask"):
+            params, state = step(params, state, batch, mask)
+    return jaxmpi.unshard(params, dtype=dtype), state
+
+
 def reference(variant, optimizer, ranks):
     """The same of plain optax."""
     samples, _, _ = settings(variant)
@@ -103,20 +133,21 @@ def reference(variant, optimizer, ranks):
     inner = OPTIMIZERS[optimizer]()
     gradient = jax.jit(jax.grad(loss))
     parts = [jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole) for r in range(ranks)] if samples % ranks == 0 else []
-    if variant in ("clip after", "sharded clip"):
+    if variant in ("clip after", "sharded clip", "fully clip"):
         inner = optax.chain(optax.clip_by_global_norm(CLIP), inner)
     clip = optax.clip_by_global_norm(CLIP)
-    params = parameters(jnp.bfloat16) if variant == "bf16" else parameters()
-    master = jax.tree.map(lambda x: x.astype(jnp.float32), params) if variant == "bf16" else params
+    short = variant.endswith("bf16")
+    params = parameters(jnp.bfloat16) if short else parameters()
+    master = jax.tree.map(lambda x: x.astype(jnp.float32), params) if short else params
     state = inner.init(master)
     update = jax.jit(inner.update)
     for _ in range(STEPS):
         if variant == "clip before":
             grads = [clip.update(gradient(params, part, np.ones(len(part["x"]), bool)), clip.init(params))[0] for part in parts]
             grads = jax.tree.map(lambda *xs: sum(xs) / ranks, *grads)
-        elif variant == "bf16":
-            short = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]
-            grads = [gradient(params, part, np.ones(len(part["x"]), bool)) for part in short]
+        elif short:
+            rounded = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]
+            grads = [gradient(params, part, np.ones(len(part["x"]), bool)) for part in rounded]
             mean = lambda *xs: (sum(x.astype(jnp.float32) for x in xs) / ranks).astype(jnp.bfloat16).astype(jnp.float32)
             grads = jax.tree.map(mean, *grads)
         else:
@@ -132,7 +163,7 @@ def check(variant, optimizer, jit=jaxmpi.jit):
     with jax.enable_x64(True):
         got, _ = train(variant, optimizer, jit)
         want = reference(variant, optimizer, jaxmpi.size())
-        scale = 2e-2 if variant == "bf16" else 1e-12
+        scale = 2e-2 if variant.endswith("bf16") else 1e-12
         for name, x in want.items():
             a, b = np.asarray(got[name], np.float64), np.asarray(x, np.float64)
             np.testing.assert_allclose(a, b, rtol=scale, atol=scale, err_msg=f"{variant} {optimizer} {name}")

@@ -29,6 +29,7 @@ class Leaf(NamedTuple):
       dtype: of the array, such as "float32"; "key<fry>" for PRNG keys; "int", "str" and so on for Python's own.
       shape: of the whole array; of the numbers that keys consist of.
       value: of a Python number or text; a list of all ranks' values where the part is "own".
+      stacked: how many axes of a "shard" count arrays, each of which is cut by itself.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Leaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...] = ()
     value: Any = None
+    stacked: int = 0
 
     def __str__(self) -> str:
         kind = self.dtype if self.plain else f"{self.dtype}{list(self.shape)}"
@@ -58,7 +60,9 @@ class Leaf(NamedTuple):
 
     def stored_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape of what one of so many ranks has of it."""
-        return shard_shape(self.shape, ranks) if self.part == "shard" else self.shape
+        if self.part != "shard":
+            return self.shape
+        return (*self.shape[: self.stacked], *shard_shape(self.shape[self.stacked :], ranks))
 
     def stored_bytes(self, ranks: int) -> int:
         """How many bytes one of so many ranks has of it."""
@@ -111,8 +115,9 @@ def format_manifest(manifest: Manifest) -> bytes:
         file_name(rank): {"rank": rank, "bytes": size, "arrays": members}
         for rank, (size, members) in enumerate(zip(manifest.file_bytes, manifest.members, strict=True))
     }
+    leaves = [leaf if leaf.stacked else leaf[:-1] for leaf in manifest.leaves]  # as jaxmpi 0.1 reads them
     about = {"format": FORMAT, "version": VERSION, "step": manifest.step, "ranks": manifest.ranks}
-    text = json.dumps(about | {"files": files, "leaves": manifest.leaves}, indent=1)
+    text = json.dumps(about | {"files": files, "leaves": leaves}, indent=1)
     return f'{{"checksum": {zlib.crc32(text.encode())},\n{text[1:]}'.encode()
 
 
@@ -141,10 +146,12 @@ def parse_manifest(text: bytes) -> Manifest:
     return Manifest(_integer(about["step"]), ranks, sizes, members, leaves)
 
 
-def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, *, ranks: int) -> Leaf:
+def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, stacked: int = 0, *, ranks: int) -> Leaf:
     if not isinstance(name, str) or part not in PARTS:
         raise ValueError(f"leaf {name} is {part}")
-    leaf = Leaf(name, part, dtype, tuple(map(_integer, shape)), value)
+    leaf = Leaf(name, part, dtype, tuple(map(_integer, shape)), value, _integer(stacked))
+    if leaf.stacked > (len(shape) if part == "shard" else 0):
+        raise ValueError(f"leaf {name}, {part}, has {stacked} axes of a stack")
     if leaf.plain:
         values = value if part == "own" else [value]
         if type(values) is not list or len(values) != (ranks if part == "own" else 1):

@@ -15,11 +15,14 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.manifest import Leaf, is_plain
 from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
+from jaxmpi._optim.sharded_array import ShardedArray
 from jaxmpi._optim.zero1 import ShardedState, shard_shape
 
-__all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "part_of", "put_back", "to_host"]
+__all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "old_names", "part_of", "put_back", "to_host"]
 
 KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbreviates in a dtype
+
+INNER, MASTER = jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("master")  # of `ShardedState.parts`
 
 Reader = Callable[[Leaf, int], Any]  # what a rank has of a leaf: an array, or a value of Python's own
 
@@ -33,6 +36,8 @@ def leaves_of(tree: PyTree, size: int) -> list[tuple[Leaf, Any]]:
             if node.layout.ranks not in (1, size):
                 raise ValueError(f"{leaf_name(path)} is a state of {node.layout.ranks} ranks, and there are {size}.")
             out += [_described((*path, *rest), x, part, shape) for rest, x, part, shape in _of_sharded(node)]
+        elif isinstance(node, ShardedArray):
+            out.append(_of_sharded_array(path, node, size))
         else:
             out.append(_described(path, node, "own" if is_own(path) else "all", None))
     names = [leaf.name for leaf, _ in out]
@@ -48,15 +53,27 @@ def left_out(like: PyTree) -> list[str]:
     return [_name(path) for path, x in paths if isinstance(x, PerRankState) and x.per_rank is None]
 
 
+def old_names(like: PyTree) -> dict[str, str]:
+    """What jaxmpi 0.1 called leaves of the states of `sharded`, by the names that they have now."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=_stands_for_leaves)
+    states = [(path, node.parts) for path, node in nodes if isinstance(node, ShardedState)]
+    leaves = [
+        (path, rest) for path, parts in states for rest, _ in jax.tree_util.tree_leaves_with_path(parts, is_leaf=_is_per_rank)
+    ]
+    return {_name((*path, *_in_state(rest))): _name((*path, *rest)) for path, rest in leaves}
+
+
 def put_back(tree: PyTree, values: Sequence[Any]) -> Any:
     """The tree with other values for its leaves, in the order of `leaves_of`."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_stands_for_leaves)
     rest = iter(values)
-    new = []
+    new: list[Any] = []
     for node in nodes:
         if isinstance(node, ShardedState):
             inner = jax.tree.structure(node.parts, is_leaf=_is_per_rank)
             new.append(ShardedState.of(inner.unflatten([next(rest) for _ in range(inner.num_leaves)]), node.layout))
+        elif isinstance(node, ShardedArray):
+            new.append(ShardedArray(next(rest), node.of, node.ranks))
         else:
             new.append(next(rest))
     return treedef.unflatten(new)
@@ -73,7 +90,7 @@ def whole(leaf: Leaf, ranks: int, read: Reader) -> Any:
         return read(leaf, 0)
     rows = [read(leaf, rank) for rank in range(ranks)]
     if leaf.part == "shard":
-        return np.concatenate([row.reshape(-1) for row in rows])[: prod(leaf.shape)].reshape(leaf.shape)
+        return _arrays(leaf, rows)[:, : prod(leaf.shape[leaf.stacked :])].reshape(leaf.shape)
     if any(bits(row) != bits(rows[0]) for row in rows):
         raise CheckpointError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
@@ -85,25 +102,30 @@ def whole(leaf: Leaf, ranks: int, read: Reader) -> Any:
 
 def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> Any:
     """What rank `rank` of `size` has of a leaf that `ranks` ranks have saved."""
-    if saved.part == leaf.part != "all" and ranks == size:
+    if (saved.part, saved.stacked, ranks) == (leaf.part, leaf.stacked, size) and leaf.part != "all":
         return read(saved, rank)
     if leaf.part != "shard":
         return whole(saved, ranks, read)
-    shape = shard_shape(leaf.shape, size)
-    start, stop = (prod(shape) * k for k in (rank, rank + 1))
-    if saved.part == "shard":  # only what overlaps
-        each = prod(shard_shape(saved.shape, ranks))
+    of = leaf.shape[leaf.stacked :]  # each array of a stack is cut by itself
+    columns = prod(shard_shape(of, size))
+    start, stop = columns * rank, columns * (rank + 1)
+    if saved.part == "shard" and saved.stacked == leaf.stacked:  # only what overlaps
+        each = prod(shard_shape(of, ranks))
         first = min(start // each, ranks - 1)
-        rows = [read(saved, r).reshape(-1) for r in range(first, min(-(-stop // each), ranks))]
-        flat = np.concatenate(rows) if rows else np.empty(0, saved.dtype)
-        total = max(0, prod(leaf.shape) - first * each)
-        flat, start, stop = flat[:total], start - first * each, stop - first * each
+        arrays = _arrays(saved, [read(saved, r) for r in range(first, max(first + 1, min(-(-stop // each), ranks)))])
+        arrays = arrays[:, : max(0, prod(of) - first * each)]
+        start, stop = start - first * each, stop - first * each
     else:
-        flat = whole(saved, ranks, read).reshape(-1)
-    out = np.zeros(prod(shape), flat.dtype)
-    piece = flat[start:stop]
-    out[: piece.size] = piece
-    return out.reshape(shape)
+        arrays = whole(saved, ranks, read).reshape(prod(leaf.shape[: leaf.stacked]), -1)
+    piece = arrays[:, start:stop]
+    out = np.zeros((len(piece), columns), piece.dtype)
+    out[:, : piece.shape[1]] = piece
+    return out.reshape(leaf.stored_shape(size))
+
+
+def _arrays(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Shards of neighbors, one behind the other: `[arrays of the stack, numbers]`."""
+    return np.concatenate([row.reshape(prod(leaf.shape[: leaf.stacked]), -1) for row in rows], axis=1)
 
 
 def like(leaf: Any, value: Any) -> Any:
@@ -140,6 +162,16 @@ def _stored(x: Any) -> Any:
     return np.asarray(x) if is_plain(x) else jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
 
 
+def _of_sharded_array(path: Any, node: ShardedArray, size: int) -> tuple[Leaf, Any]:
+    if node.ranks != size:
+        raise ValueError(f"{leaf_name(path)} is one of {node.ranks} shards, and there are {size} ranks.")
+    leaf, x = _described(path, node.shard, "all", None)
+    if not node.of or size == 1:
+        return leaf, x
+    stacked = len(leaf.shape) - len(node.of)
+    return leaf._replace(part="shard", shape=(*leaf.shape[:stacked], *node.of), stacked=stacked), x
+
+
 def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:
     """A leaf, which may be a shard `of` an array."""
     name = _name(path)
@@ -165,7 +197,12 @@ def _of_sharded(state: ShardedState) -> Iterator[tuple[Any, Any, str, tuple[int,
     paths, _ = jax.tree_util.tree_flatten_with_path(state.parts, is_leaf=_is_per_rank)
     for (path, x), shape in zip(paths, state.layout.shapes, strict=False):
         of = shape if state.layout.ranks > 1 else None
-        yield path, x, "all" if of is None else "shard", of
+        yield _in_state(path), x, "all" if of is None else "shard", of
+
+
+def _in_state(path: Any) -> Any:
+    """The path of a leaf of `ShardedState.parts` in the state: as in that of `inner`, or below "master"."""
+    return path[1:] if path[0] == INNER else (MASTER, *path[1:])
 
 
 def _kind(key: Any) -> Any:
@@ -175,7 +212,7 @@ def _kind(key: Any) -> Any:
 
 
 def _stands_for_leaves(x: Any) -> bool:
-    return isinstance(x, ShardedState | PerRank)
+    return isinstance(x, ShardedState | ShardedArray | PerRank)
 
 
 def _is_per_rank(x: Any) -> bool:

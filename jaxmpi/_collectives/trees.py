@@ -16,7 +16,7 @@ from jaxmpi._backends.base import Collective
 from jaxmpi._collectives import arrays
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, check_rows, is_key
+from jaxmpi._leaves import PyTree, as_array, check_rows, in_shard, is_key, leaf_name
 from jaxmpi._world import session
 
 __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
@@ -155,6 +155,11 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: PyTree, *, op: s
             "this rank's own array."
         )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    if op and (cut := next((path for path, _ in paths if in_shard(path)), None)):
+        raise ValueError(
+            f"{function}: leaf {leaf_name(cut[:-1])} is a ShardedArray, of which each rank has another part. Its gradients, by "
+            "jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
+        )
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
         for (path, _), x in zip(paths, leaves, strict=True):

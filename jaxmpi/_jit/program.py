@@ -17,6 +17,7 @@ from jaxmpi._jit.function import Function, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._lowering import lower
+from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates, held
 from jaxmpi._lowering.control_slice import Line, control_equations
 from jaxmpi._lowering.forgotten_mean import Carried
@@ -153,6 +154,8 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
             outside = [_from_outside(x) for x in constants]
     outs, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))
     carried = None
+    if size > 1:
+        check_shards(function.title, jaxpr, [path for path, _ in paths], [path for path, _ in outs], len(captured))
     if size > 1 and function.of_user and not backend.simulates:
         carried = Carried.find(function.title, jaxpr, [path for path, _ in paths], [path for path, _ in outs], len(captured))
     if hide and size > 1:  # what is not hidden may be differentiated yet

@@ -7,6 +7,7 @@ refuse         which equations are refused, and in which words
 translate      which collective an equation is
 replication    which values differ between the ranks
 forgotten_mean train state that parts between the ranks because a mean was forgotten
+across_elements shards whose next value depends on more than their own elements
 combine        which collectives travel together
 piggyback      which numbers share the message of another collective
 fuse_mean      which divisions are done on the way

@@ -4,11 +4,13 @@ average       means over ranks: `distributed`, `average_gradients`; exact ones, 
 accumulate    one communication for several steps
 objective     what `update` gets beside gradients, such as the loss, of all ranks
 zero1         the optimizer's state shared out over the ranks (ZeRO-1)
+fsdp          the parameters shared out over the ranks, too (ZeRO-3)
 local_sgd     steps of each rank's own, averaged now and then (local SGD, DiLoCo)
 adasum        sums that know when gradients point the same way
 deterministic the same bits for any number of ranks
 nonfinite     skipping what is not finite, loss scales, votes
 shards        arrays as equal shards of the ranks
+sharded_array such arrays as leaves of trees that users hold
 partition     functions of whole arrays, evaluated on shards
 clip          clipping by the global norm
 noise         the gradient noise scale

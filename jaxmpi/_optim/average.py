@@ -20,6 +20,7 @@ from jaxmpi._optim.compression import Codec, check_codec
 from jaxmpi._optim.deterministic import canonical_mean, invariant_update
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import Given, over_ranks
+from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.weights import as_weight, check_total, divided, scaled, weighted_mean
 from jaxmpi._world import session
 
@@ -166,6 +167,7 @@ def distributed(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Any:
+        refuse_shards("distributed", params)
         return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
     def reduced(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import with_parameters
+from jaxmpi._axis import equal_on_all_ranks, with_parameters
+from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
+from jaxmpi._optim.sharded_array import check_ranks, is_sharded_array
+from jaxmpi._optim.shards import masked
 
 __all__ = ["clip_by_global_norm"]
 
@@ -19,11 +22,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         optax.chain(clip, jaxmpi.distributed(tx))               # this rank's own, before the mean
         jaxmpi.distributed(optax.chain(clip, tx))               # the mean
         jaxmpi.sharded(optax.chain(clip, tx))                   # the mean, of which each rank has a shard
+        optax.chain(clip, tx)                                   # the same, of the shards of `fully_shard`
 
-    The second and third are what one rank with the whole batch does. `optax.clip_by_global_norm` may stand there, too.
+    All but the first are what one rank with the whole batch does. `optax.clip_by_global_norm` may stand in the middle two.
 
-    **Collective:** inside of `sharded`, where every rank is; elsewhere not.
-    **Communication:** one number for each array, inside of `sharded`.
+    **Collective:** inside of `sharded`, and on shards, where every rank is; elsewhere not.
+    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards.
 
     Args:
       max_norm: above 0.
@@ -36,12 +40,26 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
-        numbers = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
-        norm = jnp.sqrt(sum((_square(x) for x in numbers), jnp.zeros((), jnp.float32)))
+        norm = jnp.sqrt(_sum_of_squares(updates))
         factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
         return map_floats("clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _sum_of_squares(tree: PyTree) -> jax.Array:
+    """That of all numbers, on whatever ranks they are."""
+    check_ranks("clip_by_global_norm", tree)
+    total = here = jnp.zeros((), jnp.float32)
+    leaves = jax.tree.leaves(tree, is_leaf=is_sharded_array)
+    for x in leaves:
+        if is_sharded_array(x) and x.of:  # a scalar is whole on every rank
+            here += _square(masked(x.shard, x.of, 0, len(x.stack)))
+        elif is_sharded_array(x):
+            total += _square(equal_on_all_ranks(x.shard))
+        elif x.dtype != jax.dtypes.float0:
+            total += _square(x)
+    return total + tree_allreduce(here, op="sum") if any(map(is_sharded_array, leaves)) else total
 
 
 def _square(x: jax.Array) -> jax.Array:

@@ -26,23 +26,13 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS
 from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape
 from jaxmpi._world import session
 
 __all__ = ["on_shards"]
 
-# fmt: off
-ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p",
-    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
-    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-    "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}
-# fmt: on
 RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
 REDUCTIONS = {
     "reduce_sum": "sum",
@@ -142,7 +132,7 @@ def _known(eqn: JaxprEqn, xs: list[Any]) -> Any:
 def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     """The reduction of all numbers of x."""
     name = eqn.primitive.name
-    numbers = masked(x, _neutral(name, x.dtype))
+    numbers = masked(x.value, x.shape, _neutral(name, x.dtype))
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
     return tree_allreduce(here, op=REDUCTIONS[name])
 
@@ -166,7 +156,7 @@ def _is_inner_product(eqn: JaxprEqn, xs: list[Any]) -> bool:
 
 def _inner_product(eqn: JaxprEqn, xs: list[Any]) -> jax.Array:
     shape = _shape(xs[0])
-    flat = [masked(Shard(_part(x), shape), 0).reshape(-1) for x in xs]
+    flat = [masked(_part(x), shape, 0).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
     return tree_allreduce(here, op="sum")
 

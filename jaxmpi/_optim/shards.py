@@ -58,25 +58,32 @@ def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return shape if size == 1 else (_columns(shape, size), *[1] * (len(shape) - 1)) if shape else ()
 
 
-def rows(x: Any, size: int) -> jax.Array:
-    """All shards of an array `[...]`, `[size, *shard]`; of a scalar, `[size]` copies."""
+def rows(x: Any, size: int, stacked: int = 0) -> jax.Array:
+    """All shards of an array `[...]`, `[size, *shard]`; of a scalar, `[size]` copies.
+
+    Of a stack of arrays, with `stacked` axes before theirs, each is cut by itself: `[size, *stack, *shard]`.
+    """
     if jnp.ndim(x) == 0:
         return jnp.full(size, x)
-    flat = jnp.pad(jnp.reshape(x, -1), (0, size * _columns(jnp.shape(x), size) - x.size))
-    return flat.reshape(size, *shard_shape(jnp.shape(x), size))
+    stack, shape = jnp.shape(x)[:stacked], jnp.shape(x)[stacked:]
+    flat = jnp.reshape(x, (*stack, prod(shape)))
+    flat = jnp.pad(flat, [(0, 0)] * stacked + [(0, size * _columns(shape, size) - prod(shape))])
+    return jnp.moveaxis(flat.reshape(*stack, size, *shard_shape(shape, size)), stacked, 0)
 
 
-def own(x: Any) -> jax.Array:
-    """This rank's shard of an array that every rank has; a scalar stays as it is."""
+def own(x: Any, stacked: int = 0) -> jax.Array:
+    """This rank's shard of an array that every rank has, or of each of a stack; a scalar stays as it is."""
     size = session.size()
-    if size == 1 or jnp.ndim(x) == 0:
+    if size == 1 or jnp.ndim(x) == stacked:
         return x
-    return lax.dynamic_index_in_dim(rows(x, size), session.rank(), keepdims=False)
+    return lax.dynamic_index_in_dim(rows(x, size, stacked), session.rank(), keepdims=False)
 
 
-def joined(shards: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The array whose shards are the rows of `[size, *shard]`."""
-    return shards.reshape(-1)[: prod(shape)].reshape(shape)
+def joined(shards: Any, shape: tuple[int, ...], stacked: int = 0) -> jax.Array:
+    """The array of this shape whose shards are the rows of `[size, *shard]`; a stack of arrays, of `[size, *stack, *shard]`."""
+    stack, each = shape[:stacked], shape[stacked:]
+    flat = jnp.moveaxis(shards, 0, stacked).reshape(*stack, -1) if stacked else shards.reshape(-1)
+    return flat[..., : prod(each)].reshape(shape)
 
 
 def gathered(shards: list[Shard]) -> list[jax.Array]:
@@ -87,14 +94,14 @@ def gathered(shards: list[Shard]) -> list[jax.Array]:
     return [x.whole for x in shards]
 
 
-def masked(x: Shard, fill: Any) -> jax.Array:
-    """The shard with `fill` in the place of the padding."""
-    size, numbers = session.size(), prod(x.shape)
-    columns = _columns(x.shape, size)
+def masked(value: Any, shape: tuple[int, ...], fill: Any, stacked: int = 0) -> jax.Array:
+    """A shard of an array of this shape, or those of a stack, with `fill` in the place of the padding."""
+    size, numbers = session.size(), prod(shape)
+    columns = _columns(shape, size)
     if columns * size == numbers:
-        return x.value
+        return value
     valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[session.rank()]
-    return jnp.where(lax.broadcasted_iota(jnp.int32, x.value.shape, 0) < valid, x.value, fill)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, value.shape, stacked) < valid, value, fill)
 
 
 def _columns(shape: tuple[int, ...], size: int) -> int:

@@ -16,11 +16,12 @@ from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats, wide
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
+from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.shards import gathered, is_shard, joined, own, part, rows, shard, shard_shape
 from jaxmpi._optim.weights import weighted_mean
 from jaxmpi._world import session
 
-__all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "unshard"]
+__all__ = ["ShardedState", "reshard", "shard_shape", "sharded", "whole_state"]
 
 
 class Layout(NamedTuple):
@@ -109,6 +110,7 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     started = anywhere(start, "sharded")
 
     def init(params: PyTree) -> ShardedState:
+        refuse_shards("sharded", params)
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(masters, params)
         return ShardedState.of(started(params), _layout(jax.eval_shape(inner.init, wholes), wholes))
@@ -150,18 +152,8 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def unshard(state: ShardedState) -> ShardedState:
-    """The whole state on every rank, as one rank would have it: to save it, or to go on with another number of ranks.
-
-    **Collective:** every rank calls it.
-    **Communication:** an allgather of the state.
-
-    Returns:
-      A `ShardedState` for one rank; `reshard` cuts it for any number.
-
-    Raises:
-      ValueError: the state was made for another number of ranks.
-    """
+def whole_state(state: ShardedState) -> ShardedState:
+    """The state that one rank would have, on every rank; `unshard` does this."""
     _check_ranks("unshard", state)
     parts = _whole_parts(state) if state.layout.ranks > 1 else state.parts
     return ShardedState.of(parts, state.layout._replace(ranks=1))

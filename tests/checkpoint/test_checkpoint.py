@@ -149,12 +149,55 @@ def restore_states(directory):
             assert_same(jaxmpi.local(jaxmpi.restore(folder / optimizer, like)), want)
 
 
+KINDS = ("distributed", "sharded", "fully_shard")
+STACKED = {"w": False, "b": False, "s": False, "layers": True}
+
+
+def same_run(kind, seed):
+    """Parameters and a state of Adam with the same numbers, whole or cut over the ranks that there are."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (5, 3), "b": (7,), "s": (), "layers": {"w": (4, 3, 5), "s": (4,)}}
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, mu, nu = (jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3))
+    adam = optax.adam(0.1)
+    state = adam.init(params)
+    state = (state[0]._replace(count=jnp.int32(seed), mu=mu, nu=nu), *state[1:])
+    if kind == "fully_shard":
+        cut = lambda tree: jaxmpi.fully_shard(tree, stacked=STACKED)
+        return cut(params), (state[0]._replace(mu=cut(mu), nu=cut(nu)), *state[1:])
+    if kind == "distributed":
+        return params, state
+    whole = jaxmpi.unshard(jaxmpi.sharded(adam).init(params))
+    return params, jaxmpi.reshard(type(whole).of((state, ()), whole.layout))
+
+
+def save_kinds(directory):
+    for kind in KINDS:
+        jaxmpi.save(f"{directory}/{kind}", 3, same_run(kind, 0))
+        jaxmpi.latest(f"{directory}/{kind}")
+
+
+def restore_kinds(directory):
+    for kind in KINDS:
+        like, want = same_run(kind, 1), jaxmpi.local(same_run(kind, 0))
+        for folder in sorted(Path(directory).glob("*/*")):
+            assert_same(jaxmpi.local(jaxmpi.restore(folder, like)), want)
+
+
 def run(function, ranks, backend, directory):
     if backend == "simulate":
         with jaxmpi.simulate(ranks):
             function(directory)
     else:
         pool(ranks, backend).run(Task(__file__, function.__name__, {"directory": directory}, 120.0))
+
+
+def test_saved_in_one_way_and_restored_in_another(tmp_path):
+    """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
+    for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:
+        run(save_kinds, n, backend, str(tmp_path / f"{backend}-{n}"))
+    for m, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (2, "xla"), (3, "simulate")]:
+        run(restore_kinds, m, backend, str(tmp_path))
 
 
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):

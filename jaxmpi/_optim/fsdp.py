@@ -1,0 +1,200 @@
+"""FSDP: each rank keeps its shards of the parameters, and makes them whole where they are needed.
+
+θ = unshard(shards) is an allgather, and its derivative the mean reduce_scatter: ∂/∂shard_q of (1/p) Σ_r L_r. So the loss is
+written as ever, its gradients are shards, and the optimizer is plain optax on them.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi._axis import as_shard, equal_on_all_ranks
+from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_reduce_scatter
+from jaxmpi._jit.api import anywhere
+from jaxmpi._jit.function import is_per_rank
+from jaxmpi._leaves import PyTree, as_array, leaf_name
+from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
+from jaxmpi._optim.shards import joined, rows
+from jaxmpi._optim.weights import weighted_mean
+from jaxmpi._optim.zero1 import ShardedState, whole_state
+from jaxmpi._world import session
+
+__all__ = ["fully_shard", "unshard"]
+
+
+def fully_shard(params: PyTree, *, stacked: PyTree = False) -> Any:
+    """Keep 1/p of each array of a pytree on each rank: FSDP, or ZeRO stage 3.
+
+    Each array of floats becomes a `ShardedArray`, of which this rank keeps its shard. `jaxmpi.unshard` makes them whole inside
+    of a step. Integers, booleans and PRNG keys stay as they are. (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch
+    FSDP".)
+
+        shards = jaxmpi.fully_shard(params)
+        state = optax.adam(1e-3).init(shards)  # plain optax: elementwise transforms do with shards what they do with arrays
+
+        @jaxmpi.jit
+        def step(shards, state, batch):
+            grads = jax.grad(lambda shards: loss(jaxmpi.unshard(shards), batch))(shards)
+            updates, state = optax.adam(1e-3).update(grads, state, shards)
+            return optax.apply_updates(shards, updates), state
+
+    An optimizer that looks at more than one element, such as LAMB or Adafactor, is an error of `jaxmpi.jit`; one that asks for
+    the shape of an array gets that of the shard, of which only the number of axes is right. `jaxmpi.clip_by_global_norm` and
+    `skip_nonfinite` know shards, and `accumulate` adds them up: its `weight` is then that of all ranks.
+
+    **Collective:** every rank calls it, with the same arrays.
+    **Communication:** none.
+
+    Args:
+      params: any pytree of arrays, equal on all ranks: see `synchronize`. A state of an optimizer will do, too.
+      stacked: whether the first axis of the arrays counts layers, as that of `lax.scan` and Flax's `nn.scan`: each layer is cut
+        by itself. A bool, or a pytree of bools for the subtrees of `params`, as `in_axes` of `jax.vmap`.
+
+    Raises:
+      TypeError: a leaf that is no array, with its path.
+      ValueError: a scalar that is to be a stack, with its path; a leaf that is a `ShardedArray` already.
+    """
+    session.current("fully_shard")
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
+    flags = jax.tree.leaves(jax.tree.broadcast(stacked, params, is_leaf=_is_leaf))
+    for (path, x), flag in zip(paths, flags, strict=True):
+        if is_sharded_array(x):
+            raise ValueError(f"fully_shard: leaf {leaf_name(path)} is a ShardedArray already. Call jaxmpi.unshard on it first.")
+        if isinstance(x, jax.ShapeDtypeStruct) or is_per_rank(x):
+            continue
+        if as_array("fully_shard", path, x, None).ndim == 0 and flag and _is_float(x):
+            raise ValueError(f"fully_shard: leaf {leaf_name(path)} is a scalar, no stack of layers. Leave it out of stacked.")
+    return _cut(tuple(map(bool, flags)))(params)
+
+
+def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
+    """Make what is sharded whole, on every rank: parameters inside of a step, and states of optimizers, to look at them.
+
+    Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank. Anything else stays as it
+    is. The derivative with respect to a `ShardedArray` is this rank's shard of the mean of all ranks' gradients.
+
+    What is whole stays in memory until the backward pass has used it. In a `jax.checkpoint` it is gathered again there, so that
+    in a scan over stacked layers one layer at a time is whole:
+
+        @jax.checkpoint
+        def layer(x, shards):
+            return block(jaxmpi.unshard(shards), x), None
+
+        x, _ = jax.lax.scan(layer, x, shards["layers"])
+
+    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
+    **Communication:** (p-1)/p of the bytes of the arrays, as often in the backward pass, and once more in a `jax.checkpoint`.
+
+    Args:
+      tree: any pytree.
+      dtype: in which floats are sent and computed with, such as bfloat16; the gradients travel in it, too, and are summed in
+        32 bits at least. The shards and their gradients keep their own.
+      weight: this rank's number of samples, or tokens, if the ranks have different ones: the derivative becomes
+        Σ_r w_r·g_r / Σ_r w_r, as in `distributed`.
+
+    Returns:
+      A pytree of whole arrays. Of a `ShardedState`, `reshard` makes one for any number of ranks.
+
+    Raises:
+      ValueError: a leaf that was cut for another number of ranks, with its path; weights as in `distributed`.
+      RuntimeError: under `jax.jit` in the place of `jaxmpi.jit`, on the xla backend and on simulated ranks.
+    """
+    check_ranks("unshard", tree)
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_sharded)
+    chosen = [i for i, x in enumerate(nodes) if is_sharded_array(x)]
+    wholes = _wholes(None if dtype is None else jnp.dtype(dtype))([nodes[i] for i in chosen], weight) if chosen else []
+    nodes = [whole_state(x) if isinstance(x, ShardedState) else x for x in nodes]
+    for i, x in zip(chosen, wholes, strict=True):
+        nodes[i] = x
+    return treedef.unflatten(nodes)
+
+
+@cache
+def _cut(stacked: tuple[bool, ...]) -> Callable[[Any], Any]:
+    def each(params: PyTree) -> Any:
+        leaves, treedef = jax.tree.flatten(params)
+        return treedef.unflatten([cut(x, flag) if _is_float(x) else x for x, flag in zip(leaves, stacked, strict=True)])
+
+    return anywhere(each, "fully_shard")
+
+
+@cache
+def _wholes(dtype: Any) -> Callable[[list[ShardedArray], Any], list[jax.Array]]:
+    def whole(shards: list[ShardedArray], weight: Any) -> list[jax.Array]:
+        layouts = tuple(Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype)) for x in shards)
+        if session.size() == 1 and weight is None:
+            return [x.shard.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
+        return _gather(layouts, [x.shard for x in shards], weight)
+
+    return anywhere(whole, "unshard")
+
+
+class Layout(NamedTuple):
+    """Of a `ShardedArray`."""
+
+    stacked: int  # how many axes there are before those of one array
+    of: tuple[int, ...]  # the shape of one array
+    dtype: Any  # of the shard
+    to: Any  # of the whole array
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the ranks have different parts."""
+        return bool(self.of) and session.size() > 1
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> list[jax.Array]:
+    """The whole arrays."""
+    parts = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
+    stacks = tree_allgather({i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut})
+    wholes = [equal_on_all_ranks(x) for x in parts]
+    for i, x in stacks.items():
+        stacked, of, *_ = layouts[i]
+        wholes[i] = joined(x, (*parts[i].shape[:stacked], *of), stacked)
+    return wholes
+
+
+def _gather_fwd(layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> tuple[list[jax.Array], Any]:
+    return _gather(layouts, shards, weight), weight
+
+
+def _gather_bwd(layouts: tuple[Layout, ...], weight: Any, cts: list[jax.Array]) -> tuple[list[jax.Array], None]:
+    """This rank's shards of the mean of the cotangents."""
+    size, pairs = session.size(), list(zip(cts, layouts, strict=True))
+    stacks = [rows(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
+    means = weighted_mean("unshard", (stacks, [ct for ct, layout in pairs if not layout.is_cut]), weight, _mean_shards)
+    shards, wholes = map(iter, means)
+    found = [next(shards if layout.is_cut else wholes) for layout in layouts]
+    return [as_shard(x.astype(layout.dtype)) for x, layout in zip(found, layouts, strict=True)], None
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def _mean_shards(function: str, tree: Any) -> Any:
+    """The means of what is cut into rows, in the row of this rank, and of the rest; before them that of weights, if any."""
+    weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
+    shards = tree_reduce_scatter(stacks, op="mean")
+    weight, wholes = tree_allreduce((weight, wholes), op="mean")
+    return (shards, wholes) if weight is None else (weight, (shards, wholes))
+
+
+def _cast(x: ShardedArray, dtype: Any) -> Any:
+    """The dtype of the whole array."""
+    return dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedArray | ShardedState)
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_sharded_array(x) or is_per_rank(x)
