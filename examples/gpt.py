@@ -3,6 +3,7 @@
     python examples/gpt.py
     jaxmpi run -n 2 examples/gpt.py
     jaxmpi run -n 2 examples/gpt.py --sharded --accumulate 2
+    jaxmpi run -n 2 examples/gpt.py --fully-sharded
     jaxmpi run -n 2 examples/gpt.py --local-every 50 --diloco
 
 The layers are one `scan` over their stacked parameters, and each is computed again in the backward pass (`remat`), so that
@@ -33,6 +34,7 @@ parser.add_argument("--megabytes", type=float, default=8.0, help="of text; the l
 parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
 parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches for one step of the optimizer")
 parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)")
+parser.add_argument("--fully-sharded", action="store_true", help="and the parameters, one layer at a time whole (FSDP)")
 parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
 parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
@@ -40,8 +42,10 @@ parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that s
 parser.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
-if args.local_every is not None and (args.local_every < 1 or args.sharded):
-    parser.error("--local-every is 1 or more, and each rank then has a state of its own: not with --sharded")
+if args.sharded and args.fully_sharded:
+    parser.error("--fully-sharded shares the optimizer's state out, too: leave out --sharded")
+if args.local_every is not None and (args.local_every < 1 or args.sharded or args.fully_sharded):
+    parser.error("--local-every is 1 or more, and each rank then has a state of its own: not with --sharded, --fully-sharded")
 if args.diloco and args.local_every is None:
     parser.error("--diloco goes with --local-every")
 
@@ -77,29 +81,34 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """[batch, length] bytes to [batch, length, 256] logits of the next one."""
+    """[batch, length] bytes to [batch, length, 256] logits of the next one; the parameters of blocks may be shards."""
+
+    shards: bool = False
 
     @nn.compact
     def __call__(self, text):
         length = text.shape[1]
         embed = nn.Embed(256, args.width, embedding_init=nn.initializers.normal(0.02))
         x = embed(text) + self.param("position", nn.initializers.normal(0.02), (args.length, args.width))[:length]
+        block = nn.map_variables(Block, "params", jaxmpi.unshard) if self.shards else Block
         blocks = nn.scan(
-            nn.remat(Block, prevent_cse=False),
+            nn.remat(block, prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
             length=args.layers,
         )
-        x, _ = blocks()(x, nn.make_causal_mask(text))
+        x, _ = blocks(name="blocks")(x, nn.make_causal_mask(text))
         return embed.attend(nn.LayerNorm()(x))
 
 
 train, test = windows()
 if len(train) < args.batch_size:
     parser.error(f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on")
-model = GPT()
-params = jaxmpi.synchronize(model.init(jax.random.key(args.seed), train[:1, :-1]))  # rank 0's, on every rank
+params = jaxmpi.synchronize(GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"])  # rank 0's, on every rank
+count = sum(x.size for x in jax.tree.leaves(params))
+if args.fully_sharded:
+    params = jaxmpi.fully_shard(params, stacked={name: name == "blocks" for name in params})
 
 updates_of_optimizer = max(1, args.steps // args.accumulate)
 schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, min(100, updates_of_optimizer // 5), updates_of_optimizer)
@@ -107,6 +116,8 @@ adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weigh
 if args.local_every:
     outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True) if args.diloco else None
     optimizer = jaxmpi.local_sgd(adamw, args.local_every, outer)
+elif args.fully_sharded:
+    optimizer = adamw
 else:
     optimizer = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
@@ -116,7 +127,9 @@ equal = (1,) if args.local_every else (0, 1)  # with --local-every the ranks' pa
 
 def losses(params, text):
     """Nats per byte, for each window."""
-    return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, text[:, :-1]), text[:, 1:]).mean(axis=1)
+    outside = jaxmpi.unshard({name: x for name, x in params.items() if name != "blocks"})
+    logits = GPT(args.fully_sharded).apply({"params": {**outside, "blocks": params["blocks"]}}, text[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean(axis=1)
 
 
 @partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=equal, replicated_outnums=equal)
@@ -150,7 +163,6 @@ def endless():
         epoch += 1
 
 
-count = sum(x.size for x in jax.tree.leaves(params))
 log.info(f"{count / 1e6:.2f}M parameters, {train.size / 1e6:.1f} MB of text")
 every = max(1, args.steps // 6)
 recent, start, tokens = [], time.perf_counter(), args.batch_size * args.length
@@ -163,13 +175,13 @@ for number, text in zip(range(1, args.steps + 1), endless(), strict=False):
         log.info(f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  {rate:.0f} bytes/s")
         recent, start = [], time.perf_counter()
 
-params = jaxmpi.local(whole(params))
+params = jaxmpi.local(jaxmpi.unshard(whole(params)))
 if jaxmpi.rank() == 0 and args.sample:  # not a collective: the other ranks are done
     out, key = bytearray(b"def main(arguments):"), jax.random.key(args.seed)
     text = np.frombuffer(bytes(out).rjust(args.length, b"\n")[-args.length :], np.uint8)[None]
-    predict = jax.jit(model.apply)
+    predict = jax.jit(GPT().apply)
     for i in range(args.sample):
-        logits = predict(params, text)[0, -1] / 0.7
+        logits = predict({"params": params}, text)[0, -1] / 0.7
         byte = int(jax.random.categorical(jax.random.fold_in(key, i), logits))
         text = np.concatenate([text[:, 1:], np.full((1, 1), byte, np.uint8)], axis=1)
         out.append(byte)

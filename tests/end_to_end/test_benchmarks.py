@@ -85,6 +85,14 @@ def test_optimizers_compares_the_transforms():
     assert float(sizes["sharded"]) == pytest.approx(float(sizes["distributed"]) / 2, rel=1e-3)
 
 
+def test_fsdp_holds_less_than_zero_1():
+    output = run(on_ranks(2, "benchmarks/fsdp.py", "--quick", "--layers", "3", "--width", "64"))
+    peaks = {name: float(peak) for name, peak in re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)}
+    assert peaks["FSDP"] < peaks["ZeRO-1"] < peaks["distributed"]
+    assert re.search(r"bytes / 3 parameters +(0\.\d+|1\.00), .*: holds", output)
+    assert re.search(r"FSDP / ZeRO-1 +[\d.]+, rounds", output)
+
+
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_overhead_adds_up_what_watching_and_agreeing_take(backend):
     output = run(on_ranks(2, "benchmarks/overhead.py", "--quick"), JAXMPI_BACKEND=backend)

@@ -71,14 +71,20 @@ GPT = ("examples/gpt.py", *SMALL.split())
 
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
-    """Training and held out, with the optimizer's state whole and shared out."""
+    """Training and held out, with the optimizer's state whole and shared out, and the parameters, too."""
     *same, diloco = run_all(
         on_ranks(ranks, *GPT, *options.split())
-        for ranks, options in ((1, "--sample 20"), (3, "--sample 20 --sharded"), (2, "--sample 0 --local-every 3 --diloco"))
+        for ranks, options in (
+            (1, "--sample 20"),
+            (3, "--sample 20 --sharded"),
+            (2, "--sample 20 --fully-sharded"),
+            (2, "--sample 0 --local-every 3 --diloco"),
+        )
     )
-    one, three = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
+    one, *others = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
     assert len(one) == 12 and all("def main(arguments):" in output for output in same)
-    np.testing.assert_allclose(three, one, atol=2e-3)
+    for other in others:
+        np.testing.assert_allclose(other, one, atol=2e-3)
     assert one[-1] < 0.95 * one[0]
     assert "held out" in diloco
 
