@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, SHARD
 from jaxmpi._leaves import in_shard, leaf_name
-from jaxmpi._lowering.classify import CALLS, kind
+from jaxmpi._lowering.classify import CALLS, kind, subjaxprs
 
 __all__ = ["ELEMENTWISE", "check_shards"]
 
@@ -95,7 +95,8 @@ def _follow(jaxpr: Any, ins: Sequence[Value]) -> list[Value]:
 
     for eqn in inner.eqns:
         xs = [read(v) for v in eqn.invars]
-        if any(x != NOTHING for x in xs) or eqn.primitive.name == "name":
+        makes_shards = eqn.primitive.name == "name" or any(True for _ in subjaxprs(eqn))
+        if makes_shards or any(x != NOTHING for x in xs):
             known.update(zip(eqn.outvars, _outs(eqn, xs), strict=True))
     return [read(v) for v in inner.outvars]
 

@@ -156,6 +156,26 @@ def test_an_optimizer_that_looks_across_elements_is_refused():
             step(shards, state, shards)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_of_a_scan_are_shards_to_the_check(remat):
+    with jaxmpi.simulate(2), jax.enable_x64(True):
+        shards = jaxmpi.fully_shard(layers(), stacked=True)
+        wrap = jax.checkpoint if remat else lambda f: f
+        layer = wrap(lambda x, p: (block(x, jaxmpi.unshard(p)), None))
+        loss = lambda shards: jnp.mean(jax.lax.scan(layer, x_of(0), shards)[0] ** 2)
+        with pytest.raises(ValueError, match="depends on clip_by_global_norm"):
+            jaxmpi.jit(lambda shards: clip_of(jax.grad(loss)(shards), 0.01))(shards)
+        ours = jaxmpi.clip_by_global_norm(0.01)
+        got = jaxmpi.unshard(jaxmpi.jit(lambda shards: ours.update(jax.grad(loss)(shards), None)[0])(shards))
+        want = clip_of(jax.grad(lambda stack: unrolled(stack, x_of(0)))(layers()), 0.01)
+        for name, g in want.items():
+            np.testing.assert_allclose(got[name], g, rtol=1e-12, atol=1e-14)
+
+
+def clip_of(tree, limit):
+    return optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())[0]
+
+
 @run_ranks(1, 2, 3)
 def test_transforms_of_jaxmpi_on_shards():
     """A step that one rank cannot take is skipped by all; accumulation is that of optax."""
