@@ -297,6 +297,25 @@ def whole_states():
     return call
 
 
+@row("fully_shard", "ShardedArray")
+def shards():
+    n, params = jaxmpi.size(), jax.tree.map(jnp.asarray, tree(0))
+
+    def loss(shards, x):
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, jaxmpi.unshard(shards), x)))
+
+    step = jaxmpi.jit(lambda shards, x: jaxmpi.unshard(jax.grad(loss)(shards, x)))
+
+    def call():
+        cut = jaxmpi.fully_shard(params)
+        is_cut = lambda x: isinstance(x, jaxmpi.ShardedArray)
+        assert all(map(is_cut, jax.tree.leaves(cut, is_leaf=is_cut)))
+        assert_each(jaxmpi.unshard(cut), lambda rank: tree(0))
+        assert_each(step(cut, each(tree)), lambda rank: mean(n))
+
+    return call
+
+
 # steps
 
 
