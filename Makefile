@@ -10,6 +10,7 @@
 # make environments  a job in a hundred environments: quarter of an hour
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
+# make bench-hosts   the benchmark between hosts, which are made of this one: needs root
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
 # make lint    ruff, mypy and clang-format
@@ -36,7 +37,7 @@ COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench package docs lint lock clean
+.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts package docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -119,6 +120,11 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/fsdp.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
+
+bench-hosts: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
+	@echo "== the benchmark between hosts: results and a plot in $(BENCH)"
+	@$(BIN)/python benchmarks/hosts.py --out $(BENCH)
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"

@@ -147,14 +147,14 @@ def main():
             print(f"  {case:24} {name:26} median {median:9.2f} ms, {low:.2f} to {high:.2f}")
             rows.append({"case": f"{network}: {case}", "contender": name, "median_us": us[case, name]})
         for case, name, value, at_most in ratios(network, us):
-            late = at_most is not None and value > at_most and not args.quick
+            late = at_most is not None and value > at_most
             missed += late
             bound = "no bound" if at_most is None else f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
             print(f"  {case:24} {name:40} {value:6.2f}, {bound}", flush=True)
     if args.out:
         save(args.out, "hosts", {"machine": machine, "rows": rows}, "hosts", lambda axes: bars(axes, rows))
     print(f"hosts: {missed} ratios missed their bound")
-    sys.exit(int(bool(missed)))
+    sys.exit(int(bool(missed) and not args.quick))
 
 
 if args.worker is None:
