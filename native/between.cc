@@ -244,7 +244,7 @@ void BetweenNodes::begin_reduce(int64_t k, Lane& lane) {
       partial(k, {begin, end}, 0, to);
     } else {
       for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
-        partial(k, mine, at_.order[at_.first(theirs) + rank], to + rank * n * item);
+        partial(k, mine, at_.order[at_.firsts[theirs] + rank], to + rank * n * item);
       }
     }
   }
@@ -348,7 +348,7 @@ void BetweenNodes::begin_allgather(int64_t k, Lane& lane) {
     for (int i = 0; i < nodes_; ++i) {
       const int theirs = (at_.node + i) % nodes_;
       for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
-        const int row = at_.order[at_.first(theirs) + rank];
+        const int row = at_.order[at_.firsts[theirs] + rank];
         copy_bytes(at(k, me_, 1 + row, mine.begin), blocks + (starts[i] + rank * n) * item, n * item);
       }
     }
@@ -383,7 +383,7 @@ void BetweenNodes::begin_alltoall(int64_t k, Lane& lane) {
   for (int i = 1; i < nodes_; ++i) {
     const int theirs = (at_.node + i) % nodes_;
     for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
-      const int other = at_.order[at_.first(theirs) + rank];
+      const int other = at_.order[at_.firsts[theirs] + rank];
       char* to = arrived + rows.size() * size;
       stages[0].moves.push_back({other, at(k, me_, other, 0), size, other, to, size});
       rows.emplace_back(other, to);

@@ -72,7 +72,7 @@ class BetweenNodes : public Call {
 
   bool reduces() const { return operation_.kind == Kind::Allreduce || operation_.kind == Kind::ReduceScatter; }
   bool pairs() const { return nodes_ == 2 && direct_ && operation_.kind == Kind::Allreduce; }
-  int peer(int node) const { return at_.order[at_.first(node) + me_]; }  // the owner there that has the same share
+  int peer(int node) const { return at_.order[at_.firsts[node] + me_]; }  // the owner there that has the same share
   std::vector<int64_t> starts(int64_t n) const;
   void partial(int64_t k, Range part, int64_t row, char* to);
   void take_from(int64_t k, int owner);

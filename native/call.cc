@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 
 namespace jaxmpi {
@@ -12,13 +11,18 @@ constexpr int64_t kLine = 64;  // bytes: shares of a chunk begin on cache lines
 
 }  // namespace
 
-int Place::first(int node) const { return std::accumulate(ranks.begin(), ranks.begin() + node, 0); }
+Place::Place(int rank, std::vector<int> order, std::vector<int> ranks, int node)
+    : rank(rank), size(order.size()), order(std::move(order)), ranks(std::move(ranks)), node(node) {
+  owners = *std::min_element(this->ranks.begin(), this->ranks.end());
+  int first = 0;
+  for (int each : this->ranks) firsts.push_back(std::exchange(first, first + each));
+}
 
 int Place::node_of(int rank, int& local) const {
-  local = static_cast<int>(std::find(order.begin(), order.end(), rank) - order.begin());
-  int node = 0;
-  while (local >= ranks[node]) local -= ranks[node++];
-  return node;
+  const auto place = std::find(order.begin(), order.end(), rank) - order.begin();
+  const auto after = std::upper_bound(firsts.begin(), firsts.end(), place);
+  local = static_cast<int>(place) - after[-1];
+  return static_cast<int>(after - firsts.begin()) - 1;
 }
 
 Stream::Stream(Type type, std::vector<Array> arrays) : type(type), item(size_of(type)), arrays_(std::move(arrays)) {
@@ -110,7 +114,7 @@ void Call::store_zeros(int64_t k) const {
 }
 
 void Call::gather(int64_t k) const {
-  const int base = at_.first(at_.node);
+  const int base = at_.firsts[at_.node];
   const bool by_rank = operation_.kind == Kind::Allgather || operation_.kind == Kind::Alltoall;
   const int64_t from = operation_.kind == Kind::Alltoall ? at_.rank : 0;
   for (int rank = 0; rank < local_; ++rank) {

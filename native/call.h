@@ -30,14 +30,16 @@ struct Array {
 };
 
 struct Place {
-  int rank, size;          // in the job
-  std::vector<int> order;  // of the ranks: by node, and by local rank within
-  std::vector<int> ranks;  // how many each node has
-  int node;                // of this rank
-  int owners;              // how many ranks of each node reduce
+  Place(int rank, std::vector<int> order, std::vector<int> ranks, int node);
+
+  int rank, size;           // in the job
+  std::vector<int> order;   // of the ranks: by node, and by local rank within
+  std::vector<int> ranks;   // how many each node has
+  std::vector<int> firsts;  // where those of each node begin, in `order`
+  int node;                 // of this rank
+  int owners;               // how many ranks of each node reduce
 
   int nodes() const { return static_cast<int>(ranks.size()); }
-  int first(int node) const;                // of its ranks, in `order`
   int node_of(int rank, int& local) const;  // and its local rank
 };
 

@@ -74,7 +74,6 @@ void* Network::add(int& pending) {
 void Network::send(int rank, int tag, const void* from, int64_t bytes, int& pending) {
   if (bytes == 0) return;
   const int count = count_of(bytes);
-  sent_bytes_ += bytes;
   check(functions().isend(from, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Isend");
 }
 

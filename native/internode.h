@@ -30,8 +30,6 @@ class Network {
   // Let messages move on; returns whether one of them is complete now.
   bool progress();
 
-  int64_t sent_bytes() const { return sent_bytes_; }  // since the beginning
-
  private:
   void* add(int& pending);
   void check(int code, const char* function) const;
@@ -43,7 +41,6 @@ class Network {
   std::vector<int*> pending_;   // of each request
   std::vector<int> completed_;
   std::vector<char> statuses_;
-  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace jaxmpi

@@ -202,13 +202,12 @@ nb::capsule handler(const std::string& name) {
   throw std::invalid_argument("no handler is called " + name);
 }
 
-void open(int rank, int size, std::vector<int> order, std::vector<int> ranks, int node_number, int owners, int local_rank,
-          int64_t slot_bytes, int slots, bool crowded, intptr_t memory, int file) {
+void open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, int64_t slot_bytes, int slots,
+          bool crowded, intptr_t memory, int file) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  const Node::Layout layout = {local_rank, ranks.at(node_number), slot_bytes, slots, crowded};
-  auto node = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
-  const Place place = {rank, size, std::move(order), std::move(ranks), node_number, owners};
-  transport = std::make_unique<Transport>(place, std::move(node));
+  const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded};
+  auto shared = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
+  transport = std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(shared));
 }
 
 void connect(const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
@@ -278,9 +277,8 @@ NB_MODULE(_native, m) {
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
   m.def("layout_bytes",
         [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
-  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("size"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
-        nb::arg("owners"), nb::arg("local_rank"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"),
-        nb::arg("memory"), nb::arg("file"));
+  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
+        nb::arg("local_rank"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
   m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("byte"), nb::arg("request_bytes"),
         nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,

@@ -156,8 +156,8 @@ class Native(Mpi):
         bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, slots)
         self._file, self._memory = _shared_memory(world, node, bytes_)
         self._native.open(
-            rank=place.rank, size=place.size, order=[rank for _, _, rank in places], ranks=ranks, node=place.node,
-            owners=min(ranks), local_rank=place.local_rank, slot_bytes=slot_bytes, slots=slots,
+            rank=place.rank, order=[rank for _, _, rank in places], ranks=ranks, node=place.node,
+            local_rank=place.local_rank, slot_bytes=slot_bytes, slots=slots,
             crowded=len(cores) < place.local_size, memory=np.frombuffer(self._memory, np.uint8).ctypes.data, file=self._file,
         )  # fmt: skip
         if several:

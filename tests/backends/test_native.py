@@ -502,7 +502,7 @@ os.ftruncate(file, size)
 path, child = f"/proc/{os.getpid()}/fd/{file}", os.fork()
 file = os.open(path, os.O_RDWR)
 memory = mmap.mmap(file, size)
-native.open(rank=int(child == 0), size=2, order=[0, 1], ranks=[2], node=0, owners=2, local_rank=int(child == 0),
+native.open(rank=int(child == 0), order=[0, 1], ranks=[2], node=0, local_rank=int(child == 0),
             slot_bytes=4096, slots=4, crowded=True, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file)
 print(native.meet(5 + (child == 0)), flush=True)
 if child == 0:
