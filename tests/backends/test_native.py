@@ -265,15 +265,15 @@ assert w.local_size < n
 rng = np.random.default_rng(0)
 for dtype in ("float32", "bfloat16", "int32"):
     data = np.asarray(jnp.asarray(rng.normal(size=(n, n, 700_001)) * 9, dtype))
-    want = data.astype(np.float64).sum(0)
-    scale = 2e-2 if dtype == "bfloat16" else 1e-5
-    close = lambda got, want: np.testing.assert_allclose(np.float64(got), want, rtol=scale, atol=scale * 9)
-    close(jaxmpi.tree_allreduce(data[me, 0], "sum"), want[0])
-    close(jaxmpi.tree_allreduce(data[me, 0], "max"), data[:, 0].max(0))
-    close(jaxmpi.tree_allreduce([data[me, 1, :3]], "sum")[0], want[1, :3])
+    want, total = data.astype(np.float64).sum(0), np.abs(data.astype(np.float64)).sum(0)
+    scale = 3 * 2.0**-8 if dtype == "bfloat16" else 1e-6  # between two nodes: see jaxmpi/_backends/native.py
+    close = lambda got, want, total: np.testing.assert_array_less(np.abs(np.float64(got) - want), scale * total + 1e-9)
+    close(jaxmpi.tree_allreduce(data[me, 0], "sum"), want[0], total[0])
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(data[me, 0], "max"), data[:, 0].max(0))
+    close(jaxmpi.tree_allreduce([data[me, 1, :3]], "sum")[0], want[1, :3], total[1, :3])
     if dtype != "int32":
-        close(jaxmpi.tree_allreduce(data[me, 0]), want[0] / n)
-    close(jaxmpi.tree_reduce_scatter(data[me], "sum"), want[me])
+        close(jaxmpi.tree_allreduce(data[me, 0]), want[0] / n, total[0] / n)
+    close(jaxmpi.tree_reduce_scatter(data[me], "sum"), want[me], total[me])
     np.testing.assert_array_equal(jaxmpi.tree_allgather(data[me, 0]), data[:, 0])
 try:
     jaxmpi.tree_allreduce(np.ones(3 if me else 4, np.float32))
