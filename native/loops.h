@@ -14,17 +14,14 @@ struct Loops {
   decltype(&::jaxmpi::stream_bytes) stream_bytes;
 };
 
-#if defined(__x86_64__)
+namespace v1 {
+extern const Loops loops;  // any processor
+}
 namespace v3 {
-extern const Loops loops;  // AVX2 and F16C
+extern const Loops loops;  // x86-64 with AVX2 and F16C
 }
 namespace v4 {
-extern const Loops loops;  // AVX-512
+extern const Loops loops;  // x86-64 with AVX-512
 }
-#else
-namespace v1 {
-extern const Loops loops;
-}
-#endif
 
 }  // namespace jaxmpi

@@ -5,6 +5,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "gpu_staging.h"
 #include "schedule.h"
@@ -29,8 +32,7 @@ namespace {
 std::unique_ptr<Transport>& transport = *new std::unique_ptr<Transport>;
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 std::mutex& one_at_a_time = *new std::mutex;
-std::atomic<int64_t> started = 0, ended = 0;  // messages
-PyObject* on_disagreement = nullptr;          // (word) -> str, or null
+PyObject* on_disagreement = nullptr;  // (word) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
@@ -39,7 +41,26 @@ struct Event {
   std::atomic<int64_t> word, bytes, start, met, end;
 };
 constexpr int64_t kEvents = 4096;
-Event events[kEvents];
+struct Record {
+  std::atomic<int64_t> started, ended;  // messages
+  Event events[kEvents];
+};
+
+// In a file without a name, which `jaxmpi top` reads as /proc/PID/fd/N; in memory of our own where there can be none.
+Record& make_record() {
+  const int file = memfd_create("jaxmpi-events", MFD_CLOEXEC);
+  if (file < 0) return *new Record{};
+  void* memory = MAP_FAILED;
+  if (ftruncate(file, sizeof(Record)) == 0) {
+    memory = mmap(nullptr, sizeof(Record), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  }
+  if (memory != MAP_FAILED) return *static_cast<Record*>(memory);
+  ::close(file);
+  return *new Record{};
+}
+Record& record = make_record();
+std::atomic<int64_t>&started = record.started, &ended = record.ended;
+Event* const events = record.events;
 
 Transport& current() {
   if (!transport) throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
@@ -265,12 +286,20 @@ auto schedule(const std::string& name, int nodes, int node, bool direct, int roo
   return out;
 }
 
+#if defined(__clang__)
+constexpr char kCompiler[] = __VERSION__;
+#else
+constexpr char kCompiler[] = "GCC " __VERSION__;
+#endif
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
   m.attr("interface") = 3;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
+  m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
+  m.attr("compiler") = kCompiler;
   m.def("can_reduce", &can_reduce);
   m.def("handler", &handler);
   m.def("set_rank", [](int32_t rank) { rank_of_process = rank; });
@@ -283,7 +312,7 @@ NB_MODULE(_native, m) {
         nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,
         nb::arg("root") = 0);
-  m.def("on_disagreement", [](nb::callable f) { Py_XSETREF(on_disagreement, f.release().ptr()); });
+  m.def("on_disagreement", [](nb::callable f) { Py_XDECREF(std::exchange(on_disagreement, f.release().ptr())); });
   m.def("meet", &meet);
   m.def("messages", &messages);
   m.def("word", &word);

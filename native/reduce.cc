@@ -1,13 +1,40 @@
 #include "reduce.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "loops.h"
 
 namespace jaxmpi {
 namespace {
 
+#if defined(__x86_64__)
+// Whether the processor has AVX2 and F16C, and AVX-512 with F, DQ, CD, BW and VL, and the system saves their registers. Not by
+// __builtin_cpu_supports, whose table not every compiler's runtime fills in.
+struct Processor {
+  bool avx2 = false, avx512 = false;
+
+  Processor() {
+    constexpr unsigned kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;                  // leaf 1, ecx
+    constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 3u << 30;  // leaf 7, ebx
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, kXsave | kAvx | kF16c)) return;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    avx2 = has(b, kAvx2) && has(low, 0x6);
+    avx512 = avx2 && has(b, kAvx512) && has(low, 0xe6);
+  }
+
+  static bool has(unsigned word, unsigned bits) { return (word & bits) == bits; }
+};
+
+const Processor processor;
+#endif
+
 const Loops& best() {
 #if defined(__x86_64__)
-  static const Loops& loops = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") ? v4::loops : v3::loops;
+  static const Loops& loops = processor.avx512 ? v4::loops : v3::loops;
   return loops;
 #else
   return v1::loops;
@@ -18,7 +45,7 @@ const Loops& best() {
 
 bool can_reduce() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2");  // every processor that has it has F16C
+  return processor.avx2;
 #else
   return true;
 #endif

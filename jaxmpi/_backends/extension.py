@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxlib import version as jaxlib_version
 
 from jaxmpi._errors import MPIError
 
-__all__ = ["load", "rank_value", "sources_digest"]
+__all__ = ["check_ffi", "load", "rank_value", "sources_digest"]
 
 INTERFACE = 3  # as in native/module.cc: another number for every change of what Python calls there
 ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
@@ -55,6 +56,25 @@ def rank_value(rank: int) -> Callable[[], Any]:
         return lambda: np.int32(rank)
     jax.ffi.register_ffi_target("jaxmpi_rank", native.handler("rank"), platform="cpu")
     return jax.ffi.ffi_call("jaxmpi_rank", jax.ShapeDtypeStruct((), np.int32))
+
+
+def check_ffi(native: Any) -> None:
+    """Let jaxlib look at a handler of the extension: it refuses those of an XLA FFI that is newer or older than it accepts.
+
+    It looks once JAX's backend has started: before, it only keeps what it is given.
+
+    Raises:
+      MPIError: it does.
+    """
+    try:
+        jax.ffi.register_ffi_target("jaxmpi_rehearsal", native.handler("rehearsal"), platform="cpu")
+    except Exception as error:  # of jaxlib, which has no narrower type for it
+        raise MPIError(
+            f"The extension of jaxmpi was built for XLA FFI {native.ffi}, which "
+            f"jaxlib {jaxlib_version.__version__} does not accept "
+            f"({str(error).splitlines()[0]}). Install a jaxmpi and a jaxlib of about the same date: pip install --upgrade "
+            "jaxmpi jaxlib. Until then, JAXMPI_TRANSPORT=mpi4jax does without the extension."
+        ) from error
 
 
 def sources_digest(folder: Path) -> str:

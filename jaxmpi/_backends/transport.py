@@ -42,7 +42,7 @@ def why_not_native() -> str:
     """Why this process cannot use the native transport, in words; "" if it can.
 
     Raises:
-      MPIError: the extension is there, but belongs to other sources or another version.
+      MPIError: the extension is there, but belongs to other sources, another version or another XLA FFI.
     """
     try:
         native = extension.load()
@@ -50,7 +50,9 @@ def why_not_native() -> str:
         return f"the extension is not built ({error})"
     if not native.can_reduce():
         return "the processor has no AVX2"
-    if not on_host():
+    on_cpu = on_host()
+    extension.check_ffi(native)
+    if not on_cpu:
         version = jax.local_devices()[0].client.platform_version
         if "cuda" not in version.lower():
             return f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"

@@ -1,6 +1,7 @@
 """The transport of jaxmpi itself: sums across the borders of its chunks, the same bits on all ranks, and an end for those who
 wait in vain. What every transport does, the other tests say."""
 
+import ctypes
 import hashlib
 import mmap
 import os
@@ -592,6 +593,48 @@ def test_an_extension_with_another_interface_is_refused(attributes, monkeypatch)
         MPIError, match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again"
     ):
         extension.load()
+
+
+class _Base(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("version", _Version)]
+
+
+class _Question(ctypes.Structure):
+    _fields_ = [("base", _Base), ("metadata", ctypes.POINTER(_Metadata))]
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("question", ctypes.POINTER(_Question))]
+
+
+HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
+KEPT = []  # handlers, which jaxlib may call later
+
+
+@pytest.mark.parametrize("ffi", ["0.0", "0.999", "9.0"])
+def test_an_extension_of_another_ffi_is_refused(ffi):
+    """By jaxlib itself, which asks the handler for the version that it was compiled for."""
+    jax.devices()
+
+    @HANDLER
+    def handler(frame):
+        version = frame.contents.question.contents.metadata.contents.version
+        version.major, version.minor = map(int, ffi.split("."))
+
+    KEPT.append(handler)
+    native = types.SimpleNamespace(ffi=ffi, handler=lambda name: jax.ffi.pycapsule(handler))
+    said = rf"built for XLA FFI {ffi}, which jaxlib [\d.]+ does not accept .*\({ffi}\).* pip install --upgrade jaxmpi jaxlib"
+    with pytest.raises(MPIError, match=said):
+        extension.check_ffi(native)
+    extension.check_ffi(extension.load())
 
 
 # the choice
