@@ -1,4 +1,4 @@
-"""The command line: `jaxmpi run ...`, which is `python -m jaxmpi run ...`, `jaxmpi timeline ...` and `jaxmpi doctor`."""
+"""The command line: `jaxmpi run`, which is `python -m jaxmpi run`, `jaxmpi top`, `jaxmpi timeline` and `jaxmpi doctor`."""
 
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ USAGE = """usage: jaxmpi COMMAND ...
 commands:
   run       run a Python program on several ranks; see `jaxmpi run --help`
   doctor    is everything here, does it fit together, and how fast is it?
+  top       the ranks of running jobs, live; see `jaxmpi top --help`
   timeline  put the flight records of a job together; see `jaxmpi timeline --help`
 """
 
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxmpi._cli import doctor
 
         return doctor.run(arguments[1:])
+    if arguments[:1] == ["top"]:
+        from jaxmpi._cli import top
+
+        return top.run(arguments[1:])
     if arguments[:1] == ["timeline"]:
         return timeline.run(arguments[1:])
     if arguments and arguments[0] in ("-h", "--help"):

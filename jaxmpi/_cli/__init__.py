@@ -1,4 +1,4 @@
-"""The commands `jaxmpi doctor` and `jaxmpi timeline`.
+"""The commands `jaxmpi doctor`, `jaxmpi top` and `jaxmpi timeline`.
 
 doctor    is everything there, does it fit together, and how fast is it?
 checks    what it looks at
@@ -7,4 +7,8 @@ finding   what it says of each
 timeline  the flight records of all ranks, put together
 records   which are read and checked
 picture   a timeline as a picture
+top         the ranks of running jobs, live
+observe     what they show of themselves, here and on other hosts
+rank_rates  what follows from it
+top_view    how it is shown
 """

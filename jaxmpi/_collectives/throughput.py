@@ -39,6 +39,8 @@ class Throughput:
     def add(self, samples: int) -> None:
         """Count samples that this rank has worked through."""
         self._samples += samples
+        if (watching := session.monitor()) is not None:  # for `jaxmpi top`
+            watching.samples += samples
 
     def read(self) -> Rate:
         """The rates since the last `read`, or since the beginning.

@@ -4,6 +4,7 @@ monitor          a thread on every rank that ends the job when one of them is go
 watchdog         who waits for whom, where, and what the missing ranks are doing
 death_reporter   a process that names the rank that was killed, where MPI does not
 flight_recorder  the last collectives of each rank
+live             what `jaxmpi top` shows of this rank
 preemption       a call at which all ranks stop, once one has got a signal
 async_gather     what all ranks say of one thing, whenever each comes to it
 ordered_output   lines of text in the order of the ranks

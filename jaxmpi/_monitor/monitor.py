@@ -25,6 +25,7 @@ from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._monitor import death_reporter
 from jaxmpi._monitor.async_gather import Gathering
 from jaxmpi._monitor.flight_recorder import Recorder
+from jaxmpi._monitor.live import Live
 from jaxmpi._monitor.ordered_output import Key, OrderedOutput
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._monitor.watchdog import Watchdog
@@ -54,6 +55,7 @@ class Monitor:
         self.stop = Preemption(self, backend.place.size, backend.place.rank)
         self.gathering = Gathering(self)
         self.signals = Signals()
+        self.samples = 0  # that `Throughput` has counted on this rank
         self._failed: list[Callable[..., Any]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -71,6 +73,7 @@ class Monitor:
         if self.listening:
             self._thread.start()
             Watchdog(self, Recorder(self))
+            Live(self)
             self._greet()
 
     # messages

@@ -7,6 +7,7 @@ peers                 the ranks of this host, as other processes see them
 children              processes that a rank starts
 signals               what the process is told, also while it stands inside MPI
 communicating_thread  which thread communicates
+live_record           what a rank shows of itself to `jaxmpi top`
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
 compiled_files        what JAX has compiled, kept for the next job

@@ -94,6 +94,9 @@ def files(processes, folders):
     for pid in processes:
         maps = Path(f"/proc/{pid}/maps").read_text()
         mapped = re.findall(r"/dev/shm/.*", maps)
+        rows |= {
+            ("memory of a rank", link.removesuffix(" (deleted)"), "no name") for link in links(pid) if "/memfd:jaxmpi" in link
+        }
         for name in {*mapped, *(link for link in links(pid) if link.startswith("/dev/shm/"))}:
             path, deleted = Path(name.removesuffix(" (deleted)")), name.endswith(" (deleted)")
             mode = "no name" if deleted else f"{stat.S_IMODE(path.lstat().st_mode):o}"

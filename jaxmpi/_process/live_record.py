@@ -1,0 +1,115 @@
+"""What a rank shows of itself while it runs: two files without names, which `/proc/PID/fd` gives to processes of the same user.
+
+jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Writer`)
+jaxmpi-events  the ring of the last messages that the native transport records anyway (`Record` of native/module.cc)
+
+They are memory: nothing is left of them when the rank has ended, and they can be read while it is stopped.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Event", "Reader", "Writer", "processes"]
+
+RANK, EVENTS = "jaxmpi-rank", "jaxmpi-events"
+TEXT_BYTES = 1 << 14  # of the JSON object
+KEPT = 4096  # events in the ring
+FIELDS = 5  # of an event
+WORD = 8  # bytes
+Event = tuple[int, int, int, int, int, int]  # number, word, bytes, start, met, end, in nanoseconds of time.monotonic_ns()
+
+
+class Writer:
+    """The rank's side."""
+
+    def __init__(self) -> None:
+        """Make the file.
+
+        Raises:
+          OSError: there is no memory for it.
+        """
+        self._file = os.memfd_create(RANK, os.MFD_CLOEXEC)
+        os.ftruncate(self._file, TEXT_BYTES)
+
+    def write(self, about: Mapping[str, Any]) -> None:
+        """Show these values instead of those before; what does not fit is not shown."""
+        text = json.dumps(about).encode()
+        if len(text) < TEXT_BYTES:
+            os.pwrite(self._file, text + b"\n", 0)  # a reader that comes meanwhile finds no valid JSON, and reads again
+
+    def close(self) -> None:
+        """Show nothing any more."""
+        os.close(self._file)
+
+
+class Reader:
+    """Another process's side, of the rank with this pid."""
+
+    def __init__(self, pid: int) -> None:
+        """Open what the process shows.
+
+        Raises:
+          OSError: it is not a rank of this user that shows something, or has ended.
+        """
+        self.pid = pid
+        names = _files(pid)
+        self._text = os.open(names[RANK], os.O_RDONLY | os.O_CLOEXEC) if RANK in names else -1
+        self._ring: mmap.mmap | None = None
+        if self._text < 0:
+            raise OSError(f"process {pid} is not a rank of jaxmpi")
+        with contextlib.suppress(OSError, ValueError):
+            file = os.open(names.get(EVENTS, ""), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._ring = mmap.mmap(file, (2 + KEPT * FIELDS) * WORD, prot=mmap.PROT_READ)
+            finally:
+                os.close(file)
+
+    def about(self) -> dict[str, Any]:
+        """What the rank has said last; empty where it has said nothing yet."""
+        for _ in range(3):
+            with contextlib.suppress(ValueError):
+                about = json.loads(os.pread(self._text, TEXT_BYTES, 0).partition(b"\n")[0])
+                return about if isinstance(about, dict) else {}
+        return {}
+
+    def events(self, most: int) -> list[Event]:
+        """Its last messages; none on a transport that records none."""
+        if self._ring is None:
+            return []
+        with memoryview(self._ring) as memory, memory.cast("q") as words:
+            started = words[0]
+            numbers = range(max(0, started - min(most, KEPT // 2)), started)
+            return [_event(words, i) for i in numbers]
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._text)
+        if self._ring is not None:
+            self._ring.close()
+
+
+def processes() -> list[int]:
+    """The processes of this user on this host that show something, but for children that have inherited the files."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if RANK in _files(int(path.name))]
+
+
+def _event(words: "memoryview[int]", number: int) -> Event:
+    word, bytes_, start, met, end = words[2 + number % KEPT * FIELDS :][:FIELDS].tolist()
+    return number, word, bytes_, start, met, end
+
+
+def _files(pid: int) -> dict[str, str]:
+    """Paths of our files among those that a process has open."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(entry.path).removeprefix("/memfd:").removesuffix(" (deleted)")
+                if name in (RANK, EVENTS):
+                    found[name] = entry.path
+    return found

@@ -1,0 +1,134 @@
+"""`jaxmpi top` on a running job: a slow and a stopped rank are named; what it shows follows from what was recorded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from urllib.request import urlopen
+
+import pytest
+
+from jaxmpi._cli import rank_rates, top_view
+from jaxmpi._process import live_record
+
+SCRIPT = """
+import sys, time
+import jax.numpy as jnp
+import jaxmpi
+world = jaxmpi.init()
+step, meter = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x)), jaxmpi.Throughput()
+while True:
+    time.sleep(0.05 * (world.rank == 1))
+    step(jnp.ones(1000)).block_until_ready()
+    meter.add(8)
+"""
+MS = 1_000_000
+
+
+def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
+    """That of one of two ranks, of messages one every `step_ms`; `waits` are the milliseconds until the other had come."""
+    ends = [(i + 1) * step_ms * MS for i in range(len(waits))]
+    events = [(i, 7, 100, end - wait * MS - MS, end - MS, end) for i, (end, wait) in enumerate(zip(ends, waits, strict=True))]
+    now = {"now_ns": ends[-1], "written_ns": ends[-1], "since_ns": ends[-1], "events": events, "entered": len(events)}
+    place = {"job": "1@node", "rank": rank, "size": 2, "host": "node", "hosts": ["node"], "pid": 10 + rank}
+    rest = {"inside": False, "doing": "", "busy": False, "state": "runs", "samples_per_second": None}
+    return {**place, **now, **rest, "memory_bytes": 1, "gpu_bytes": None, **changed}
+
+
+def test_rates_follow_from_the_events():
+    first, second = rank_rates.rows([look(1, (0,) * 20), look(0)])
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.steps_per_second == pytest.approx(100)
+    assert first.communication == pytest.approx(20 * 6 / 196) and second.communication == pytest.approx(20 / 191)
+    assert (first.last, second.last) == (0, 1)
+    assert (first.verdict, second.verdict) == ("", "slow")
+
+
+def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
+    rows = rank_rates.rows([look(0, (0.5,) * 20), look(1, (0,) * 20)])
+    assert rows[1].last == 1 and not rows[1].verdict
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({"state": "stopped"}, "stopped"),
+        ({"busy": True}, "busy"),
+        ({"written_ns": -3_000 * MS}, "silent"),
+        ({}, "missing for 4 s"),
+    ],
+)
+def test_a_rank_that_others_wait_for(changed, verdict):
+    waiting = look(0, inside=True, entered=21, since_ns=200 * MS - 4_000 * MS)
+    assert [row.verdict for row in rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])] == ["", verdict]
+
+
+def test_without_events_there_are_dashes():
+    rows = rank_rates.rows([look(0, events=[]), look(1, events=[])])
+    assert {(row.steps_per_second, row.communication, row.last) for row in rows} == {(None, None, None)}
+    assert "jaxmpi_last{" not in top_view.as_prometheus(rows)
+
+
+def test_a_record_is_read_by_another_process():
+    writer = live_record.Writer()
+    writer.write({"rank": 3, "text": "x" * 500})
+    assert os.getpid() in live_record.processes()
+    reader = live_record.Reader(os.getpid())
+    assert reader.about()["rank"] == 3
+    writer.write({"rank": 4})
+    assert reader.about() == {"rank": 4}
+    writer.write({"rank": "x" * live_record.TEXT_BYTES})  # more than fits
+    assert reader.about() == {"rank": 4}
+    reader.close()
+    writer.close()
+    with pytest.raises(OSError, match="is not a rank"):
+        live_record.Reader(os.getpid())
+
+
+def top(*arguments):
+    command = [sys.executable, "-m", "jaxmpi", "top", *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+
+
+def until(script, right, seconds):
+    """What `jaxmpi top` shows of the job that runs a script, once it is right."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ranks = [rank for rank in top("--json")["ranks"] if script in rank["doing"]]
+        if right(ranks) or time.monotonic() > deadline:
+            return ranks
+
+
+def test_a_slow_and_a_stopped_rank_are_named(tmp_path):
+    script = tmp_path / f"script{os.getpid()}.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "4", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        try:
+            slow = lambda ranks: (
+                [r["verdict"] for r in ranks] == ["", "slow", "", ""] and all(r["samples_per_second"] for r in ranks)
+            )
+            ranks = until(script.name, slow, 120)
+            assert slow(ranks) and all((r["last"] > 0.5) == (r["rank"] == 1) for r in ranks), ranks
+            os.kill(ranks[2]["pid"], signal.SIGSTOP)
+            ranks = until(script.name, lambda ranks: ranks[2]["verdict"] == "stopped", 30)
+            assert [r["verdict"] for r in ranks] == ["", "slow", "stopped", ""], ranks
+            os.kill(ranks[2]["pid"], signal.SIGCONT)
+        finally:
+            job.terminate()
+            job.communicate(timeout=60)
+    assert not until(script.name, lambda ranks: not ranks, 10)
+
+
+def test_prometheus_reads_it_on_loopback():
+    command = [sys.executable, "-m", "jaxmpi", "top", "--prometheus", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stderr.readline().split()[-1]
+            assert address.startswith("http://127.0.0.1:")
+            assert b"# TYPE jaxmpi_stalled gauge" in urlopen(address, timeout=10).read()
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
