@@ -9,7 +9,6 @@ Batches, augmentation and evaluation do not know the number of ranks, so neither
 """
 
 import argparse
-import time
 from functools import partial
 
 import jax
@@ -139,15 +138,16 @@ def evaluate(params):
 digits = 15 if args.dtype == "float64" else 6
 rates = []  # images/s over all ranks, for each epoch
 for epoch in range(args.epochs):
-    key, losses, start = jax.random.fold_in(jax.random.key(args.seed), epoch), [], time.perf_counter()
+    key, losses, meter = jax.random.fold_in(jax.random.key(args.seed), epoch), [], jaxmpi.Throughput()
     batches = jaxmpi.batches(train, args.batch_size, seed=args.seed, epoch=epoch)
     for batch in jaxmpi.progress(batches, desc=f"epoch {epoch + 1}", leave=False):
         if args.explain and epoch == 0 and not losses:
             jaxmpi.explain(step, params, state, batch, key)
         params, state, loss = step(params, state, batch, key)
         losses.append(loss)
+        meter.add(len(batch["label"]))
     losses = jax.device_get(losses)  # waits for the last step
-    rates.append(steps * args.batch_size / (time.perf_counter() - start))
+    rates.append(meter.read().per_second)
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(jaxmpi.tree_allreduce(params) if args.local_every else params)
     rate = schedule((epoch + 1) * steps // args.accumulate - 1)

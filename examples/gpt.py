@@ -12,7 +12,6 @@ memory does not grow with their number.
 
 import argparse
 import sysconfig
-import time
 from functools import partial
 from pathlib import Path
 
@@ -165,15 +164,16 @@ def endless():
 
 log.info(f"{count / 1e6:.2f}M parameters, {train.size / 1e6:.1f} MB of text")
 every = max(1, args.steps // 6)
-recent, start, tokens = [], time.perf_counter(), args.batch_size * args.length
+recent, meter = [], jaxmpi.Throughput()
 for number, text in zip(range(1, args.steps + 1), endless(), strict=False):
     params, state, loss = step(params, state, text)
     recent.append(loss)
+    meter.add(len(text) * args.length)
     if number % every == 0 or number == args.steps:
         mean = jaxmpi.average_metrics(np.mean(jax.device_get(recent)))
-        rate = len(recent) * tokens / (time.perf_counter() - start)
+        rate = meter.read().per_second
         log.info(f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  {rate:.0f} bytes/s")
-        recent, start = [], time.perf_counter()
+        recent, meter = [], jaxmpi.Throughput()
 
 params = jaxmpi.local(jaxmpi.unshard(whole(params)))
 if jaxmpi.rank() == 0 and args.sample:  # not a collective: the other ranks are done

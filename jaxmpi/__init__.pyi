@@ -6,6 +6,7 @@ from . import diagnose as diagnose
 from . import testing as testing
 from ._axis import AXIS
 from ._backends.simulate import PerRank
+from ._collectives.metrics_log import MetricsLog
 from ._collectives.objects import allgather_object, barrier, broadcast_object
 from ._collectives.preempted import preempted
 from ._collectives.synchronize import synchronize
@@ -49,6 +50,7 @@ __all__ = [
     "AXIS",
     "CheckpointError",
     "MPIError",
+    "MetricsLog",
     "NotInitializedError",
     "PerRank",
     "PerRankState",

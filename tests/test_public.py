@@ -8,6 +8,7 @@ import contextlib
 import io
 import logging
 import tempfile
+from pathlib import Path
 
 import chex
 import jax
@@ -422,7 +423,7 @@ def checkpoints():
 # console
 
 
-@row("average_metrics", "print", "progress", "get_logger", "Throughput", "Rate")
+@row("average_metrics", "print", "progress", "get_logger", "Throughput", "Rate", "MetricsLog")
 def console():
     n = jaxmpi.size()
     meter = jaxmpi.Throughput()
@@ -436,7 +437,11 @@ def console():
         assert list(jaxmpi.progress([1, 2])) == [1, 2]
         assert isinstance(jaxmpi.get_logger("jaxmpi-public"), logging.Logger)
         meter.add(3)
-        assert isinstance(meter.read(), jaxmpi.Rate)
+        rate = meter.read()
+        assert isinstance(rate, jaxmpi.Rate)
+        with tempfile.TemporaryDirectory() as folder:
+            jaxmpi.MetricsLog(folder).write(3, {"loss": np.float32(0.5)}, rate)
+            assert [path.name for path in Path(folder).glob("*")] == ["metrics.csv"] * (jaxmpi.rank() == 0)
 
     return call
 

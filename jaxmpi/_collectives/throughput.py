@@ -1,10 +1,12 @@
 """How fast a job works, and how much of its time goes into communication."""
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmpi._collectives.objects import agreed
+from jaxmpi._process import run_dir
 from jaxmpi._world import session
 
 __all__ = ["Rate", "Throughput"]
@@ -66,6 +68,8 @@ class Throughput:
         samples, seconds, shares = zip(*ranks, strict=True)
         size = session.size()
         total = sum(samples) / max(seconds) * (size if backend.simulates else 1)
+        if (directory := os.environ.get("JAXMPI_RUN_DIR")) and backend.place.rank == 0:
+            run_dir.note_rate(directory, total)
         return Rate(total, total / size, None if None in shares else sum(shares) / len(shares))
 
 

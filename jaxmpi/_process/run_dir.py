@@ -21,7 +21,9 @@ __all__ = [
     "join",
     "leave",
     "members",
+    "note_rate",
     "processes",
+    "rates",
     "remove_segments",
     "segments",
     "state",
@@ -29,7 +31,7 @@ __all__ = [
     "verdict",
 ]
 
-VERDICT = "verdict"
+VERDICT, RATES = "verdict", "rates"
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
@@ -94,6 +96,22 @@ def verdict(directory: str) -> str:
     with contextlib.suppress(OSError):
         return Path(directory, VERDICT).read_text()
     return ""
+
+
+def note_rate(directory: str, per_second: float) -> None:
+    """Note the samples per second of all ranks, for `jaxmpi run --scaling`."""
+    with _opened(directory) as folder:
+        if folder is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(RATES, flags, 0o600, dir_fd=folder), "w") as file:
+                file.write(f"{per_second!r}\n")
+
+
+def rates(directory: str) -> tuple[float, ...]:
+    """What was noted, in that order."""
+    with contextlib.suppress(OSError):
+        return tuple(map(float, Path(directory, RATES).read_text().split()))
+    return ()
 
 
 def members(directory: str, skip: Container[int] = ()) -> list[Member]:

@@ -7,6 +7,9 @@ placement       what the launcher is told
 supervisor      the launcher, run to its end
 output          its output, passed on
 failure_report  which rank failed, and how
+failed_host     on which host
+restart         what a restart runs on
+scaling         a program on several numbers of ranks, compared
 run             all of that: `jaxmpi run`
 task            what a waiting rank is given to run, and what it answers
 pool            ranks that wait for functions to run, seen from outside

@@ -12,7 +12,17 @@ from jaxmpi._run.mpiexec import LaunchError
 
 __all__ = ["Request", "parse"]
 
-_OWN = ("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads", "--restarts", "--min-ranks")  # each takes a value
+_OWN = (
+    "-n",
+    "-np",
+    "--np",
+    "--mpiexec",
+    "--bind-to",
+    "--threads",
+    "--restarts",
+    "--min-ranks",
+    "--scaling",
+)  # each takes a value
 
 
 @dataclass(frozen=True)
@@ -27,12 +37,20 @@ class Request:
     restarts: int
     min_ranks: int | None
     mpi_options: tuple[str, ...]
+    scaling: tuple[int, ...]  # numbers of ranks to compare; empty for one job
     program: tuple[str, ...]  # what follows `python` in the command of a rank
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}. See `jaxmpi run --help`.")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(sorted({int(number) for number in text.split(",")}))
+    if not numbers or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are not numbers of ranks, such as 1,2,4")
+    return numbers
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -64,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Request:
         description="Run a Python program on N ranks. Options not listed here go to MPI's launcher as they are.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "-np", "--np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-n", "-np", "--np", dest="ranks", type=int, metavar="N", help="number of ranks")
     parser.add_argument("--mpiexec", metavar="PATH", help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python")
     parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
     parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
@@ -73,7 +91,13 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument(
         "--min-ranks", type=int, metavar="M", help="with --restarts: each time on one rank less, but on M at least"
     )
+    parser.add_argument(
+        "--scaling", type=_numbers, default=(), metavar="N,N,...", help="run on each of these numbers of ranks, and compare"
+    )
     options = parser.parse_args(own)
+    if (options.ranks is None) == (not options.scaling):
+        raise LaunchError("give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`.")
+    options.ranks = options.ranks or max(options.scaling)
 
     if options.ranks < 1:
         raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
@@ -102,5 +126,6 @@ def parse(arguments: Sequence[str]) -> Request:
         options.restarts,
         options.min_ranks,
         tuple(mpi_options),
+        options.scaling,
         tuple(program),
     )

@@ -1,16 +1,21 @@
 """`jaxmpi run`: from the command line to the exit code. Nothing here imports jax or MPI."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from jaxmpi._process import compiled_files, settings
 from jaxmpi._run.environment import prepare
+from jaxmpi._run.hosts import on_other_nodes
 from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
 from jaxmpi._run.options import Request, parse
 from jaxmpi._run.output import open_streams, say
 from jaxmpi._run.placement import check_counts, command, plan, survey
+from jaxmpi._run.restart import Restarts
+from jaxmpi._run.scaling import Point, picture, table
 from jaxmpi._run.supervisor import Outcome, supervise
 
 __all__ = ["run"]
@@ -18,6 +23,8 @@ __all__ = ["run"]
 # Where Open MPI 5 and 4 put the files of a job on the launcher's host. By default that is a folder in /tmp named after the
 # launcher's process id: one that a killed job has left makes the job fail that has the same id, days later.
 _SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
+
+PICTURE = "scaling.svg"  # of --scaling, in the working directory
 
 _EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")  # what the user sets here holds for ranks on other hosts, too
 
@@ -34,15 +41,42 @@ def run(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         say(str(error))
         return 2
-    for attempt in range(request.restarts + 1):
-        outcome = _run_once(request, launcher, attempt)
-        if not outcome.failed:
-            break
-        if attempt < request.restarts:
-            ranks = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)
-            request = replace(request, ranks=ranks)
-            say(f"restart {attempt + 1} of {request.restarts}")
+    if request.scaling:
+        return _scale(request, launcher)
+    with tempfile.TemporaryDirectory(prefix="jaxmpi-hosts-") as folder:
+        restarts = Restarts(request, Path(folder))
+        for attempt in range(request.restarts + 1):
+            outcome = _run_once(request, launcher, attempt)
+            if not outcome.failed or attempt == request.restarts:
+                break
+            try:
+                request, changed = restarts.after(request, outcome.host)
+            except LaunchError as error:
+                say(f"no restart: {error}")
+                break
+            say(f"restart {attempt + 1} of {request.restarts}" + (f" {changed}" if changed else ""))
     return outcome.code
+
+
+def _scale(request: Request, launcher: Launcher) -> int:
+    """Run the program on each number of ranks, and compare its throughput."""
+    points, cores = [], survey().cores
+    for ranks in request.scaling:
+        outcome = _run_once(replace(request, ranks=ranks), launcher, 0)
+        if outcome.code:
+            return outcome.code
+        if not outcome.rates:
+            say("the program has noted no throughput to compare. Call `jaxmpi.Throughput.read` in it, once an epoch, say.")
+            return 1
+        hosts = on_other_nodes(request.mpi_options, os.environ)
+        points.append(Point(ranks, outcome.rates, crowded=ranks > cores and not hosts))
+    sys.stdout.write(table(points))
+    try:
+        picture(points, PICTURE)
+        sys.stdout.write(f"A plot is in {PICTURE}.\n")
+    except ImportError:
+        sys.stdout.write("For a plot of it: pip install matplotlib\n")
+    return 0
 
 
 def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from jaxmpi._process import run_dir as registry
 from jaxmpi._process import settings
 from jaxmpi._process.run_dir import Member
+from jaxmpi._run.failed_host import failed_host
 from jaxmpi._run.failure_report import End, describe_failure
 from jaxmpi._run.output import Relay, say
 
@@ -33,10 +34,12 @@ _RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environme
 
 
 class Outcome(NamedTuple):
-    """How a job ended: its exit code, and whether its ranks have failed: then a restart may help."""
+    """How a job ended: its exit code, whether its ranks have failed, and a restart may help, and on which host, if known."""
 
     code: int
     failed: bool
+    host: str = ""
+    rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> Outcome:
@@ -60,7 +63,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         _wait(process, watch, received)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
-        ended, joined = watch.close(), watch.members
+        ended, joined, rates = watch.close(), watch.members, registry.rates(run_dir)
         preempted = bool(received and watch.preemptible)
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
@@ -78,17 +81,15 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         name = signal.Signals(received[0][0]).name
         say(f"the job was stopped by {name}" + (", and has ended in order" if in_order else ""))
         return Outcome(0 if in_order else 128 + received[0][0], failed=False)
-    if not in_order and watch.verdict:
-        say(f"the job failed: {watch.verdict}")
-        return Outcome(code or 1, failed=True)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
-        say("the job failed: " + describe_failure(text, joined, ended, code))
-        return Outcome(code or 1, failed=True)
+        why = watch.verdict or describe_failure(text, joined, ended, code)
+        say(f"the job failed: {why}")
+        return Outcome(code or 1, failed=True, host=failed_host(text, why))
     lost = [missing for relay in relays if (missing := relay.missing())]
     for missing in lost:
         say(missing)
-    return Outcome(int(bool(lost)), failed=False)
+    return Outcome(int(bool(lost)), failed=False, rates=rates)
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -132,6 +132,7 @@ PLAIN = {
     "restarts": 0,
     "min_ranks": None,
     "mpi_options": (),
+    "scaling": (),
     "program": ("train.py",),
 }
 

@@ -1,0 +1,175 @@
+"""Restarts that know hosts: one that fails twice is left out, others join, and the bits are those of the ranks left."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxmpi._run.failed_host import failed_host
+from jaxmpi._run.hosts import named_hosts, with_hosts
+from jaxmpi._run.mpiexec import LaunchError
+from jaxmpi._run.options import parse
+from jaxmpi._run.restart import Restarts, same_host
+
+
+def request(tmp_path, *options, hosts="a slots=2\nb slots=2\nc slots=2\n", ranks=6):
+    (tmp_path / "hosts.txt").write_text(hosts)
+    return parse(["-n", str(ranks), "--restarts", "9", *options, "--hostfile", str(tmp_path / "hosts.txt"), "--", "-c", "pass"])
+
+
+def test_a_host_that_fails_twice_is_left_out(tmp_path):
+    first = request(tmp_path, "--min-ranks", "3")
+    restarts = Restarts(first, tmp_path)
+    again, said = restarts.after(first, "b.example.org")
+    assert again == first and not said
+    again, said = restarts.after(again, "a")
+    assert again == first and not said
+    again, said = restarts.after(again, "b.example.org")
+    assert again.ranks == 4 and said == "without b, which failed twice"
+    assert named_hosts(again.mpi_options) == {"a": 2, "c": 2}
+    with pytest.raises(LaunchError, match=r"a, b failed twice, and the other hosts have room for 2 ranks of the 3 that"):
+        restarts.after(again, "a")
+
+
+def test_without_min_ranks_all_ranks_must_find_room(tmp_path):
+    first = request(tmp_path, ranks=4)
+    restarts = Restarts(first, tmp_path)
+    restarts.after(first, "b")
+    again, _ = restarts.after(first, "b")
+    assert again.ranks == 4 and named_hosts(again.mpi_options) == {"a": 2, "c": 2}
+    restarts.after(again, "c")
+    with pytest.raises(LaunchError, match="room for 2 ranks of the 4"):
+        restarts.after(again, "c")
+
+
+def test_hosts_join_at_a_restart(tmp_path):
+    first = request(tmp_path, "--min-ranks", "1")
+    restarts = Restarts(first, tmp_path)
+    (tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\nc slots=2\nd slots=3 # new\n")
+    again, said = restarts.after(first, "")
+    assert again.ranks == 9 and said == "with d" and again.mpi_options == first.mpi_options
+    restarts.after(again, "c")
+    again, said = restarts.after(again, "c")
+    assert again.ranks == 7 and said == "without c, which failed twice; with d"
+    assert (tmp_path / "hosts").read_text() == "a slots=2\nb slots=2\nd slots=3\n"
+
+
+def test_where_no_host_is_known_there_is_one_rank_less(tmp_path):
+    first = request(tmp_path, "--min-ranks", "4")
+    restarts = Restarts(first, tmp_path)
+    sizes, now = [], first
+    for _ in range(3):
+        now, said = restarts.after(now, "")
+        sizes.append(now.ranks)
+        assert not said and now.mpi_options == first.mpi_options
+    assert sizes == [5, 4, 4]
+    alone = replace(first, mpi_options=())
+    assert Restarts(alone, tmp_path).after(alone, "a")[0].ranks == 5
+
+
+@pytest.mark.parametrize("options", [("--host", "a:2,b,b"), ("-hosts=a:2,b:2",), ("-x", "V", "-H", "a:2,b:2")])
+def test_options_with_other_hosts(options, tmp_path):
+    assert named_hosts(options) == {"a": 2, "b": 2}
+    changed = with_hosts(options, {"b": 2}, tmp_path)
+    assert named_hosts(changed) == {"b": 2} and changed[:-1] == options[:-1]
+
+
+DEATH = "rank 2 (pid 17 on node3) was killed by signal 9 (SIGKILL)"
+STALL = "stalled for 9 s: rank 1 on node2.example did not come"
+OPEN_MPI = "prterun noticed that process rank 1 with PID 5 on node node2 exited on\n signal 9 (Killed)."
+MPICH = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
+DAEMON = "HNP daemon   : [prterun-a-1@0,0] on node a\n  Remote daemon: [prterun-a-1@0,2] on node c"
+LOST = "A daemon failed to report back after being spawned. This could\n Local host: a\n  Remote host:   c\n  Daemon exit"
+OTHERS = "the launcher ended with code 0; these ranks did not end in order: 0 (pid 3 on a)"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "host"),
+    [
+        ("", DEATH, "node3"),
+        ("", STALL, "node2.example"),
+        (OPEN_MPI, "", "node2"),
+        (MPICH, OTHERS, "node4"),
+        (DAEMON, OTHERS, "c"),
+        (DAEMON, DEATH, "c"),
+        (LOST, OTHERS, "c"),
+        ("", OTHERS, ""),
+    ],
+)
+def test_the_host_that_failed(text, verdict, host):
+    assert failed_host(text, verdict) == host
+
+
+def test_names_of_one_host():
+    assert same_host("node1", "node1.example.org") and same_host("localhost", "127.0.0.1")
+    assert not same_host("node1", "node2") and not same_host("10.0.0.1", "10.0.0.2")
+
+
+SCRIPT = """
+import hashlib, os, sys, time
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxmpi
+
+folder, until = Path(sys.argv[1]), 12
+world, attempt = jaxmpi.init(), int(os.environ["JAXMPI_RESTART"])
+tx = jaxmpi.distributed(optax.adam(1e-2))
+params = {"w": jnp.linspace(-1, 1, 50)}
+state = {"params": params, "opt": tx.init(params), "step": 0}
+if jaxmpi.latest(folder / "saved") is not None:
+    state = jaxmpi.restore(folder / "saved", state)
+data = {"x": np.random.default_rng(0).normal(size=(120, 50)).astype(np.float32)}
+
+@jaxmpi.jit
+def step(params, opt, batch):
+    grads = jax.grad(lambda p: jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2))(params)
+    updates, opt = tx.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt
+
+print(f"attempt {attempt}: {world.size} ranks from step {state['step']}", flush=True)
+for i, batch in enumerate(jaxmpi.batches(data, 6, seed=0, epoch=0)):
+    if i < state["step"] or i >= until:
+        continue
+    params, opt = step(state["params"], state["opt"], batch)
+    state = {"params": params, "opt": opt, "step": i + 1}
+    if i + 1 == 5 and attempt == 0:
+        jaxmpi.save(folder / "saved", 5, state)
+        jaxmpi.barrier()
+    if i + 1 == 8 and world.size == 3:
+        jax.block_until_ready(state)
+        jaxmpi.barrier()
+        if world.rank == 0:
+            (folder / "kill").touch()
+        time.sleep(60)
+print("bits", hashlib.sha256(np.asarray(state["params"]["w"]).tobytes()).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_host_of_three_is_killed_twice(tmp_path):
+    """The job ends on the other two, with the bits of two ranks from the checkpoint on."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if os.geteuid() or not shutil.which("ip") or not mpirun.exists():
+        pytest.skip("needs root, ip and an mpirun, to make hosts")
+    if "Open MPI" not in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("is written for Open MPI")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = ["--restarts", "3", "--min-ranks", "2", "--threads", "1"]
+    command = [Path(__file__).with_name("three_hosts.sh"), tmp_path, *options, script, tmp_path]
+    environ = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=550, env=environ)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    starts = re.findall(r"attempt (\d): (\d) ranks from step (\d)", said)
+    assert [*dict.fromkeys(starts)] == [("0", "3", "0"), ("1", "3", "5"), ("2", "2", "5")], said
+    assert "restart 2 of 3 without 10.78.0.3, which failed twice" in said, said
+    two = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "--threads", "1", script, tmp_path]
+    alone = subprocess.run([*map(str, two)], capture_output=True, text=True, timeout=300)
+    bits = re.findall("bits (.*)", said + alone.stdout)
+    assert len(bits) == 4 and len(set(bits)) == 1, said + alone.stdout + alone.stderr
