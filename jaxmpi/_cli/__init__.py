@@ -2,6 +2,7 @@
 
 doctor    is everything there, does it fit together, and how fast is it?
 checks    what it looks at
+installed what it says of the installation
 speed     what it measures
 finding   what it says of each
 timeline  the flight records of all ranks, put together
