@@ -13,6 +13,8 @@
 # make bench-hosts   the benchmark between hosts, which are made of this one: needs root
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
+# make wheels  manylinux wheels for x86_64 and aarch64, in dist/wheels; PYTHONS="python3.11 python3.12" names others
+# make test-wheels   install them without a compiler, with both MPIs, and run the quick start
 # make lint    ruff, mypy and clang-format
 # make tables   write the tables that tests make into docs/ anew
 # make check    what CI runs
@@ -37,7 +39,7 @@ COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts package docs lint lock clean
+.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts package wheels test-wheels docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -140,6 +142,12 @@ package: $(VENV)/.installed
 	  build/empty/bin/python tests/smoke.py || exit 1; \
 	  build/empty/bin/python -m pip --disable-pip-version-check install --quiet $(MPI) mpi4py || { $(FAILED); }; \
 	  build/empty/bin/jaxmpi run -n 2 examples/quickstart.py || exit 1; done
+
+wheels: $(VENV)/.python
+	@$(BIN)/python packaging/wheels.py --out dist/wheels -- $(or $(PYTHONS),python3.11 python3.12)
+
+test-wheels: $(VENV)/.python
+	@$(BIN)/python packaging/try_wheels.py --wheels dist/wheels -- $(or $(PYTHONS),python3.11 python3.12 python3.13)
 
 docs: $(VENV)/.installed
 	@$(PIP) 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30' 'ruff>=0.12' || { $(FAILED); }
