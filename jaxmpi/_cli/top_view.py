@@ -8,7 +8,7 @@ from jaxmpi._cli.rank_rates import Row
 
 __all__ = ["as_json", "as_prometheus", "as_table"]
 
-COLUMNS = ("rank", "host", "steps/s", "samples/s", "in collectives", "last to come", "memory GB", "GPU GB", "", "collective")
+COLUMNS = ("rank", "host", "steps/s", "samples/s", "comm", "last", "GB", "GPU GB", "", "collective")
 COLORS = {"slow": "yellow", "busy": "cyan", "": "none"}
 METRICS = {
     "steps_per_second": "How often the largest message of the rank recurs.",
@@ -32,7 +32,8 @@ def as_table(rows: Sequence[Row], errors: Mapping[str, str]) -> Any:
         table = Table(title=f"job {job}, {len(ranks)} of {ranks[0].size} ranks", title_justify="left", expand=True)
         for name in COLUMNS:
             text = name in ("rank", "host", "", "collective")
-            table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis")
+            ratio = 1 if name == "collective" else None  # it takes what the others leave
+            table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", ratio=ratio)
         for row in ranks:
             table.add_row(*map(Text, _cells(row)), style=COLORS.get(row.verdict, "bold red"))
         parts.append(table)
