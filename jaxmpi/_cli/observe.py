@@ -3,6 +3,7 @@
 A look at a rank is a dict that JSON holds, as it may come from another host.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ __all__ = ["Here", "Look", "Remote"]
 Look = dict[str, Any]
 EVENTS = 512  # of a rank, the last ones
 FIND_SECONDS = 2.0  # between two searches for new ranks
+END_SECONDS = 2.0  # for what was started on another host to end
 SILENT_SECONDS = 10.0  # until the ranks of a host that says nothing are given up
 
 
@@ -76,8 +78,11 @@ class Remote:
             self._process, self.error = None, str(error)
             return
         assert self._process.stdout and self._process.stderr
-        threading.Thread(target=self._listen, args=[self._process.stdout], daemon=True).start()
-        threading.Thread(target=self._complain, args=[self._process.stderr], daemon=True).start()
+        listens = threading.Thread(target=self._listen, args=[self._process.stdout], daemon=True)
+        complains = threading.Thread(target=self._complain, args=[self._process.stderr], daemon=True)
+        self._threads = [listens, complains]
+        for thread in self._threads:
+            thread.start()
 
     def look(self) -> list[Look]:
         """What they have shown last."""
@@ -85,18 +90,27 @@ class Remote:
             self.error = self.error or f"nothing heard for {SILENT_SECONDS:.0f} s"
         return self._looks
 
-    def _listen(self, lines: IO[bytes]) -> None:
-        for line in lines:
-            self._looks, self._heard, self.error = json.loads(line), time.monotonic(), ""
+    def _listen(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._looks, self._heard, self.error = json.loads(line), time.monotonic(), ""
 
-    def _complain(self, lines: IO[bytes]) -> None:
-        for line in lines:
-            self.error = line.decode(errors="replace").strip() or self.error
+    def _complain(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self.error = line.decode(errors="replace").strip() or self.error
 
     def close(self) -> None:
         """End it."""
-        if self._process is not None:
-            self._process.terminate()
+        if self._process is None:
+            return
+        self._process.terminate()
+        if self._process.stdin:
+            self._process.stdin.close()  # which ends what the agent has started
+        for thread in self._threads:
+            thread.join(END_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
 
 
 def _memory_bytes(pid: int) -> int:

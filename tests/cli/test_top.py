@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from jaxmpi._cli import rank_rates, top_view
+from jaxmpi._cli import observe, rank_rates, top_view
 from jaxmpi._process import live_record
 
 SCRIPT = """
@@ -85,6 +85,28 @@ def test_a_record_is_read_by_another_process():
     writer.close()
     with pytest.raises(OSError, match="is not a rank"):
         live_record.Reader(os.getpid())
+
+
+def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
+    """As through ssh: it gets the host and a command, and runs it."""
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = node2 ] && shift && exec sh -c "$*"\necho cannot reach "$1" >&2\n')
+    agent.chmod(0o755)
+    writer = live_record.Writer()
+    of_reader = ("events", "now_ns", "state", "memory_bytes", "gpu_bytes")
+    shown = {name: value for name, value in look().items() if name not in of_reader}
+    writer.write({**shown, "pid": os.getpid(), "host": "node2"})
+    near, far = observe.Remote("node2", str(agent), 0.2), observe.Remote("node3", str(agent), 0.2)
+    try:
+        deadline = time.monotonic() + 60
+        while not (near.look() and far.error) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [(a["pid"], a["host"], a["state"]) for a in near.look()] == [(os.getpid(), "node2", "runs")]
+        assert not near.error and far.error == "cannot reach node3"
+    finally:
+        near.close()
+        far.close()
+        writer.close()
 
 
 def top(*arguments):
