@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if request.scaling:
         return _scale(request, launcher)
-    with tempfile.TemporaryDirectory(prefix="jaxmpi-hosts-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
         restarts = Restarts(request, Path(folder))
         for attempt in range(request.restarts + 1):
             outcome = _run_once(request, launcher, attempt)
