@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_guard import end, jaxmpi_run
+from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi.testing import run_ranks

@@ -59,7 +59,12 @@ def compiled() -> Finding:
     """Where `jaxmpi run` keeps what was compiled, and how large it is."""
     limit = settings.get("JAXMPI_CACHE_BYTES")
     if theirs := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return Finding("ok", "compiled programs", f"kept in {theirs}, as JAX_COMPILATION_CACHE_DIR says")
+        path = Path(theirs).absolute()
+        nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+        if "://" in theirs or os.access(nearest, os.W_OK | os.X_OK):
+            return Finding("ok", "compiled programs", f"kept in {theirs}, as JAX_COMPILATION_CACHE_DIR says")
+        advice = "Set JAX_COMPILATION_CACHE_DIR to a folder of yours."
+        return Finding("slow", "compiled programs", f"not kept, as {theirs} cannot be written", advice)
     folder = compiled_files.folder_of(os.environ, limit)
     if not folder:
         return Finding("ok", "compiled programs", "not kept, as JAXMPI_CACHE_BYTES is 0, or there is no HOME")

@@ -55,7 +55,6 @@ def look(ranks: int, machine: Machine) -> Iterator[Finding]:
     yield installed.package()
     yield checks.the_jax()
     yield installed.dtypes()
-    yield installed.cache()
     yield from checks.cores(ranks, machine)
     yield checks.compiled()
     yield checks.devices(ranks)

@@ -1,17 +1,13 @@
-"""What `jaxmpi doctor` says of the installation: wheel or source, dtypes, CUDA in the MPI, the compilation cache."""
+"""What `jaxmpi doctor` says of the installation: wheel or source, dtypes, CUDA in the MPI."""
 
 import json
-import os
 import re
 from importlib import metadata
-from pathlib import Path
-
-import jax
 
 from jaxmpi._cli.finding import Finding, ask
 from jaxmpi._run import mpiexec
 
-__all__ = ["cache", "cuda_in_mpi", "dtypes", "package"]
+__all__ = ["cuda_in_mpi", "dtypes", "package"]
 
 _DTYPES = """
 import numpy as np
@@ -68,18 +64,4 @@ def cuda_in_mpi() -> Finding:
     _, said = ask(_CUDA.format(path=path))
     return Finding(
         "ok", "CUDA in MPI", f"{said if said in ('yes', 'no') else 'unknown'}; arrays of GPUs go through memory of the host"
-    )
-
-
-def cache() -> Finding:
-    """JAX's compilation cache, which saves later jobs their compilations."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or jax.config.jax_compilation_cache_dir
-    if not folder:
-        return Finding("ok", "compilation cache", "none: JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs")
-    path = Path(folder)
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if "://" in folder or os.access(nearest, os.W_OK | os.X_OK):
-        return Finding("ok", "compilation cache", folder)
-    return Finding(
-        "slow", "compilation cache", f"{folder} cannot be written", "Set JAX_COMPILATION_CACHE_DIR to a folder of yours."
     )

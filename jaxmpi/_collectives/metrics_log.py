@@ -2,6 +2,7 @@
 
 import csv
 import time
+import weakref
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,7 +60,8 @@ class MetricsLog:
             with open(self._path, newline="") as file:
                 self._columns = next(csv.reader(file))
         if tensorboard:
-            self._events = import_module("tensorboardX").SummaryWriter(str(self.directory))
+            self._events = import_module("tensorboardX.event_file_writer").EventsWriter(str(self.directory / "events"))
+            weakref.finalize(self, self._events.close)
 
     def write(self, step: int, metrics: Mapping[str, Any], rate: Rate | None = None) -> None:
         """Write one line; the other ranks do nothing.
@@ -90,9 +92,14 @@ class MetricsLog:
         with open(self._path, "a", newline="") as file:
             csv.writer(file).writerows([columns] * new + [[step, f"{time.time():.3f}", *values.values()]])
         if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
-            self._events.flush()
+            self._add_events(step, values)
+
+    def _add_events(self, step: int, values: Mapping[str, float]) -> None:
+        """Write TensorBoard's records at once: `SummaryWriter` leaves that to a thread, and `flush` does not wait for it."""
+        event, scalar = import_module("tensorboardX.proto.event_pb2").Event, import_module("tensorboardX.summary").scalar
+        for name, value in values.items():
+            self._events.write_event(event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+        self._events.flush()
 
 
 def _number(name: str, value: Any) -> float:

@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Request:
     options = parser.parse_args(own)
     if (options.ranks is None) == (not options.scaling):
         raise LaunchError("give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`.")
-    options.ranks = options.ranks or max(options.scaling)
+    options.ranks = max(options.scaling) if options.ranks is None else options.ranks
 
     if options.ranks < 1:
         raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")

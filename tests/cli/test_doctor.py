@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxmpi import _devices
-from jaxmpi._cli import checks, installed
+from jaxmpi._cli import checks
 from jaxmpi._run.placement import Machine
 
 
@@ -47,7 +47,7 @@ def test_where_all_is_well():
     said = lines(output)
     assert code == 0 and "jaxmpi works here." in output, output
     assert list(said) == [
-        *("Python", "system", "jaxmpi", "jax", "dtypes", "compilation cache", "cores", "shared memory", "devices"),
+        *("Python", "system", "jaxmpi", "jax", "dtypes", "cores", "shared memory", "compiled programs", "devices"),
         *("mpi4py", "launcher", "mpi4jax", "CUDA in MPI", "transport", "a job", "latency", "bandwidth"),
     ]
     assert {said[topic][0] for topic in ("mpi4py", "launcher", "mpi4jax", "a job", "devices")} == {"ok"}
@@ -60,15 +60,15 @@ def test_a_report_says_what_is_installed(monkeypatch, tmp_path):
     assert output.startswith("<details><summary>jaxmpi doctor</summary><pre>\n") and output.endswith("</pre></details>\n")
     assert re.search(r"(editable|built here from source|a binary wheel) \(cp3\w+-", said["jaxmpi"][1])
     assert re.search(r"the extension by \S.* XLA FFI 0\.\d", said["jaxmpi"][1])
-    assert said["dtypes"] == ("ok", "14 dtypes, float64 among them") and said["compilation cache"][1] == str(tmp_path / "cache")
+    assert said["dtypes"] == ("ok", "14 dtypes, float64 among them") and str(tmp_path / "cache") in said["compiled programs"][1]
     assert re.match(r"(yes|no); ", said["CUDA in MPI"][1])
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/proc/nowhere/cache")
-    assert installed.cache().verdict == ("ok" if os.access("/proc", os.W_OK) else "slow")
-    monkeypatch.setattr(installed.os, "access", lambda path, mode: False)
-    assert installed.cache().verdict == "slow" and "JAX_COMPILATION_CACHE_DIR" in installed.cache().advice
+    assert checks.compiled().verdict == ("ok" if os.access("/proc", os.W_OK) else "slow")
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    assert checks.compiled().verdict == "slow" and "JAX_COMPILATION_CACHE_DIR" in checks.compiled().advice
 
 
 def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):

@@ -62,7 +62,7 @@ CALLS = {
     "finalize": lambda: jaxmpi.finalize(),
 }
 # Collective, and nothing is sent when they are called: `init` is before, the agreement of `preempted` is between threads.
-SILENT = {"init", "explain", "reshard", "preempted"}
+SILENT = {"init", "explain", "reshard", "preempted", "fully_shard"}
 
 
 def public():

@@ -1,6 +1,7 @@
 """`jaxmpi.jit` as a `jax.jit`, and what it refuses."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -213,7 +214,7 @@ def test_the_messages_of_every_collective_are_those_of_explain():
         return *parts, lax.ppermute(x, R, [(0, 1)]), lax.psum(x.astype(jnp.bfloat16), R), lax.psum(np.ones(50_000), R)
 
     plan = jaxmpi.explain(step, x)
-    assert step.lower(x).as_text().count("custom_call @") == plan.messages
+    assert len(re.findall("custom_call @(?!jaxmpi_rank)", step.lower(x).as_text())) == plan.messages
 
 
 @run_ranks(1, 2)

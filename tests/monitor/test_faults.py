@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from programs import segments_left
-from test_guard import end, jaxmpi_run
+from test_monitor import end, jaxmpi_run
 
 MODES = ("eager", "jit", "scan", "evaluation", "save")
 RANKS = (2, 3, 4)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_guard import end, jaxmpi_run
+from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi._cli import timeline
@@ -200,7 +200,8 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
         assert before[0] < 20 <= before[1] < 35, table
     events = json.loads((flight / "timeline.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X" and "allreduce" in e["name"]]
-    assert {e["args"]["bytes"] for e in spans} == {4000} or "JAXMPI_TRANSPORT" in os.environ
+    sizes = {e["args"]["bytes"] for e in spans} - {0}  # of the comparison before the program is compiled
+    assert sizes == {4000} or "JAXMPI_TRANSPORT" in os.environ
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     picture = (flight / "timeline.svg").read_text()
     assert picture.count("rank 1 on ") == 1 and "last to come" in table

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_guard import end, jaxmpi_run, mpirun
+from test_monitor import end, jaxmpi_run, mpirun
 
 COMES_LATE = """
 import os, signal, sys, time

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from jax import lax
-from test_guard import end, jaxmpi_run
+from test_monitor import end, jaxmpi_run
 
 import jaxmpi
 from jaxmpi._process import communicating_thread

@@ -333,7 +333,7 @@ def test_parse_tells_options_apart(here, line, own, mpi_options, program):
         ("-n 0 train.py", "-n is 0, and a job needs a rank. Give -n 1 or more."),
         ("-n -3 train.py", "-n is -3, and a job needs a rank. Give -n 1 or more."),
         ("-n two train.py", "argument -n/-np/--np: invalid int value: 'two'. See `jaxmpi run --help`."),
-        ("train.py", "the following arguments are required: -n/-np/--np. See `jaxmpi run --help`."),
+        ("train.py", "give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`."),
         ("-n 2 --threads 0 train.py", "--threads is 0, and a rank needs a thread. Give --threads 1 or more."),
         ("-n 2 --mca a b", "no program to run. It must end in .py, or come after -m or --."),
         ("-n 2 -m", "no program to run. It must end in .py, or come after -m or --."),
