@@ -102,7 +102,7 @@ def test_each_rank_compiles_where_that_is_asked_for():
     os.environ["JAXMPI_COMPILE"] = "each"
     try:
         number, step = new_step()
-        counts, out = compiled_by(lambda: step(jnp.ones(3)))
+        counts, out = compiled_by(lambda: step(np.ones(3, np.float32)))
     finally:
         os.environ.pop("JAXMPI_COMPILE")
         os.environ.update({"JAXMPI_COMPILE": before} if before else {})
@@ -115,7 +115,7 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
     """Its batch is larger, and it sends the same."""
     number, step = new_step()
     rank = jaxmpi.rank()
-    counts, out = compiled_by(lambda: step(jnp.ones(7 if rank == 0 else 4)))
+    counts, out = compiled_by(lambda: step(np.ones(7 if rank == 0 else 4, np.float32)))
     assert counts == ([1, 1, 0] if shares() else [1, 1, 1])
     np.testing.assert_allclose(out, expected(number, [7, 4, 4]))
 
@@ -123,8 +123,8 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
 @run_ranks(2, 3)
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
     number, step = new_step()
-    step(jnp.ones(3))
-    x = jnp.ones(3) if jaxmpi.rank() else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
+    step(np.ones(3, np.float32))
+    x = np.ones(3, np.float32) if jaxmpi.rank() else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
     counts, out = compiled_by(lambda: step(x))
     assert counts == [1] + [0] * (jaxmpi.size() - 1)
     np.testing.assert_allclose(out, expected(number, [5] + [3] * (jaxmpi.size() - 1)))
@@ -140,8 +140,8 @@ def test_an_error_of_the_compiler_is_raised_on_all_ranks():
 
     number, step = new_step()
     with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(ZeroDivisionError, match=r"^as rank 0 says$"):
-        step(jnp.ones(3))
-    np.testing.assert_allclose(step(jnp.ones(3)), expected(number, [3] * 3))  # the ranks go on together
+        step(np.ones(3, np.float32))
+    np.testing.assert_allclose(step(np.ones(3, np.float32)), expected(number, [3] * 3))  # the ranks go on together
 
 
 @run_ranks(2)
@@ -157,7 +157,7 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text():
 
     _, step = new_step()
     with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(Exception, match="no such option") as raised:
-        step(jnp.ones(3))
+        step(np.ones(3, np.float32))
     assert raised.type is jax.errors.JaxRuntimeError  # on all ranks
 
 
@@ -165,7 +165,7 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text():
 def test_an_unknown_option_is_refused_on_all_ranks():
     step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x), compiler_options={"xla_no_such_option": 1})
     with pytest.raises(Exception, match="xla_no_such_option") as raised:
-        step(jnp.ones(3))
+        step(np.ones(3, np.float32))
     assert len(set(jaxmpi.allgather_object(f"{raised.type} {raised.value}"))) == 1
 
 
@@ -181,8 +181,8 @@ def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
 
     if jaxmpi.rank() == 1:
         with replaced(_jaxcompat, "module_digest", fail), pytest.raises(OverflowError, match="cannot be lowered"):
-            step(jnp.ones(3))
-    np.testing.assert_allclose(step(jnp.ones(3)), expected(number, [3] * 3))
+            step(np.ones(3, np.float32))
+    np.testing.assert_allclose(step(np.ones(3, np.float32)), expected(number, [3] * 3))
 
 
 @run_ranks(3)
@@ -196,7 +196,7 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
         with replaced(compile_once, "kind", lambda: kind), replaced(compile_once, "_say", said.append):
             for _ in range(2):
                 number, step = new_step()
-                counts, out = compiled_by(lambda step=step: step(jnp.ones(3)))
+                counts, out = compiled_by(lambda step=step: step(np.ones(3, np.float32)))
                 assert counts == [1, 0, 1]
                 np.testing.assert_allclose(out, expected(number, [3] * 3))
     finally:
@@ -215,7 +215,7 @@ def test_an_entry_that_cannot_be_loaded_is_compiled():
     number, step = new_step()
     with replaced(_jaxcompat, "compile_entry", lambda lowered: b"damaged"), np.testing.suppress_warnings() as warned:
         warned.filter(UserWarning)
-        counts, out = compiled_by(lambda: step(jnp.ones(3)))
+        counts, out = compiled_by(lambda: step(np.ones(3, np.float32)))
     assert counts == [1, 1]
     np.testing.assert_allclose(out, expected(number, [3] * 2))
 
@@ -229,7 +229,7 @@ def test_a_program_with_a_callback_is_compiled_by_each_rank():
         jax.debug.callback(lambda y: seen.append(float(y)), x.sum() + jaxmpi.rank())
         return jaxmpi.tree_allreduce(x.sum() * number, op="sum")
 
-    counts, out = compiled_by(lambda: jaxmpi.jit(fun)(jnp.ones(3)))
+    counts, out = compiled_by(lambda: jaxmpi.jit(fun)(np.ones(3, np.float32)))
     jax.effects_barrier()
     assert counts == [1, 1] and seen == [3.0 + jaxmpi.rank()]
     np.testing.assert_allclose(out, number * 6)
@@ -250,7 +250,7 @@ def test_ranks_that_wait_use_no_core():
     jaxmpi.barrier()
     with replaced(_jaxcompat, "compile_entry", slow):
         began, used = time.monotonic(), time.thread_time()
-        step(jnp.ones(3)).block_until_ready()
+        step(np.ones(3, np.float32)).block_until_ready()
         assert time.monotonic() - began > seconds
         assert jaxmpi.rank() == 0 or time.thread_time() - used < 0.75 * seconds
 
@@ -282,7 +282,7 @@ def test_the_user_s_own_cache_is_used_beside_it():
     assert before and os.path.samefile(before, os.environ["JAX_COMPILATION_CACHE_DIR"])
     if shares():
         number, step = new_step()
-        step(jnp.ones(3))
-        counts, out = compiled_by(lambda: step_of(number)(jnp.ones(3)))  # the same module, of another function
+        step(np.ones(3, np.float32))
+        counts, out = compiled_by(lambda: step_of(number)(np.ones(3, np.float32)))  # the same module, of another function
         assert not any(counts)
         np.testing.assert_allclose(out, expected(number, [3] * 2))
