@@ -5,14 +5,15 @@ Python, outside of it. The layers above know nothing else of how ranks talk to e
 """
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-__all__ = ["Backend", "Collective", "Place", "Registry", "fingerprint_of"]
+__all__ = ["Backend", "Collective", "Place", "Registry", "fingerprint_of", "long_operation"]
 
 
 def fingerprint_of(text: str) -> int:
@@ -128,3 +129,13 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free what `init` took."""
+
+
+@contextmanager
+def long_operation(backend: Any, what: str) -> Iterator[None]:
+    """Tell those who watch for stalls that this rank does something that takes long, and is all right."""
+    before, backend.long_operation = backend.long_operation, what
+    try:
+        yield
+    finally:
+        backend.long_operation = before

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from jaxmpi._checkpoint.parts import to_host
 from jaxmpi._consistency import compare
 from jaxmpi._errors import CheckpointError, RankMismatchError
 
-__all__ = ["check_call", "check_equal", "checked", "each_ranks_values", "long_operation", "ranks_here", "run_on_all_or_raise"]
+__all__ = ["check_call", "check_equal", "checked", "each_ranks_values", "ranks_here", "run_on_all_or_raise"]
 
 T = TypeVar("T")
 
@@ -92,16 +91,6 @@ def run_on_all_or_raise(backend: Backend, function: Callable[[], T]) -> T:
     if errors:
         raise CheckpointError(errors[0])
     return result
-
-
-@contextmanager
-def long_operation(backend: Any, what: str) -> Iterator[None]:
-    """Tell those who watch for stalls that this rank does something that takes long, and is all right."""
-    before, backend.long_operation = backend.long_operation, what
-    try:
-        yield
-    finally:
-        backend.long_operation = before
 
 
 def ranks_here(backend: Backend) -> Iterator[int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._checkpoint import folders, parts
 from jaxmpi._checkpoint.compatibility import fitted
 from jaxmpi._checkpoint.files import Archive
 from jaxmpi._checkpoint.manifest import Leaf, Manifest, dtype_of
-from jaxmpi._checkpoint.rank_checks import long_operation, ranks_here, run_on_all_or_raise
+from jaxmpi._checkpoint.rank_checks import ranks_here, run_on_all_or_raise
 
 __all__ = ["newest", "read"]
 

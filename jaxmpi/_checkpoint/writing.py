@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import files, folders, parts
 from jaxmpi._checkpoint.manifest import Leaf, Member
-from jaxmpi._checkpoint.rank_checks import long_operation, run_on_all_or_raise
+from jaxmpi._checkpoint.rank_checks import run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
 from jaxmpi._process.at_exit import at_the_very_end
 from jaxmpi._world import session

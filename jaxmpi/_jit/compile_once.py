@@ -11,14 +11,14 @@ come to the same one later take what it has left in the folder of the run.
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import long_operation
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._process import settings
 from jaxmpi._process.made_once import made_once
@@ -67,7 +67,7 @@ def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
     result: tuple[str, Any] = ALONE
     try:
         if len(ranks) > 1:
-            with _long_operation(backend, f"compiling {title}, for {in_words(ranks[1:])}, too"):
+            with long_operation(backend, f"compiling {title}, for {in_words(ranks[1:])}, too"):
                 result = _compiled(lowered)
     finally:
         backend.broadcast_asleep(result, ranks, title)  # or the others would wait for ever
@@ -83,19 +83,10 @@ def compile_alone(backend: Any, title: str, lowered: Any) -> None:
     if not digest or jax.config.jax_disable_jit:
         return
     name = hashlib.sha256(f"{digest} {kind()}".encode()).hexdigest()[:40]
-    with _long_operation(backend, f"compiling {title}, or waiting for a rank of its host that does"):
+    with long_operation(backend, f"compiling {title}, or waiting for a rank of its host that does"):
         entry = made_once(settings.get("JAXMPI_RUN_DIR"), name, partial(_jaxcompat.compile_entry, lowered))
         if entry is not None:
             _jaxcompat.load_entry(lowered, entry)
-
-
-@contextmanager
-def _long_operation(backend: Any, what: str) -> Iterator[None]:
-    before, backend.long_operation = backend.long_operation, what
-    try:
-        yield
-    finally:
-        backend.long_operation = before
 
 
 def kind() -> dict[str, str]:
