@@ -233,10 +233,8 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def can_keep() -> bool:
-    """Whether `keep` need not trace what it keeps; with JAX 0.12, ranks of xla then waited for each other for ever."""
-    if DynamicJaxprTrace is None or jax.__version_info__ >= (0, 12):
-        return False
-    return type(core.trace_ctx.trace) is DynamicJaxprTrace
+    """Whether `keep` need not trace what it keeps."""
+    return DynamicJaxprTrace is not None and type(core.trace_ctx.trace) is DynamicJaxprTrace
 
 
 def keep(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -79,6 +79,11 @@ class Xla(MpiProcessGroup):
         """Not on GPUs, where XLA knows best what to combine."""
         return jax.default_backend() == "cpu"
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether XLA starts collectives, and loops that contain some, in one order on all ranks: not on CPUs."""
+        return jax.default_backend() != "cpu"
+
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each of XLA's collectives for arrays like these."""
         return packing.messages(call, arrays, self.place.size)

@@ -16,6 +16,7 @@ costs          how many bytes and seconds that takes
 control_slice  which computations control what is sent, and must be the same on all ranks
 text           equations as text
 signature      of all these, what the ranks compare
+order_loops    loops that communicate, in one order with what is sent beside them
 rewrite        a backend's collectives in the place of JAX's
 lower          what `jax.jit` compiles
 """

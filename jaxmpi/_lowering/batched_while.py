@@ -1,8 +1,8 @@
-"""A `while_loop` under `vmap` whose lanes end on their own, and whose condition communicates.
+"""A `while_loop` under `vmap` whose lanes end on their own, and which communicates.
 
 `vmap` gives such a loop a predicate with a value for each lane. JAX keeps the state of the lanes that are done when it lowers
 the loop, but not where the condition has ordered effects, as messages are (jax 0.10 to 0.12). So the loop is written out with a
-scalar predicate before it gets there.
+scalar predicate before it gets there, which `order_loops` needs, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ __all__ = ["batched_predicate", "with_scalar_predicate"]
 
 
 def batched_predicate(eqn: JaxprEqn) -> bool:
-    """Whether it is a while_loop whose condition communicates, for each lane of a vmap."""
+    """Whether it is a while_loop that communicates, with a predicate for each lane of a vmap."""
     if eqn.primitive.name != "while":
         return False
     inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
-    return bool(inner.outvars[0].aval.shape) and has_collective(inner)
+    return bool(inner.outvars[0].aval.shape) and any(map(has_collective, (inner, eqn.params["body_jaxpr"])))
 
 
 def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[Any]) -> list[Any]:

@@ -101,7 +101,7 @@ def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: in
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
-    target = Target(backend.place.size, packing.run, backend.index, backend.combines)
+    target = Target(backend.place.size, packing.run, backend.index, backend.combines, keeps_order=backend.keeps_order)
     program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
     return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)

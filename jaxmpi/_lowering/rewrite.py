@@ -1,6 +1,7 @@
 """The same program with a backend's collectives in it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
+from jaxmpi._lowering.order_loops import Order, in_order
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
 
@@ -23,6 +25,7 @@ class Target(NamedTuple):
     run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]  # carries out a collective, in traced code
     rank: Callable[[], Any]  # this rank's number, in traced code
     combine: bool = True  # whether collectives that can travel together do
+    keeps_order: bool = True  # whether what carries the program out keeps collectives, and loops that have some, in order
 
 
 def rewrite(jaxpr: Any, target: Target) -> ClosedJaxpr:
@@ -33,6 +36,11 @@ def rewrite(jaxpr: Any, target: Target) -> ClosedJaxpr:
 
 
 def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
+    loops = any(level.loops for level in schedule(jaxpr, target.size, target.combine))
+    return _rounds(jaxpr, target, Order() if loops and not target.keeps_order else None, *args)
+
+
+def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list[Any]:
     read = Env(jaxpr, args)
     what = kinds(jaxpr)
     for level in schedule(jaxpr, target.size, target.combine):
@@ -40,14 +48,22 @@ def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
             xs = read(eqn.invars)
             read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
         for group in level.groups:
-            _carry_out(group, target, read)
+            _carry_out(group, target, order, read)
         for eqn in level.loops:
-            read.write(eqn, _loop(eqn, target, read(eqn.invars)))
+            read.write(eqn, _loop(eqn, target, order, read(eqn.invars)))
     return read.outs()
 
 
-def _loop(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
+def _loop(eqn: JaxprEqn, target: Target, order: Order | None, xs: list[Any]) -> list[Any]:
+    if order:
+        return order.through(lambda token: in_order(eqn, xs, token, partial(_inside, target)))
     return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
+
+
+def _inside(target: Target, jaxpr: Any, token: jax.Array, *args: Any) -> tuple[jax.Array, list[Any]]:
+    order = Order(token)
+    outs = _rounds(jaxpr, target, order, *args)
+    return order.token, outs
 
 
 def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
@@ -55,19 +71,21 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
         case "index":
             return [target.rank()]
         case "loop":  # that asks for the rank
-            return _loop(eqn, target, xs)
+            return _loop(eqn, target, None, xs)
         case _:  # a collective of what all ranks know
             x = translate(eqn, target.size).before(xs[0])
             return [x * target.size if eqn.primitive.name == "psum" else x]
 
 
-def _carry_out(group: Group, target: Target, read: Env) -> None:
+def _carry_out(group: Group, target: Target, order: Order | None, read: Env) -> None:
     with _jaxcompat.at_source(group.eqns[0]):
         same: dict[Any, list[int]] = {}  # an array that several equations reduce is sent once
         for i, eqn in enumerate(group.eqns):
             same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
         operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
-        outs = target.run(group.call, operands)
+        outs = target.run(group.call, order.after(operands) if order else operands)
+        if order:
+            order.received(outs)
         for indices, out in zip(same.values(), outs, strict=True):
             for i in indices:
                 eqn = group.eqns[i]
