@@ -396,9 +396,9 @@ def test_xla_gives_back_what_can_be_printed_saved_and_fed_back(tmp=None):
 
 @run_ranks(1, 2, 3)
 def test_without_the_internals_it_is_slower_and_right():
-    from jaxmpi import _jaxcompat
+    from jaxmpi._jaxcompat import ordered
 
-    token_set, _jaxcompat.TokenSet = _jaxcompat.TokenSet, None
+    token_set, ordered.TokenSet = ordered.TokenSet, None
     try:
         step = jaxmpi.jit(lambda x: lax.psum(x, R))
         if jaxmpi.size() > 1:
@@ -407,7 +407,7 @@ def test_without_the_internals_it_is_slower_and_right():
             assert step.trace(X).jaxpr.effects
         np.testing.assert_array_equal(step(X), X * jaxmpi.size())
     finally:
-        _jaxcompat.TokenSet = token_set
+        ordered.TokenSet = token_set
 
 
 # simulated ranks

@@ -60,11 +60,11 @@ def test_a_function_of_simulated_ranks_is_traced_once():
 @run_ranks(1, 2, 3)
 def test_a_jax_without_these_internals_makes_the_same_module():
     quick = _jaxcompat.module_text(jitted(step).lower(*arguments()))
-    assert _jaxcompat.DynamicJaxprTrace is not None
-    assert _jaxcompat.jaxpr_subcomp is not None
+    assert _jaxcompat.retrace.DynamicJaxprTrace is not None
+    assert _jaxcompat.ordered.jaxpr_subcomp is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_jaxcompat, "DynamicJaxprTrace", None)
-        patch.setattr(_jaxcompat, "jaxpr_subcomp", None)
+        patch.setattr(_jaxcompat.retrace, "DynamicJaxprTrace", None)
+        patch.setattr(_jaxcompat.ordered, "jaxpr_subcomp", None)
         slow = _jaxcompat.module_text(jitted(step).lower(*arguments()))
     assert slow == quick
 

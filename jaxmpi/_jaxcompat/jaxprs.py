@@ -1,0 +1,61 @@
+"""Jaxprs, and what stands in them: jax 0.12 has one class where there were two."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax._src import core, util
+from jax._src.state.types import AbstractRef
+from jax.extend.core import JaxprEqn
+
+__all__ = [
+    "axis_effect",
+    "is_axis_effect",
+    "is_reference",
+    "kept_with_jaxpr",
+    "parts",
+    "scan_counts",
+    "with_equations",
+]
+
+
+def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
+
+
+def kept_with_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a function says of a jaxpr, its first argument, as long as that lives; some JAX has no such cache."""
+    try:
+        return util.weakref_lru_cache(function, trace_context_in_key=False)  # type: ignore[no-any-return]
+    except (AttributeError, TypeError):
+        return function
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
+    """The same jaxpr with other equations, and other variables for its outputs."""
+    inner, _ = parts(jaxpr)
+    edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))
+    return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many its carry; the rest it scans over."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    return len(consts), len(carry)
+
+
+def axis_effect(name: str) -> Any:
+    """The effect that says that an axis of this name must be bound."""
+    return core.NamedAxisEffect(name)
+
+
+def is_axis_effect(effect: Any, name: str) -> bool:
+    """Whether it says no more than that an axis of this name must be bound."""
+    return isinstance(effect, core.NamedAxisEffect) and effect.name == name
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether it is the type of a reference, as `jax.new_ref` makes them, and not of an array."""
+    return isinstance(aval, AbstractRef)

@@ -1,0 +1,102 @@
+"""Order inside of a program: an effect of our own, and modules that make its tokens themselves."""
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax._src import core
+from jax.extend.core import ClosedJaxpr
+from jax.ffi import ffi_lowering
+from jax.interpreters import mlir
+
+from jaxmpi._jaxcompat.jaxprs import parts
+from jaxmpi._jaxcompat.retrace import as_function
+
+try:
+    from jax._src import effects
+    from jax._src.interpreters.mlir import TokenSet
+except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
+    effects = TokenSet = None  # type: ignore[assignment, misc]
+
+try:
+    from jax._src.interpreters.mlir import ir_consts, jaxpr_subcomp
+
+    if not {"dim_var_values", "const_lowering", "outer_traceback"} <= set(inspect.signature(jaxpr_subcomp).parameters):
+        jaxpr_subcomp = None
+except ImportError:  # programs are traced again to be lowered, which takes longer
+    jaxpr_subcomp = None  # type: ignore[assignment]
+
+__all__ = [
+    "allow_in_checkpoint",
+    "can_hide_effects",
+    "ffi_call_in_order",
+    "lower_with_tokens",
+    "ordered_effect",
+]
+
+
+def can_hide_effects() -> bool:
+    """Whether this JAX has what `lower_with_tokens` needs."""
+    return TokenSet is not None
+
+
+@functools.cache
+def ordered_effect() -> Any:
+    """The JAX effect of a primitive whose calls stay in program order, also from one program to the next."""
+
+    class InOrder(effects.Effect):  # type: ignore[misc]
+        __str__ = lambda self: "jaxmpi"
+
+    kinds = (effects.ordered_effects, effects.lowerable_effects)
+    for allowed in (*kinds, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects):
+        allowed.add_type(InOrder)
+    return allow_in_checkpoint(InOrder())
+
+
+def allow_in_checkpoint(effect: Any) -> Any:
+    """The same effect, of which JAX knows that `jax.checkpoint` may carry out its primitives again: all ranks do."""
+    if effects is not None:
+        effects.remat_allowed_effects.add_type(type(effect))
+    return effect
+
+
+def ffi_call_in_order(
+    ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Iterable[int], attributes: dict[str, Any]
+) -> list[Any]:
+    """Lower a primitive with an ordered effect to an FFI call behind the one before.
+
+    Args:
+      ctx: of the lowering rule.
+      name: of the FFI target.
+      xs: the operands.
+      effect: the ordered effect.
+      in_place: numbers of operands whose memory the results of the same numbers take.
+      attributes: of the FFI call.
+    """
+    lower = ffi_lowering(name, operand_output_aliases={i: i for i in in_place}, has_side_effect=True)
+    avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
+    *outs, token = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *xs, ctx.tokens_in.get(effect), **attributes)
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    return outs
+
+
+def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
+    """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
+    inner, consts = parts(jaxpr)
+    tokens = TokenSet.create(list(effects.ordered_effects.filter_in(inner.effects)))
+    if not _lowers_as_it_is(inner):
+        return mlir.lower_fun(as_function(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
+    module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
+    numbers = ir_consts(consts, [v.aval for v in inner.constvars])
+    given = {name: getattr(ctx, name) for name in ("dim_var_values", "const_lowering")}
+    outs, _ = jaxpr_subcomp(module, inner, ctx.name_stack, tokens, numbers, *args, outer_traceback=None, **given)
+    return outs
+
+
+def _lowers_as_it_is(jaxpr: Any) -> bool:
+    """Whether a jaxpr can be lowered without being traced again: it has no references and types of its own."""
+    plain = all(
+        isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect) for effect in jaxpr.effects
+    )
+    return jaxpr_subcomp is not None and plain and not getattr(jaxpr, "is_high", False)

@@ -1,0 +1,72 @@
+"""Where an equation or an error comes from, in the user's files."""
+
+import os
+import sys
+import sysconfig
+from typing import Any
+
+from jax._src import source_info_util
+from jax._src.lax import parallel
+from jax.extend.core import JaxprEqn
+
+__all__ = [
+    "call_site",
+    "caller_line",
+    "failed_collective",
+    "function_names",
+    "in_library",
+    "source_line",
+]
+
+
+def call_site(eqn: JaxprEqn) -> tuple[tuple[str, int, int], ...]:
+    """The call that an equation comes from: its frames outside of JAX. That of a derivative is that of what it is one of."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """The user's line that an equation comes from, "file:line": the innermost one outside of the libraries; "" for none."""
+    libraries = _library_folders()
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(libraries):
+            return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+    return ""
+
+
+def function_names(eqn: JaxprEqn) -> list[str]:
+    """The qualified names of the functions that an equation comes from, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [frame.function_name for frame in traceback.frames] if traceback else []
+
+
+def caller_line() -> str:
+    """The user's line that runs now, as in `source_line`."""
+    libraries, frame = _library_folders(), sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def failed_collective(error: BaseException) -> tuple[str, dict[str, Any], str]:
+    """The function of JAX's collectives that an error was raised in, its arguments, and the user's line; "" for no such."""
+    libraries, line, traceback = _library_folders(), "", error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        file = frame.f_code.co_filename
+        if file == parallel.__file__:
+            return frame.f_code.co_name.lstrip("_"), dict(frame.f_locals), line
+        if not file.startswith(libraries):
+            line = f"{os.path.basename(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return "", {}, ""
+
+
+def in_library(file: str) -> bool:
+    """Whether a file is one of JAX's, Flax's, optax's or jaxmpi's, or Python's own."""
+    return file.startswith((*_library_folders(), "<frozen", sysconfig.get_path("stdlib") + os.sep))
+
+
+def _library_folders() -> tuple[str, ...]:
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("jax", "flax", "optax", "jaxmpi"))
+    return tuple(os.path.dirname(file) + os.sep for file in files if file)
