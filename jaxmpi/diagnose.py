@@ -33,7 +33,7 @@ class Explanation:
       text: the table.
     """
 
-    def __init__(self, title: str, entries: list[Entry], backend: Any, seconds: Callable[[Cost], float] | None) -> None:
+    def __init__(self, title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None) -> None:
         self.entries = entries
         costs = [cost(entry, backend) for entry in entries]
         times = [entry.times for entry in entries]

@@ -3,7 +3,10 @@
 api               `jit`, and functions of ours that are compiled in the same way
 step              what `jit` returns: finds, compares and runs the program for its arguments
 cache             the programs of one function, by the kinds of their arguments
-program           a function for one kind of arguments and one backend; `_lowering` makes it
+arguments         the arrays of a call by shape and dtype, and the words for them
+analyze           what a program of several ranks sends, and what must be equal for that
+build             from a call to its program
+program           a function for one kind of arguments and one backend
 function          a Python function, and what is known of its arguments
 first_call        arguments are compared by value at the first call, and a forgotten mean is named
 compile_once      the ranks that have agreed on a program compile it once between them

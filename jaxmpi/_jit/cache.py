@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jaxmpi._backends.base import Backend
+from jaxmpi._jit.build import build_program
 from jaxmpi._jit.function import Function
-from jaxmpi._jit.program import Program, build_program
+from jaxmpi._jit.program import Program
 
 __all__ = ["Programs"]
 

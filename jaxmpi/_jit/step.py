@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._consistency import compare, values
 from jaxmpi._jit import first_call
+from jaxmpi._jit.arguments import check_arguments
+from jaxmpi._jit.build import build_program
 from jaxmpi._jit.cache import Programs
 from jaxmpi._jit.compile_once import compile_alone, compile_once, shares
 from jaxmpi._jit.function import Function
-from jaxmpi._jit.program import Program, build_program, check_arguments, refuse_nan_search
+from jaxmpi._jit.program import Program, refuse_nan_search
 from jaxmpi._jit.stages import Lowered, Traced
 from jaxmpi._lowering.costs import table
 from jaxmpi._process import settings

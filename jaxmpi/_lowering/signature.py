@@ -20,8 +20,8 @@ class Signature:
     Where all ranks must run the same module, `lowered_to` adds all of it.
 
     Attributes:
-      statement: for the comparison; None where the ranks have nothing to agree on.
       sent: the collectives, in words.
+      statement: for the comparison; None where the ranks have nothing to agree on.
     """
 
     def __init__(
@@ -51,6 +51,11 @@ class Signature:
         text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
         text += [what for what, _ in parameters] if text else []
         self.statement = Statement.of(title, "\n".join(text)) if text else None
+
+    @property
+    def fingerprint(self) -> int:
+        """That of the statement; 0 for none."""
+        return self.statement.fingerprint if self.statement else 0
 
     def lowered_to(self, lowered: Any, jaxpr: Any) -> None:
         """Have the ranks compare the module, a `jax.stages.Lowered`, of this program; source lines don't count.

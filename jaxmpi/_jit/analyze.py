@@ -1,0 +1,140 @@
+"""A traced program of several ranks: what it sends, what must be equal for that, and which outputs may differ."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Backend
+from jaxmpi._jit.arguments import positions
+from jaxmpi._jit.function import Function
+from jaxmpi._leaves import PyTree, is_own, leaf_name
+from jaxmpi._lowering.across_elements import check_shards
+from jaxmpi._lowering.classify import communicates, held
+from jaxmpi._lowering.control_slice import Line, control_equations
+from jaxmpi._lowering.forgotten_mean import Carried
+from jaxmpi._lowering.fuse_mean import fold
+from jaxmpi._lowering.replication import varying
+from jaxmpi._lowering.summary import Entry, summary
+
+__all__ = ["Analysis", "analyze", "paths_of"]
+
+
+class Analysis(NamedTuple):
+    """What is known of a program before it is lowered."""
+
+    jaxpr: Any  # with the means that the backend takes on the way
+    varies: Sequence[bool]  # which outputs may differ between the ranks
+    entries: Sequence[Entry]  # what it sends
+    control: Sequence[Line]  # what must be equal on all ranks for that
+    carried: Carried | None = None  # of which a call may show that a mean is forgotten
+
+
+def analyze(
+    function: Function,
+    jaxpr: Any,
+    captured: Sequence[Any],
+    ins: Sequence[Any],
+    replicated: Sequence[bool],
+    tree: PyTree,
+    backend: Backend,
+    *,
+    hide: bool,
+) -> Analysis:
+    """Analyze a program of several ranks, and check it.
+
+    Args:
+      function: that was traced.
+      jaxpr: of `trace.trace`.
+      captured: the arrays that the function has from outside, the first inputs of `jaxpr`.
+      ins: the paths of the other inputs.
+      replicated: which of those are equal on all ranks.
+      tree: the structure of the outputs.
+      backend: the ranks.
+      hide: as in `lower.build`; what is not hidden may be differentiated yet.
+
+    Raises:
+      ValueError: an output that is declared equal on all ranks may differ; a shard depends on more than its own elements.
+    """
+    outs, title = paths_of(tree), function.title
+    varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
+    check_shards(title, jaxpr, ins, outs, len(captured))
+    looks = function.of_user and not backend.simulates
+    carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
+    constants = [*captured, *held(jaxpr)]
+    if hide:
+        jaxpr = fold(jaxpr, backend.place.size, fuses_mean=backend.fuses_mean)
+    entries = [
+        entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),))
+        for entry in summary(jaxpr, backend.place.size, combine=backend.combines)
+    ]
+    if entries and backend.same_module and not outside:
+        outside = [*map(_from_outside, constants)]
+    control = [*control_equations(jaxpr, _declared(function, tree) if entries else ()), *map(Line, outside)]
+    return Analysis(jaxpr, varies, entries, control, carried)
+
+
+def paths_of(tree: PyTree) -> list[Any]:
+    """The paths of the leaves of a structure."""
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]]
+
+
+def _varying_outputs(
+    function: Function, jaxpr: Any, captured: Sequence[Any], replicated: Sequence[bool], tree: PyTree, backend: Backend
+) -> tuple[list[bool], list[str]]:
+    """Which outputs may differ between the ranks, and the arrays from outside that must be equal for that, in words.
+
+    Raises:
+      ValueError: one may differ that is declared equal on all ranks, with its name.
+    """
+    try:
+        return _varies(function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0), []
+    except ValueError as error:
+        # Would it be right if the arrays from outside were equal on all ranks? They are compared with what is sent.
+        constants = [*captured, *held(jaxpr)]
+        if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
+            raise ValueError(f"{error} It has an array from outside, which counts as different: make it an argument.") from None
+        if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
+            raise
+        varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
+        return varies, [*map(_from_outside, constants)]
+
+
+def _varies(
+    function: Function, jaxpr: Any, outside: bool, captured: int, replicated: Sequence[bool], tree: PyTree, *, warn: bool
+) -> list[bool]:
+    """Which outputs may differ between the ranks, and whether the arrays from outside do is `outside`.
+
+    Raises a ValueError where one may that is to be equal on all ranks, with its name.
+    """
+    varies = varying(jaxpr, [outside] * captured + [not same for same in replicated], constants=outside, warn=warn)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
+    for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
+        if differs and declared:
+            raise ValueError(
+                f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is to be equal on all ranks, and it may differ "
+                "between them. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
+                "replicated_argnums the arguments that are equal on all ranks."
+            )
+    return varies
+
+
+def _declared(function: Function, tree: PyTree) -> list[bool]:
+    """Which arrays of the outputs `replicated_outnums` names."""
+    node = tree.node_data()
+    children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
+    outputs = positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
+    numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(numbers))
+    return [number in outputs and not is_own(path) for path, number in paths]
+
+
+def _from_outside(x: Any) -> str:
+    """An array that the function has from outside, in words: equal ones in the same."""
+    host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
+    return f"an array from outside: {x.dtype}{list(x.shape)} with digest {digest}"

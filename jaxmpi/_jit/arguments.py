@@ -1,0 +1,65 @@
+"""The arguments of a call: their arrays, in words and by shape and dtype; what no program can take is refused by name."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmpi import _jaxcompat
+from jaxmpi._jit.function import Function, is_per_rank
+
+__all__ = ["argument_name", "check_arguments", "kinds", "positions", "refuse_per_rank"]
+
+
+def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise a TypeError or a ValueError that names an argument which no program can have."""
+    kinds(function, args, kwargs)
+    function.key(function.leaves(args, kwargs), args, kwargs)
+
+
+def kinds(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
+    """The arrays among the arguments with their paths, the structure, and shape and dtype of each."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
+    return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
+
+
+def refuse_per_rank(function: Function, paths: Sequence[tuple[Any, Any]]) -> None:
+    """Raise a TypeError that names the first value of simulated ranks among the arguments."""
+    if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
+        raise TypeError(
+            f"jaxmpi.jit: {argument_name(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and this "
+            "is no `with jaxmpi.simulate(n)`. Pass this rank's own array."
+        )
+
+
+def argument_name(path: Any) -> str:
+    """The path of a leaf of (args, kwargs) in words."""
+    (_, first, *rest) = path
+    name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one rank's array."""
+    try:
+        aval = jax.typeof(leaf.stack if is_per_rank(leaf) else leaf)
+        shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
+            "Name the argument in static_argnames, or take it out."
+        ) from error
+    if _jaxcompat.is_reference(aval):
+        raise TypeError(
+            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a reference, which cannot be an argument. "
+            "Pass its value, ref[...], and return the new one."
+        )
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def positions(option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
+    """Positions below `count`, counted from the end where they are negative."""
+    for i in numbers:
+        if not -count <= i < count:
+            raise ValueError(f"jaxmpi.jit: {option} has {i}, and {what} {count}. Name positions from 0 to {count - 1}.")
+    return {i % count for i in numbers}

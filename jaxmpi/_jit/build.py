@@ -1,0 +1,87 @@
+"""From a call to its program: the function is traced for the kinds of its arguments, checked, and made one of the backend."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxmpi._backends.base import Backend
+from jaxmpi._jit.analyze import Analysis, analyze, paths_of
+from jaxmpi._jit.arguments import argument_name, kinds, positions, refuse_per_rank
+from jaxmpi._jit.function import Function, is_per_rank
+from jaxmpi._jit.lost_nnx_changes import watch_changes
+from jaxmpi._jit.program import Program
+from jaxmpi._leaves import PyTree, is_own, leaf_name
+from jaxmpi._lowering import lower
+from jaxmpi._lowering.signature import Signature
+from jaxmpi._lowering.trace import trace
+
+__all__ = ["build_program"]
+
+
+class _Flat:
+    """A function of the arrays of its arguments, which returns those of its outputs; it is called once."""
+
+    tree: PyTree = None  # of the outputs
+
+    def __init__(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], treedef: Any) -> None:
+        self._function, self._args, self._kwargs, self._treedef = function, args, kwargs, treedef
+
+    def __call__(self, *xs: Any) -> list[Any]:
+        arrays, named_arrays = self._treedef.unflatten(xs)
+        static = self._function.static
+        args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(self._args, arrays, strict=True))]
+        kwargs = {name: self._kwargs[name] if name in static.names else new for name, new in named_arrays.items()}
+        check = watch_changes(self._function.title, (args, kwargs))
+        outs, self.tree = jax.tree.flatten(self._function.fun(*args, **kwargs))
+        check(outs)
+        return outs
+
+
+def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Backend, *, hide: bool) -> Program:
+    """Trace a function for arguments like these, check it and make it a program of `backend`.
+
+    `hide` is as in `lower.build`.
+    """
+    paths, treedef, avals = kinds(function, args, kwargs)
+    ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
+    if not backend.simulates:
+        refuse_per_rank(function, paths)
+    positions(
+        "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
+    )
+    flat, size = _Flat(function, args, kwargs, treedef), backend.place.size
+    jaxpr, captured, parameters = trace(flat, size, avals)
+    tree, outs = flat.tree, paths_of(flat.tree)
+    replicated = [function.replicated.hold(path) and not is_own(path) for path in ins]
+    arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
+    found = Analysis(jaxpr, [False] * len(outs), [], [])
+    if size > 1:
+        found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
+        if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
+            parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
+    entries = found.entries
+    signature = Signature(function.title, entries, found.control, parameters=parameters, arguments=arguments)
+    first = entries[0].call if entries and entries[0].times else None
+    stacked = [False] * len(captured) + per_rank
+    program, finish = lower.build(found.jaxpr, backend, stacked, first, signature.fingerprint, hide=hide)
+
+    def call(leaves: Sequence[Any]) -> list[Any]:
+        arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
+        return finish(program(*captured, *arrays))
+
+    return Program(
+        function=function,
+        call=call,
+        tree=tree,
+        entries=entries,
+        signature=signature,
+        same_module=found.jaxpr if backend.same_module else None,
+        arguments=arguments,
+        donated=[function.donated.hold(path) for path in ins],
+        outputs=[f"output {leaf_name(path)}" for path in outs],
+        equal=(replicated, [not differs and not is_own(path) for path, differs in zip(outs, found.varies, strict=True)]),
+        scalars=[i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()],
+        captured=captured,
+        carried=found.carried,
+    )
