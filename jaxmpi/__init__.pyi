@@ -33,7 +33,8 @@ from ._optim.local_sgd import local_sgd
 from ._optim.noise import measure_noise_scale
 from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.sharded_array import ShardedArray
-from ._optim.zero1 import reshard, sharded
+from ._optim.sharded_state import reshard
+from ._optim.zero1 import sharded
 from ._run.notebook import launch
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size

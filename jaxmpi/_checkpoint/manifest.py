@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._optim.zero1 import shard_shape
+from jaxmpi._optim.shards import shard_shape
 
 __all__ = ["PLAIN", "Leaf", "Manifest", "Member", "dtype_of", "file_name", "format_manifest", "is_plain", "parse_manifest"]
 

@@ -16,7 +16,8 @@ from jaxmpi._checkpoint.manifest import Leaf, is_plain
 from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray
-from jaxmpi._optim.zero1 import ShardedState, shard_shape
+from jaxmpi._optim.sharded_state import ShardedState
+from jaxmpi._optim.shards import shard_shape
 
 __all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "old_names", "part_of", "put_back", "to_host"]
 

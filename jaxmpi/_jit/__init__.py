@@ -1,7 +1,9 @@
 """`jaxmpi.jit`: from a call to a program that runs.
 
 api               `jit`, and functions of ours that are compiled in the same way
-step              what `jit` returns: finds, compares and runs the program for its arguments
+step              what `jit` returns
+executors         how several ranks compare a program, compile it once between them, and run it
+jitted            the function under `jax.jit`
 cache             the programs of one function, by the kinds of their arguments
 arguments         the arrays of a call by shape and dtype, and the words for them
 analyze           what a program of several ranks sends, and what must be equal for that

@@ -4,6 +4,7 @@ average       means over ranks: `distributed`, `average_gradients`; exact ones, 
 accumulate    one communication for several steps
 objective     what `update` gets beside gradients, such as the loss, of all ranks
 zero1         the optimizer's state shared out over the ranks (ZeRO-1)
+sharded_state which arrays of that state are shards
 fsdp          the parameters shared out over the ranks, too (ZeRO-3)
 local_sgd     steps of each rank's own, averaged now and then (local SGD, DiLoCo)
 adasum        sums that know when gradients point the same way

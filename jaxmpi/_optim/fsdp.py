@@ -17,9 +17,9 @@ from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
+from jaxmpi._optim.sharded_state import ShardedState, whole_state
 from jaxmpi._optim.shards import joined, rows
 from jaxmpi._optim.weights import weighted_mean
-from jaxmpi._optim.zero1 import ShardedState, whole_state
 from jaxmpi._world import session
 
 __all__ = ["fully_shard", "unshard"]

@@ -1,0 +1,82 @@
+"""A function under `jax.jit`: whenever JAX traces it, its program for these arguments is built, or taken as it is there."""
+
+import sys
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi._consistency import compare
+from jaxmpi._jit.build import build_program
+from jaxmpi._jit.compile_once import shares
+from jaxmpi._jit.function import Function
+from jaxmpi._jit.program import Program, refuse_nan_search
+from jaxmpi._lowering.costs import table
+from jaxmpi._process import settings
+
+__all__ = ["Jitted", "NewProgramError"]
+
+
+class NewProgramError(Exception):
+    """Raised in a trace, in the place of a program that is to be compiled outside of it."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.function.title)
+        self.program = program
+
+
+class Jitted:
+    """A function with these options of `jax.jit`, on one backend.
+
+    Attributes:
+      plain: what `jax.jit` returns for it.
+      with_end: the same with another output before the function's: one that nobody can donate, to wait for.
+      nested: the same as `plain`, for callers that are traced: they see the effects of its collectives.
+      shares: whether the ranks share what they compile.
+      ready: a program that the trace that comes next takes.
+      traced: that of the last trace of `with_end`.
+    """
+
+    def __init__(self, function: Function, options: dict[str, Any], backend: Any) -> None:
+        self._function, self._backend = function, backend
+        self._alone = backend.place.size == 1 or backend.simulates
+        self.shares = not self._alone and shares()
+        self.ready: Program | None = None
+        self.traced: Program | None = None
+        self.plain = jax.jit(self._body(hide=True), **options)
+        self.with_end = jax.jit(self._body(hide=True, end=True), **options)
+        self.nested = jax.jit(self._body(hide=False), **options)
+
+    def build(self, args: Any, kwargs: Any, *, hide: bool = True) -> Program:
+        """The program for these arguments."""
+        ready, self.ready = self.ready, None
+        return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
+
+    def announce(self, program: Program, *, show: bool = True) -> None:
+        """Keep what a new program sends, for an error, and print it where that is asked for."""
+        if program.announced:
+            return
+        program.announced = show
+        if program.statement and not self._alone:
+            details = program.signature.details if self._backend.compares_inline else dict
+            compare.register_program(self._backend, program.statement, program.signature.sent, details)
+        if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
+            sys.stderr.write(table(program.function.title, program.entries, self._backend))
+
+    def _body(self, *, hide: bool, end: bool = False) -> Callable[..., Any]:
+        """What `jax.jit` traces, with the name and the signature of the user's function."""
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if not self._alone:
+                refuse_nan_search(self._function.title)
+            program = self.build(args, kwargs, hide=hide)
+            if end and self.shares and program.statement and not program.compiled_once:
+                raise NewProgramError(program)
+            self.announce(program, show=self._alone or end)
+            self.traced = program if end else None
+            outs = program(self._function.leaves(args, kwargs))
+            return (jnp.zeros((), jnp.bool_), outs) if end else outs
+
+        return update_wrapper(body, self._function.fun, updated=())
