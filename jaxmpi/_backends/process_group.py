@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
 from jaxmpi._backends.base import Collective, Place, Registry
 from jaxmpi._errors import MPIError
@@ -47,6 +48,7 @@ class MpiProcessGroup:
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         _unlink_shared_memory(node_comm)
         node_comm.Free()
+        self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
@@ -247,6 +249,10 @@ class MpiProcessGroup:
     def abort(self, code: int) -> None:
         """End every rank of the job, now."""
         self._mpi.COMM_WORLD.Abort(code)
+
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS; every rank calls it."""
+        self.axes = {AXIS: self.place.size, **axes}
 
     def close(self) -> None:
         """Free the communicators, and the programs that were compiled for them."""

@@ -134,7 +134,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
     )
     size = backend.place.size
-    jaxpr, captured, parameters = trace(flat, size, avals)
+    jaxpr, captured, parameters = trace(flat, backend.axes, avals)
     replicated = [function.replicated.hold(path) and not is_own(path) for path, _ in paths]
     varies: list[bool] = []
     outside: list[str] = []

@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
 def cost(entry: Entry, backend: Any) -> Cost:
     """What an entry costs on the ranks of `backend`."""
-    size, kind = backend.place.size, entry.call.kind
+    size, kind = entry.call.count(backend.place.size), entry.call.kind
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
