@@ -122,10 +122,14 @@ class MpiProcessGroup:
         finally:
             self._starting = False
 
-    def gather_details(self, side: Any) -> list[Any]:
-        """As `allgather_object`, where a program of this rank is still running."""
+    def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
+        """As `allgather_object`, where a program of this rank is still running; from the `ranks` of its group, if there are any."""
         with _Entered(self):
-            return self._objects.allgather(side)
+            return self._of(ranks).allgather(side)
+
+    def _of(self, ranks: Sequence[int]) -> Any:
+        """The communicator for objects of a group of ranks, or of all."""
+        return self._objects
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """All ranks' picklable objects, in the order of the ranks."""

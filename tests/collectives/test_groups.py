@@ -168,7 +168,7 @@ def mpi4jax_ranks():
     ranks.end()
 
 
-@pytest.mark.parametrize("row", ["xla"])
+@pytest.mark.parametrize("row", ["native", "mpi4jax", "xla"])
 def test_all_collectives(row, request):
     weights, want = expectations(AXES)
     ranks = (
