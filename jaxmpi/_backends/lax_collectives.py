@@ -1,7 +1,7 @@
 """The collectives in JAX's own words, over the bound axis: what stands in a traced function until it is differentiated."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS
+from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.base import Collective
 
 __all__ = ["bcast_p", "from_root", "run"]
 
 bcast_p = Primitive("jaxmpi_bcast")
-
-Axis: TypeAlias = str | tuple[str, ...]
 
 REDUCE: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
@@ -104,12 +102,8 @@ def from_root(is_root: Any, total: Callable[[jax.Array], jax.Array], x: jax.Arra
     return lax.bitcast_convert_type(from_root(is_root, total, bits), x.dtype)
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)
-
-
 def _abstract(x: Any, *, root: int, axis_name: Axis) -> tuple[ShapedArray, Any]:
-    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), set(map(_jaxcompat.axis_effect, _names(axis_name)))
+    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), set(map(_jaxcompat.axis_effect, names(axis_name)))
 
 
 def _transpose(ct: Any, x: Any, *, root: int, axis_name: Axis) -> list[jax.Array]:
@@ -118,15 +112,15 @@ def _transpose(ct: Any, x: Any, *, root: int, axis_name: Axis) -> list[jax.Array
 
 
 def _batch(axis: Any, xs: Any, dims: Any, *, root: int, axis_name: Axis) -> tuple[jax.Array, int | None]:
-    (x,), (dim,), names = xs, dims, _names(axis_name)
-    if axis.name not in names:
+    (x,), (dim,), over = xs, dims, names(axis_name)
+    if axis.name not in over:
         return bcast_p.bind(x, root=root, axis_name=axis_name), dim
     # the ranks themselves, or one of their axes: the root has a coordinate along it, and another root along the others
-    sizes = [axis.size if name == axis.name else int(lax.axis_size(name)) for name in names]
-    at = dict(zip(names, map(int, np.unravel_index(root, sizes)), strict=True))
+    sizes = [axis.size if name == axis.name else int(lax.axis_size(name)) for name in over]
+    at = dict(zip(over, map(int, np.unravel_index(root, sizes)), strict=True))
     if dim is not None:
         x = lax.index_in_dim(x, at[axis.name], dim, keepdims=False)
-    if others := {name: size for name, size in zip(names, sizes, strict=True) if name != axis.name}:
+    if others := {name: size for name, size in zip(over, sizes, strict=True) if name != axis.name}:
         number = int(np.ravel_multi_index([at[name] for name in others], [*others.values()]))
         x = bcast_p.bind(x, root=number, axis_name=tuple(others))
     return x, None

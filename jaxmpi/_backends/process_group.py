@@ -123,7 +123,7 @@ class MpiProcessGroup:
             self._starting = False
 
     def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
-        """As `allgather_object`, where a program of this rank is still running; from the `ranks` of its group, if there are any."""
+        """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
         with _Entered(self):
             return self._of(ranks).allgather(side)
 

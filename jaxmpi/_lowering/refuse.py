@@ -65,6 +65,11 @@ def _known(axes: Mapping[str, int]) -> str:
     return f"the axes of the ranks are {', '.join(map(repr, axes))}" if len(axes) > 1 else f"the ranks are the axis {AXIS!r}"
 
 
+def _others(axes: Mapping[str, int]) -> str:
+    names = [repr(name) for name in axes if name != AXIS]
+    return f", or one of {', '.join(names)} of jaxmpi.init" if names else ""
+
+
 def refuse_groups(eqn: JaxprEqn, groups: Any, size: int) -> None:
     """Raise a ValueError unless `axis_index_groups` are groups of one size, of all ranks of an axis of `size`, each in one."""
     found = sorted(int(rank) for group in groups for rank in group)
@@ -129,7 +134,7 @@ def refuse_meshes(jaxpr: Any) -> None:
             )
 
 
-def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+def explained(function: Callable[..., Any], axes: Mapping[str, int]) -> Callable[..., Any]:
     """The function, with the errors that JAX's collectives raise when it is traced in words that say what to do."""
 
     @wraps(function)
@@ -139,19 +144,19 @@ def explained(function: Callable[..., Any]) -> Callable[..., Any]:
         except (NameError, AssertionError, NotImplementedError, ValueError, TypeError, IndexError) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:
-                _explain(error, f"jaxmpi.jit: {name} at {at or 'a line of a library'}", name, params)
+                _explain(error, f"jaxmpi.jit: {name} at {at or 'a line of a library'}", name, params, axes)
             raise
 
     return traced
 
 
-def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any]) -> None:
+def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any], axes: Mapping[str, int]) -> None:
     """Raise what an error of one of JAX's collectives means, if JAX does not say it."""
     if isinstance(error, NameError) and name != "pbroadcast":  # which reads the letters of the name as names
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
             f"{where} is over the axis {axis!r}, which nothing binds. The ranks are the axis jaxmpi.AXIS, {AXIS!r}: name that "
-            "one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS)."
+            f"one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
         ) from error
     try:
         _refuse_axes(where, params)

@@ -32,7 +32,7 @@ def trace(
       The program; the arrays that the function had from outside, which are the first of the program's arguments; what
       `text.parameters` finds.
     """
-    traced = _make_jaxpr(explained(function), axes, avals)
+    traced = _make_jaxpr(explained(function, axes), axes, avals)
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
         refuse_meshes(inner)

@@ -23,12 +23,12 @@ def checked_axes(function: str, axes: Any) -> dict[str, int]:
         raise TypeError(f"{function}: axes is a {kind}. Give names and sizes, such as {{'island': 2, 'member': -1}}.")
     for name, size in axes.items():
         if not isinstance(name, str):
-            raise TypeError(f"{function}: axes has the name {name!r}, a {type(name).__name__}. Names are strings.")
+            raise TypeError(f"{function}: axes has the name {name!r}, of type {type(name).__name__}. Names are strings.")
         if name == AXIS or not name.isidentifier():
             why = "is the name of all ranks" if name == AXIS else "is no identifier"
             raise ValueError(f"{function}: axes has the name {name!r}, which {why}. Choose another one, such as 'island'.")
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{function}: the size of axis {name!r} is a {type(size).__name__}. Sizes are Python ints.")
+            raise TypeError(f"{function}: the size of axis {name!r} is {size!r}. Sizes are Python ints.")
         if size < 1 and size != -1:
             raise ValueError(f"{function}: the size of axis {name!r} is {size}. Sizes are 1 or more, or -1 for what is left.")
     if (unknown := [name for name, size in axes.items() if size == -1])[1:]:

@@ -1,8 +1,11 @@
 """Collectives over named axes and within groups of ranks, on every way to run, beside what NumPy and `vmap` make of them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -198,3 +201,180 @@ def test_named_axes_are_those_of_vmap():
     for x, y in zip(got, want, strict=True):
         y = np.asarray(y).reshape(4, *np.shape(y)[2:])
         np.testing.assert_allclose(np.asarray(x) if isinstance(x, jaxmpi.PerRank) else np.stack([x] * 4), y, 1e-5, 1e-6)
+
+
+# jaxmpi's own functions
+
+
+def along_axes(x, kinds=("island", "member", ("member",), ("member", "island"))):
+    """Pytrees of one rank's array over each kind of axis."""
+    trees = {}
+    for axis in kinds:
+        n = int(np.prod([AXES[name] for name in jaxmpi._axis.names(axis)]))
+        rows = jnp.stack([x + q for q in range(n)])
+        trees[axis] = {
+            **{op: jaxmpi.tree_allreduce(x, op, axis=axis) for op in ("mean", "sum", "max", "min", "prod")},
+            "bcast": jaxmpi.tree_bcast(x, n - 1, axis=axis),
+            "reduce": jaxmpi.tree_reduce(x, "sum", 1, axis=axis),
+            "allgather": jaxmpi.tree_allgather(x, axis=axis),
+            "reduce_scatter": jaxmpi.tree_reduce_scatter(rows, axis=axis),
+            "alltoall": jaxmpi.tree_alltoall(rows, axis=axis),
+        }
+    return [*trees.values()]
+
+
+def along_axes_in_numpy(xs):
+    grid = np.arange(4).reshape(2, 2)
+    trees = []
+    for groups in (grid.T, grid, grid, grid.T.reshape(1, 4)):
+        of_rank = {}
+        for group in groups:
+            x, n = xs[group], len(group)
+            rows = np.stack([x + q for q in range(n)], 1)  # [rank, row, ...]
+            for i, rank in enumerate(group):
+                of_rank[rank] = {
+                    "mean": x.mean(0),
+                    "sum": x.sum(0),
+                    "max": x.max(0),
+                    "min": x.min(0),
+                    "prod": x.prod(0),
+                    "bcast": x[-1],
+                    "reduce": x.sum(0) if i == 1 else x[i],
+                    "allgather": x,
+                    "reduce_scatter": rows[:, i].mean(0),
+                    "alltoall": rows[:, i],
+                }
+        trees.append([of_rank[rank] for rank in range(4)])
+    return [*map(list, zip(*trees, strict=True))]  # by rank
+
+
+XS = np.arange(1.0, 13.0).reshape(4, 3)
+
+
+def compare_trees(got, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), got, want)
+
+
+def check_trees():
+    rank = jaxmpi.rank()
+    x, want = XS[rank].astype(np.float32), along_axes_in_numpy(XS)[rank]
+    compare_trees(along_axes(x, ["island"]), want[:1])  # eagerly
+    compare_trees(jaxmpi.jit(along_axes)(x), want)
+    if jaxmpi.init().backend == "mpi":  # where the ranks are known under plain jax.jit
+        compare_trees(jax.jit(along_axes)(x), want)
+        root = jax.jit(jax.grad(lambda x: jnp.sum(jaxmpi.tree_bcast(x, 1, axis="member") ** 2)))(x)
+        np.testing.assert_allclose(root, 4 * x if rank % 2 else 0 * x)
+
+
+def check_distributed():
+    """Each island takes the gradients of its members, and the means of the islands' parameters are that of all."""
+    rank = jaxmpi.rank()
+    gradient, params = jnp.asarray(XS[rank], jnp.float32), jnp.zeros(3)
+
+    def step(tx, gradient, **extra):
+        return tx.update(gradient, tx.init(params), params, **extra)[0]
+
+    of_island = jaxmpi.distributed(optax.sgd(1.0), axis="member")
+    between = optax.chain(jaxmpi.average_gradients(axis="island"), optax.sgd(1.0))
+    both = jaxmpi.local_sgd(of_island, 1, axis="island")
+    weighted = lambda gradient: step(of_island, gradient, weight=1.0 + lax.axis_index("member"))
+    island = XS.reshape(2, 2, 3)[rank // 2]
+    program = lambda g: [step(of_island, g), step(between, g), step(both, g), weighted(g)]
+    mean, between_islands, of_all, weighted_mean = jaxmpi.jit(program)(gradient)
+    np.testing.assert_allclose(mean, -island.mean(0), 1e-6)
+    np.testing.assert_allclose(between_islands, -XS[[rank % 2, rank % 2 + 2]].mean(0), 1e-6)
+    np.testing.assert_allclose(of_all, -XS.mean(0), 1e-6)
+    np.testing.assert_allclose(weighted_mean, -(island[0] + 2 * island[1]) / 3, 1e-6)
+    np.testing.assert_allclose(step(of_island, gradient, weight=1 + rank % 2), weighted_mean, 1e-6)  # eagerly
+
+
+def check_bad_weight():
+    gradient = jnp.ones(3)
+    tx = jaxmpi.distributed(optax.sgd(1.0), axis="member")
+    with pytest.raises(ValueError, match=r"distributed: weight is -1.0. .*; rank 3 did not"):
+        tx.update(gradient, tx.init(gradient), gradient, weight=-1.0 if jaxmpi.rank() == 3 else 1.0)
+
+
+@pytest.mark.parametrize("check", ["check_trees", "check_distributed", "check_bad_weight"])
+@pytest.mark.parametrize("row", ["native", "mpi4jax", "xla"])
+def test_functions_with_an_axis(row, check, request):
+    ranks = (
+        request.getfixturevalue("mpi4jax_ranks")
+        if row == "mpi4jax"
+        else pool(4, "xla" if row == "xla" else "auto", IDLE_SECONDS, AXES)
+    )
+    ranks.run(Task(__file__, check, {}, 120.0))
+
+
+def test_functions_with_an_axis_simulated():
+    with jaxmpi.simulate(4, axes=AXES):
+        got = jaxmpi.jit(along_axes)(jaxmpi.PerRank(XS.astype(np.float32)))
+    is_stack = lambda x: isinstance(x, jaxmpi.PerRank)
+    for rank, want in enumerate(along_axes_in_numpy(XS)):
+        compare_trees(jax.tree.map(lambda x: x[rank] if is_stack(x) else x, got, is_leaf=is_stack), want)  # noqa: B023
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "text"),
+    [
+        ({"ranks": 2, "m": 2}, ValueError, "the name 'ranks', which is the name of all ranks"),
+        ({"a b": 4}, ValueError, "the name 'a b', which is no identifier"),
+        ({1: 4}, TypeError, "the name 1, of type int"),
+        ([4], TypeError, "axes is a list"),
+        ({"i": 2.0}, TypeError, "the size of axis 'i' is 2.0"),
+        ({"i": 0}, ValueError, "the size of axis 'i' is 0"),
+        ({"i": -1, "j": -1}, ValueError, "the sizes of axes 'i', 'j' are -1, and only one may be"),
+        ({"i": 2}, ValueError, "axes are {'i': 2}, which are 2 ranks together, and there are 4 ranks"),
+        ({"i": 3, "j": -1}, ValueError, "which are a multiple of 3 ranks together, and there are 4 ranks"),
+    ],
+)
+def test_axes_that_the_ranks_cannot_have(axes, error, text):
+    with pytest.raises(error, match=re.escape(text)), jaxmpi.simulate(4, axes=axes):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fun", "error", "text"),
+    [
+        (lambda x: lax.psum(x, "nobody"), NameError, "the axis 'nobody', which nothing binds.* or one of 'island', 'member'"),
+        (lambda x: lax.psum(x, (R, "member")), ValueError, "is over 'ranks', 'member', and names some of the ranks twice"),
+        (lambda x: lax.ppermute(x, "member", [(0, 2)]), ValueError, r"has pairs \[\(0, 2\)\] on 2 ranks"),
+        (lambda x: lax.psum(x, R, axis_index_groups=[[0], [1, 2, 3]]), ValueError, "all groups of the same size"),
+        (lambda x: lax.psum(x, R, axis_index_groups=[[0, 1]]), ValueError, "must be in one group"),
+        (lambda x: jaxmpi.tree_allreduce(x, axis="nobody"), ValueError, "axis 'nobody' is unknown"),
+        (lambda x: jaxmpi.tree_allreduce(x, axis=["member"]), TypeError, r"axis is \['member'\]"),
+        (lambda x: jaxmpi.tree_allreduce(x, axis=(R, "member")), ValueError, "names some of the ranks twice"),
+        (lambda x: jaxmpi.tree_bcast(x, 2, axis="member"), ValueError, "root is 2, and the ranks are 0 to 1"),
+        (lambda x: jaxmpi.tree_alltoall(x, axis="member"), ValueError, "its first axis must be the 2 ranks"),
+    ],
+)
+def test_collectives_over_axes_that_the_ranks_do_not_have(fun, error, text):
+    with jaxmpi.simulate(4, axes=AXES), pytest.raises(error, match=text):
+        jaxmpi.jit(fun)(XS)
+
+
+def test_a_branch_that_only_some_ranks_of_a_group_take_is_refused():
+    def step(x, axis):
+        return lax.cond(lax.psum(x, axis).sum() > 0, lambda x: lax.psum(x, "member"), lambda x: x, x)
+
+    with jaxmpi.simulate(4, axes=AXES):
+        with pytest.raises(ValueError, match=r"cond at .* contains a collective"):
+            jaxmpi.jit(step, static_argnums=1)(jaxmpi.PerRank(XS), "member")
+        jaxmpi.jit(step, static_argnums=1)(jaxmpi.PerRank(XS), ("island", "member"))
+
+
+def test_what_is_equal_within_groups_is_equal_after_the_other_axis():
+    with jaxmpi.simulate(4, axes=AXES):
+        step = jaxmpi.jit(lambda x: lax.psum(lax.psum(x, "member"), "island"), replicated_outnums=0)
+        np.testing.assert_allclose(step(jaxmpi.PerRank(XS)), XS.sum(0))
+        with pytest.raises(ValueError, match="is to be equal on all ranks, and it may differ"):
+            jaxmpi.jit(lambda x: lax.psum(x, "member"), replicated_outnums=0)(jaxmpi.PerRank(XS))
+
+
+def test_explain_names_the_axis():
+    with jaxmpi.simulate(4, axes=AXES):
+        text = str(jaxmpi.explain(jaxmpi.jit(lambda x: (lax.psum(x, "member"), lax.all_gather(x, "island"))), XS))
+    assert "allreduce sum over member" in text and "allgather over island" in text
