@@ -112,6 +112,9 @@ class Backend(Protocol):
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
 
+    def connects(self, call: Collective) -> bool:
+        """Whether it carries a collective within its groups, and not through all ranks."""
+
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
 

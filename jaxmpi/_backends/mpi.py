@@ -74,7 +74,7 @@ class Mpi(MpiProcessGroup):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
-        if not self._connects(call):
+        if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
             rows = self.run(Collective("alltoall", groups=call.groups), xs)
@@ -107,8 +107,8 @@ class Mpi(MpiProcessGroup):
             outs.append(from_carrier(whole.reshape(shape), x.dtype, call))
         return outs
 
-    def _connects(self, call: Collective) -> bool:
-        """Whether the ranks of a collective have a communicator: others of its groups are those of axes of `init`."""
+    def connects(self, call: Collective) -> bool:
+        """Whether the ranks of each group have a communicator, as those along axes of `init` do."""
         return not call.groups or call.groups in self._communicators
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:

@@ -97,7 +97,7 @@ class Native(Mpi):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
-        if not self._connects(call):
+        if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
         return self._send(call, xs, _text(call, xs))
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,6 +46,7 @@ class MpiProcessGroup:
         node_comm = self._node_communicator()
         leaders = world.allgather(node_comm.bcast(world.rank))
         node = sorted(set(leaders)).index(leaders[world.rank])
+        self._by_node = leaders == sorted(leaders)  # whether the ranks of each node are numbered one after the other
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         _unlink_shared_memory(node_comm)
         node_comm.Free()
@@ -73,6 +75,10 @@ class MpiProcessGroup:
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
         return False
+
+    def connects(self, call: Collective) -> bool:
+        """Whether it carries a collective within its groups, and not through all ranks."""
+        return True
 
     def wrap(self, leaves: list[Any]) -> list[Any]:
         """The arrays as they are."""
@@ -256,6 +262,12 @@ class MpiProcessGroup:
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
         """Name axes beside AXIS; every rank calls it."""
+        if axes and not self._by_node and self.place.rank == 0:
+            warnings.warn(
+                f"init: the ranks of a node are not numbered one after the other, so the last axis, {list(axes)[-1]!r}, does "
+                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun --distribution=block.",
+                stacklevel=3,
+            )
         self.axes = {AXIS: self.place.size, **axes}
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.wire_dtypes import reduce_rows
 
-__all__ = ["through_all"]
+__all__ = ["of_all", "through_all"]
 
 Run = Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
 
@@ -31,6 +31,15 @@ def through_all(run: Run, call: Collective, xs: Sequence[jax.Array], rank: Any) 
     if call.kind == "bcast":
         return [y[call.root] for y in rows]
     return [reduce_rows(y, call.op) for y in rows] if call.op else rows
+
+
+def of_all(
+    call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
+) -> tuple[Collective, list[jax.ShapeDtypeStruct]]:
+    """The collective that `through_all` sends for arrays like these."""
+    if call.kind not in ("alltoall", "reduce_scatter"):
+        return Collective("allgather"), list(arrays)
+    return Collective("alltoall"), [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in arrays]
 
 
 def _members(groups: Sequence[Sequence[int]], size: int) -> np.ndarray:

@@ -83,7 +83,8 @@ def init(
                 f"init: the backend is {world.backend!r} since the first call, and now {backend!r} was asked for. "
                 "Call jaxmpi.finalize() first."
             )
-        if axes is not None and (named := sized_axes("init", checked_axes("init", axes), world.size)) != world.axes:
+        named = sized_axes("init", checked_axes("init", axes), world.size)
+        if axes is not None and [*named.items()] != [*world.axes.items()]:
             raise ValueError(
                 f"init: axes are {dict(world.axes)} since the first call, and now {named} were asked for. "
                 "Call jaxmpi.finalize() first."
@@ -147,17 +148,16 @@ def _check_settings(backend: str, launched: int, axes: Any) -> tuple[str, dict[s
         return backend, sized_axes("init", checked_axes("init", axes), 1)
     from jaxmpi._backends.mpi import gathered
 
-    everyone = gathered(
-        launched, lambda: {"backend": backend, "axes": [*checked_axes("init", axes).items()] or None, **_checked()}
-    )
+    everyone = gathered(launched, lambda: {"backend": backend, "axes": str(checked_axes("init", axes) or None), **_checked()})
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
-        values = [repr(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
+        show = str if name == "axes" else repr
+        values = [show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
         raise RankMismatchError(
             f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
             f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
         )
-    return backend, sized_axes("init", dict(everyone[0]["axes"] or {}), len(everyone))
+    return backend, sized_axes("init", checked_axes("init", axes), len(everyone))
 
 
 def _checked() -> dict[str, Any]:

@@ -378,3 +378,52 @@ def test_explain_names_the_axis():
     with jaxmpi.simulate(4, axes=AXES):
         text = str(jaxmpi.explain(jaxmpi.jit(lambda x: (lax.psum(x, "member"), lax.all_gather(x, "island"))), XS))
     assert "allreduce sum over member" in text and "allgather over island" in text
+
+
+def check_data():
+    data, rank = np.arange(8.0), jaxmpi.rank()
+    np.testing.assert_array_equal(jaxmpi.shard(data, axis="island")[:], np.split(data, 2)[rank // 2])
+    first, second = jaxmpi.batches(data, 4, axis="member")
+    np.testing.assert_array_equal(np.stack([first, second]), data.reshape(2, 2, 2)[:, rank % 2])
+    with pytest.raises(ValueError, match="batches: axis 'nobody' is unknown"):
+        jaxmpi.batches(data, 4, axis="nobody")
+
+
+def check_costs():
+    def sent(groups):
+        step = jaxmpi.jit(lambda x: lax.psum(x, R, axis_index_groups=groups))
+        return re.findall(r"\d+ KB", str(jaxmpi.explain(step, np.ones(1000, np.float32))))
+
+    assert sent([[0, 1], [2, 3]]) == ["4 KB", "4 KB"]  # the collective, and the total
+    assert sent([[0, 3], [1, 2]]) == ["12 KB", "12 KB"]  # that of an allgather of all ranks
+
+
+def check_mismatch():
+    """Only the ranks of one group do different things, in a program that not all ranks compare."""
+    rank = jaxmpi.rank()
+    program = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum", axis="member"))
+    if rank < 2:
+        np.testing.assert_array_equal(program(jnp.ones(2)), [2.0, 2.0])
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"rank 2 called .* over member of .*, and rank 3 called"):
+            program(jnp.ones(rank))
+    assert jaxmpi.tree_allreduce(1.0, "sum") == 4.0
+
+
+@pytest.mark.parametrize("check", ["check_data", "check_costs", "check_mismatch"])
+def test_on_the_native_transport(check):
+    pool(4, "auto", IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
+
+
+def test_batches_along_an_axis_simulated():
+    with jaxmpi.simulate(4, axes=AXES):
+        first, second = jaxmpi.batches(np.arange(8.0), 4, axis="member")
+    np.testing.assert_array_equal(first, [[0, 1], [2, 3], [0, 1], [2, 3]])
+    np.testing.assert_array_equal(second, [[4, 5], [6, 7], [4, 5], [6, 7]])
+
+
+def test_groups_within_and_between_nodes(monkeypatch):
+    monkeypatch.setenv("JAXMPI_NODE_RANKS", "2")
+    ranks = Pool(4, "mpi", AXES)
+    ranks.run(Task(__file__, "check_trees", {}, 120.0))
+    ranks.end()
