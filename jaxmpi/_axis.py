@@ -1,6 +1,6 @@
 """The ranks are a named axis of a train step, as the axes of `jax.vmap` and `jax.shard_map` are."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -14,12 +14,16 @@ __all__ = [
     "EQUAL",
     "PARAMETERS",
     "SHARD",
+    "Axis",
     "as_shard",
     "bound",
     "equal_on_all_ranks",
     "may_differ",
+    "names",
     "with_parameters",
 ]
+
+Axis: TypeAlias = str | tuple[str, ...]  # a name of the ranks, or several of them together
 
 AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
@@ -28,10 +32,15 @@ PARAMETERS = "jaxmpi: parameters "
 SHARD = "jaxmpi: a shard of an array"
 
 
-def bound() -> bool:
+def names(axis: Axis) -> tuple[str, ...]:
+    """Those of an axis."""
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def bound(axis: Axis = AXIS) -> bool:
     """Whether the caller is traced with the axis bound: inside `jaxmpi.jit`, or a `shard_map` or `vmap` over it."""
     try:
-        lax.axis_size(AXIS)
+        lax.axis_size(axis)
     except NameError:
         return False
     return True

@@ -22,7 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmpi import _axis
+from jaxmpi._axis import AXIS, Axis
+from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
 from jaxmpi._data.sources import Arrays, Samples, open_source
 from jaxmpi._world import session
@@ -30,7 +33,7 @@ from jaxmpi._world import session
 __all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
 
 
-def shard(data: Any) -> "Shard":
+def shard(data: Any, *, axis: Axis = AXIS) -> "Shard":
     """Return this rank's part of the data, as a sequence.
 
     part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N and p; a part can be
@@ -43,6 +46,8 @@ def shard(data: Any) -> "Shard":
         data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass or a bare array; a
             sample is the pytree of their rows), or anything with `__len__` and `__getitem__` (a list of samples, a
             torch, Hugging Face or Grain source).
+        axis: The axis, or axes, of the ranks that the data is split over, as in `tree_allreduce`; ranks that differ along
+            others only have the same part.
 
     Returns:
         A sequence; a slice of it is a pytree of sliced arrays, or a list of samples.
@@ -59,8 +64,8 @@ def shard(data: Any) -> "Shard":
     backend = session.current("shard")
     if backend.simulates:
         raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
-    place = backend.place
-    return Shard(data, rank=place.rank, size=place.size)
+    rank, size = _along("shard", axis, backend, backend.place.rank)
+    return Shard(data, rank=rank, size=size)
 
 
 def batches(
@@ -71,6 +76,7 @@ def batches(
     epoch: int = 0,
     start: int = 0,
     remainder: Literal["drop", "mask"] = "drop",
+    axis: Axis = AXIS,
 ) -> "Batches | StackedBatches":
     """Iterate over this rank's rows of every global batch of one epoch.
 
@@ -93,6 +99,7 @@ def batches(
         remainder: "drop" leaves the last incomplete batch out and needs a batch size that the ranks divide. "mask"
             takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows each, where rows with a False mask
             repeat a sample and do not count.
+        axis: As for `shard`: the ranks along it share each global batch.
 
     Returns:
         An iterable whose `len` is the number of steps from `start`, and whose `position` says where it is.
@@ -113,14 +120,23 @@ def batches(
     [6.0, 22.0, 17.0]
     """
     backend = session.current("batches")
-    rank, size = backend.place.rank, backend.place.size
+    rank, size = _along("batches", axis, backend, backend.place.rank)
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     if backend.simulates:
-        return StackedBatches([Batches(data, batch_size, rank=r, size=size, **options) for r in range(size)])
+        places = [_along("batches", axis, backend, r)[0] for r in range(backend.place.size)]
+        return StackedBatches([Batches(data, batch_size, rank=place, size=size, **options) for place in places])
     made = Batches(data, batch_size, rank=rank, size=size, **options)
-    if size > 1:
-        made.agree = partial(_agree, backend, {"samples": made.samples, "batch_size": batch_size, **options})
+    if backend.place.size > 1:
+        arguments = {"samples": made.samples, "batch_size": batch_size, **options}
+        made.agree = partial(_agree, backend, arguments if axis == AXIS else {**arguments, "axis": axis})
     return made
+
+
+def _along(function: str, axis: Axis, backend: Any, rank: int) -> tuple[int, int]:
+    """A rank's number along an axis, and how many there are."""
+    check_axis(function, axis, backend)
+    groups = groups_along(backend.axes, _axis.names(axis))
+    return position(groups, rank)[1], len(groups[0])
 
 
 def rank_key(key: jax.Array) -> Any:

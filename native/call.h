@@ -32,7 +32,7 @@ struct Array {
 struct Place {
   Place(int rank, std::vector<int> order, std::vector<int> ranks, int node);
 
-  int rank, size;           // in the job
+  int rank, size;           // in the job, or in the group of ranks that this is a transport of
   std::vector<int> order;   // of the ranks: by node, and by local rank within
   std::vector<int> ranks;   // how many each node has
   std::vector<int> firsts;  // where those of each node begin, in `order`

@@ -14,7 +14,7 @@ class Network {
   using Handle = intptr_t;
 
   struct Handles {
-    Handle comm;        // of all ranks, by their ranks in the job
+    Handle comm;        // of all ranks, by their ranks in the job, or of those of a group, by theirs in it
     Handle byte;        // datatype
     int request_bytes;  // of the handle of a request
   };

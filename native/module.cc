@@ -29,10 +29,11 @@ namespace {
 
 // One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages
 // of two threads apart; the counters are for those who only look.
-std::unique_ptr<Transport>& transport = *new std::unique_ptr<Transport>;
+// The first transport is that of all ranks, and there is one more for each way to part them into groups: that of this rank's.
+std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::unique_ptr<Transport>>;
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 std::mutex& one_at_a_time = *new std::mutex;
-PyObject* on_disagreement = nullptr;  // (word) -> str, or null
+PyObject* on_disagreement = nullptr;  // (word, group) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
@@ -62,15 +63,19 @@ Record& record = make_record();
 std::atomic<int64_t>&started = record.started, &ended = record.ended;
 Event* const events = record.events;
 
-Transport& current() {
-  if (!transport) throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
-  return *transport;
+constexpr int kAll = 0;  // the transport of all ranks
+
+Transport& current(size_t group) {
+  if (group >= transports.size()) {
+    throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
+  }
+  return *transports[group];
 }
 
 // Marks a message as the last one, from when this rank is ready to communicate; under the mutex.
 class Entered {
  public:
-  Entered(int64_t word, int64_t bytes) : event_(events[started % kEvents]) {
+  Entered(const Transport& transport, int64_t word, int64_t bytes) : transport_(transport), event_(events[started % kEvents]) {
     event_.word = word;
     event_.bytes = bytes;
     event_.met = event_.end = 0;
@@ -79,11 +84,12 @@ class Entered {
   }
   ~Entered() {
     event_.end = now();
-    if (transport && transport->met() >= event_.start) event_.met = transport->met();
+    if (transport_.met() >= event_.start) event_.met = transport_.met();
     ++ended;
   }
 
  private:
+  const Transport& transport_;
   Event& event_;
 };
 
@@ -108,18 +114,18 @@ std::optional<Type> type_of(ffi::DataType type) {
 }
 
 // What Python makes of a disagreement: it asks the other ranks for their sides, in words.
-std::string explain(int64_t word) {
+std::string explain(int64_t word, int32_t group) {
   nb::gil_scoped_acquire gil;
   if (!on_disagreement) return "the ranks do not do the same";
   try {
-    return nb::cast<std::string>(nb::handle(on_disagreement)(word));
+    return nb::cast<std::string>(nb::handle(on_disagreement)(word, group));
   } catch (const std::exception& error) {
     return error.what();
   }
 }
 
-std::vector<Array> arrays_of(Kind kind, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const int64_t rows = kind == Kind::Alltoall ? current().size() : 1;  // of both
+std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  const int64_t rows = kind == Kind::Alltoall ? size : 1;  // of both
   std::vector<Array> arrays;
   arrays.reserve(args.size());
   for (size_t i = 0; i < args.size(); ++i) {
@@ -140,55 +146,56 @@ std::vector<Array> arrays_of(Kind kind, ffi::RemainingArgs args, ffi::RemainingR
 
 // run(transport, arrays, begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-ffi::Error collective(Kind kind, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
+ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
   try {
-    std::vector<Array> arrays = arrays_of(kind, args, rets);
+    Transport& transport = current(group);
+    std::vector<Array> arrays = arrays_of(kind, transport.size(), args, rets);
     int64_t bytes = 0;
     for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     std::optional<Entered> entered;
-    run(current(), std::move(arrays), [&] { entered.emplace(word, bytes); });
+    run(transport, std::move(arrays), [&] { entered.emplace(transport, word, bytes); });
     return ffi::Error::Success();
   } catch (const Disagreement&) {
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
   }
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word));
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word, group));
 }
 
-// From and to which rank each one's arrays go: the programs of all ranks are the same.
+// From and to which rank of a group each one's arrays go: the programs of all ranks are the same.
 using Ranks = ffi::Span<const int32_t>;
 
 // As XLA passes them; see `Operation`.
-Operation operation_of(int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests) {
-  const size_t here = rank_of_process;
+Operation operation_of(const Transport& transport, int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests) {
+  const size_t here = transport.rank();
   if (here >= sources.size() || here >= dests.size()) throw std::runtime_error("the program is that of a job with fewer ranks");
   return {static_cast<Kind>(kind), static_cast<Op>(op), divisor, sources[here], dests[here]};
 }
 
-ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, Ranks sources,
-                   Ranks dests, int64_t word) {
-  return collective(static_cast<Kind>(kind), args, rets, word,
+ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
+                   Ranks sources, Ranks dests, int64_t word) {
+  return collective(static_cast<Kind>(kind), group, args, rets, word,
                     [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-                      const Operation operation = operation_of(kind, op, divisor, sources, dests);
+                      const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
                       begin();
                       transport.run(operation, word, std::move(arrays));
                     });
 }
 
-ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor,
-                  Ranks sources, Ranks dests, int64_t word) {
-  return collective(static_cast<Kind>(kind), args, rets, word,
+ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                  int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
+  return collective(static_cast<Kind>(kind), group, args, rets, word,
                     [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-                      const Operation operation = operation_of(kind, op, divisor, sources, dests);
+                      const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
                       staging->run(transport, operation, word, arrays, stream, begin);
                     });
 }
 
 // A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
-ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t kind, int32_t op, int32_t divisor, Ranks sources,
-                     Ranks dests, int64_t word) {
-  return on_gpu(nullptr, args, rets, kind, op, divisor, sources, dests, word);
+ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
+                     Ranks sources, Ranks dests, int64_t word) {
+  return on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word);
 }
 
 // The number of this rank, so that the programs of all ranks are the same.
@@ -202,6 +209,7 @@ auto operands(Binding binding) {
   return std::move(binding)
       .RemainingArgs()
       .RemainingRets()
+      .template Attr<int32_t>("group")
       .template Attr<int32_t>("kind")
       .template Attr<int32_t>("op")
       .template Attr<int32_t>("divisor")
@@ -223,26 +231,28 @@ nb::capsule handler(const std::string& name) {
   throw std::invalid_argument("no handler is called " + name);
 }
 
-void open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, int64_t slot_bytes, int slots,
-          bool crowded, intptr_t memory, int file) {
+// Returns the number of the transport; that of all ranks is the first.
+size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, std::vector<int> local_names,
+            int64_t slot_bytes, int slots, bool crowded, intptr_t memory, int file) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded};
+  const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded, std::move(local_names)};
   auto shared = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
-  transport = std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(shared));
+  transports.push_back(std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(shared)));
+  return transports.size() - 1;
 }
 
-void connect(const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
+void connect(size_t group, const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
              int direct_nodes) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   auto network = std::make_unique<Network>(library, Network::Handles{comm, byte, request_bytes});
-  current().connect(std::move(network), Tuning{small_bytes, direct_nodes});
+  current(group).connect(std::move(network), Tuning{small_bytes, direct_nodes});
 }
 
 void close() {
   Py_CLEAR(on_disagreement);
   nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  transport.reset();
+  transports.clear();
 }
 
 std::pair<int64_t, int64_t> messages() {
@@ -267,8 +277,9 @@ auto last_events() {
 std::pair<int64_t, int64_t> meet(int64_t word) {
   nb::gil_scoped_release release;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  const Entered entered(word, 0);
-  const Extremes words = current().meet(word);
+  Transport& transport = current(kAll);
+  const Entered entered(transport, word, 0);
+  const Extremes words = transport.meet(word);
   return {words.smallest, words.largest};
 }
 
@@ -296,7 +307,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 3;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 4;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;
@@ -305,11 +316,12 @@ NB_MODULE(_native, m) {
   m.def("set_rank", [](int32_t rank) { rank_of_process = rank; });
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
   m.def("layout_bytes",
-        [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false}.bytes(); });
+        [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false, {}}.bytes(); });
   m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
-        nb::arg("local_rank"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
-  m.def("connect", &connect, nb::kw_only(), nb::arg("library"), nb::arg("comm"), nb::arg("byte"), nb::arg("request_bytes"),
-        nb::arg("small_bytes"), nb::arg("direct_nodes"));
+        nb::arg("local_rank"), nb::arg("local_names") = std::vector<int>(), nb::arg("slot_bytes"), nb::arg("slots"),
+        nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
+  m.def("connect", &connect, nb::kw_only(), nb::arg("group"), nb::arg("library"), nb::arg("comm"), nb::arg("byte"),
+        nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,
         nb::arg("root") = 0);
   m.def("on_disagreement", [](nb::callable f) { Py_XDECREF(std::exchange(on_disagreement, f.release().ptr())); });

@@ -68,9 +68,14 @@ void Node::wait_for(int rank, Counter counter, uint64_t value) {
     if (!patience.pause()) continue;
     const bool gone = is_gone(rank), broken = post(rank).broken;
     if ((gone || broken) && theirs.load(std::memory_order_acquire) < value) {
-      throw RankLost("local rank " + std::to_string(rank) + " of this node has " + (gone ? "ended" : "failed in a message"));
+      throw_lost(rank, gone);
     }
   }
+}
+
+void Node::throw_lost(int rank, bool gone) const {
+  const int name = layout_.names.empty() ? rank : layout_.names.at(rank);
+  throw RankLost("local rank " + std::to_string(name) + " of this node has " + (gone ? "ended" : "failed in a message"));
 }
 
 bool Node::is_gone(int rank) const {
@@ -90,7 +95,7 @@ void Node::look_for_lost(uint64_t end) const {
     if (rank == layout_.rank) continue;
     const bool gone = is_gone(rank), broken = post(rank).broken;
     if ((gone || broken) && post(rank).taken.load(std::memory_order_acquire) < end) {
-      throw RankLost("local rank " + std::to_string(rank) + " of this node has " + (gone ? "ended" : "failed in a message"));
+      throw_lost(rank, gone);
     }
   }
 }

@@ -41,10 +41,11 @@ class Node {
  public:
   // Layout of the shared memory: for each rank a `Post`, then its slots.
   struct Layout {
-    int rank, size;      // of this process among the ranks of the node
-    int64_t slot_bytes;  // what a rank can lay out at once
-    int slots;           // how many times
-    bool crowded;        // more ranks than cores
+    int rank, size;          // of this process among the ranks of the node
+    int64_t slot_bytes;      // what a rank can lay out at once
+    int slots;               // how many times
+    bool crowded;            // more ranks than cores
+    std::vector<int> names;  // the local rank of each, where these are a part of those of the node; empty otherwise
     int64_t bytes() const;
   };
 
@@ -89,6 +90,7 @@ class Node {
   bool have(Counter counter, uint64_t value) const;  // all others
   void look_for_lost(uint64_t end) const;            // throws if a rank has not taken so many chunks, and will not
   bool is_gone(int rank) const;
+  [[noreturn]] void throw_lost(int rank, bool gone) const;
   Extremes pass(const Message& message);
   Extremes agree(const Message& message);
   void pass_within(const Message& message);

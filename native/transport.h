@@ -28,6 +28,7 @@ class Transport {
   void run(const Operation& operation, int64_t word, std::vector<Array> arrays);
 
   int size() const { return place_.size; }
+  int rank() const { return place_.rank; }
 
   // When all ranks had entered the last message.
   int64_t met() const { return node_->met(); }

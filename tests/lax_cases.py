@@ -102,6 +102,10 @@ def alone():
     return [[r] for r in range(size())]
 
 
+def turned():
+    return [[*reversed(range(size()))]]
+
+
 def everyone(y, n):
     """What all ranks get, stacked."""
     return np.stack([np.asarray(y)] * n)
@@ -157,12 +161,20 @@ refused(
     (TypeError, rf"jaxmpi\.jit: psum {LINE} is of PRNG keys, which cannot be reduced"),
     "JAX refuses it, too. `all_gather` and `ppermute` move keys.",
 )
+holds(
+    "`axis_index_groups` of one rank each, and of all",
+    "pmap.testPsumReplicaGroups, pmap.testPsumConstantReplicaGroups",
+    lambda x: (lax.psum(x, R, axis_index_groups=alone()), lax.psum(x, R, axis_index_groups=turned())),
+    want=lambda n, x: (x, everyone(x.sum(0), n)),
+)
 refused(
-    "`axis_index_groups`",
-    "pmap.testPsumReplicaGroups, pmap.testPsumConstantReplicaGroups, pmap.testPsumUnevenReplicaGroups",
-    lambda x: lax.psum(x, R, axis_index_groups=alone()),
-    not_here(f"psum {LINE} is over a part of the ranks"),
-    "No backend has groups of ranks yet.",
+    "`axis_index_groups` without some of the ranks, or of different sizes",
+    "pmap.testPsumUnevenReplicaGroups",
+    lambda x: lax.psum(x, R, axis_index_groups=[[0]]),
+    (ValueError, rf"jaxmpi\.jit: psum {LINE} has axis_index_groups \[\[0\]\] on [23] ranks"),
+    "Put each rank into one group, and all groups of one size.",
+    rows=SEVERAL,
+    want=lambda n, x: x,
 )
 
 group("pmean")
@@ -274,12 +286,11 @@ refused(
     not_here(f"all_gather {LINE} is not supported"),
     "JAX has no rule. Gather over one axis, then over the other.",
 )
-refused(
-    "`axis_index_groups`",
+holds(
+    "`axis_index_groups` of one rank each, and of all in another order",
     "pmap.testGatherReplicaGroups, pmap.testGatherReplicaGroupsInterleaved, shard_map.test_all_gather_with_axis_index_groups",
-    lambda x: lax.all_gather(x, R, axis_index_groups=alone()),
-    not_here(f"all_gather {LINE} is over a part"),
-    "No backend has groups of ranks yet.",
+    lambda x: (lax.all_gather(x, R, axis_index_groups=alone()), lax.all_gather(x, R, axis_index_groups=turned())),
+    want=lambda n, x: (x[:, None], everyone(x[::-1], n)),
 )
 
 group("psum_scatter")
@@ -353,12 +364,11 @@ refused(
     "JAX has no rule. Scatter over one axis, and sum over the other.",
     args=lanes,
 )
-refused(
-    "`axis_index_groups`",
+holds(
+    "`axis_index_groups` of one rank each, and of all in another order",
     "pmap.testReduceScatterReplicaGroupsTiled, shard_map.test_reduce_scatter_with_axis_index_groups",
-    lambda x: lax.psum_scatter(x[:1], R, axis_index_groups=alone()),
-    not_here(f"psum_scatter {LINE} is over a part"),
-    "No backend has groups of ranks yet.",
+    lambda x: (lax.psum_scatter(x[:1], R, axis_index_groups=alone()), lax.psum_scatter(x, R, axis_index_groups=turned())),
+    want=lambda n, x: (x[:, 0], x.sum(0)[::-1]),
 )
 
 group("all_to_all")
@@ -431,12 +441,14 @@ refused(
     (ValueError, "Expected cotangent type"),
     "JAX's own rule has the wrong shape. Use `tiled=True`.",
 )
-refused(
-    "`axis_index_groups`",
+holds(
+    "`axis_index_groups` of one rank each, and of all in another order",
     "pmap.testAllToAllReplicaGroups, pmap.testGradOfAllToAllReplicaGroups, shard_map.test_all_to_all_with_axis_index_groups",
-    lambda x: lax.all_to_all(x[:1], R, 0, 0, axis_index_groups=alone()),
-    not_here(f"all_to_all {LINE} is over a part"),
-    "No backend has groups of ranks yet.",
+    lambda x: (
+        lax.all_to_all(x[:1], R, 0, 0, axis_index_groups=alone()),
+        lax.all_to_all(x, R, 0, 0, axis_index_groups=turned()),
+    ),
+    want=lambda n, x: (x[:, :1], x[::-1, ::-1].swapaxes(0, 1)),
 )
 
 group("ppermute, pshuffle and pbroadcast")

@@ -1,6 +1,8 @@
 """What carries the messages between the ranks.
 
 base             the interface of a backend; a collective; the place of a rank
+groups           groups of ranks: those along named axes
+within_groups    collectives within groups, by those of all ranks
 single           one rank
 simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages

@@ -5,13 +5,15 @@ Python, outside of it. The layers above know nothing else of how ranks talk to e
 """
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+
+from jaxmpi._backends.groups import described
 
 __all__ = ["Backend", "Collective", "Place", "Registry", "fingerprint_of", "long_operation"]
 
@@ -24,7 +26,7 @@ def fingerprint_of(text: str) -> int:
 class Collective(NamedTuple):
     """One collective operation on a list of arrays.
 
-    With n = size and x of shape s, `kind` gives
+    With n the number of ranks that take part and x of shape s, `kind` gives
     allreduce [s] -> [s], y = op_r x_r;
     bcast [s] -> [s], y = x_root;
     allgather [s] -> [n, s], y[r] = x_r;
@@ -38,17 +40,23 @@ class Collective(NamedTuple):
     root: int = 0  # of bcast
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
     fingerprint: int = 0  # of the program that it is part of, for transports that compare it on the way
+    groups: tuple[tuple[int, ...], ...] = ()  # within each of these, whose ranks count from 0; () for all ranks as one group
 
     @property
     def title(self) -> str:
-        """Such as "allreduce sum" or "bcast from 1"."""
+        """Such as "allreduce sum", "bcast from 1" or "allgather over island"."""
         detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(self.kind, self.op)
-        return f"{self.kind} {detail}".strip()
+        over = f"over {described(self.groups)}" if self.groups else ""
+        return " ".join(filter(None, (self.kind, detail, over)))
+
+    def count(self, size: int) -> int:
+        """How many ranks take part, in a job of `size`."""
+        return len(self.groups[0]) if self.groups else size
 
     def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """The shape that an operand of shape `shape` comes back with."""
+        """The shape that an operand of shape `shape` comes back with, in a job of `size` ranks."""
         if self.kind == "allgather":
-            return (size, *shape)
+            return (self.count(size), *shape)
         return shape[1:] if self.kind == "reduce_scatter" else shape
 
 
@@ -77,6 +85,7 @@ class Backend(Protocol):
 
     name: str  # for people: the code asks for what follows
     place: Place
+    axes: Mapping[str, int]  # the names of the ranks and their sizes: AXIS, then those of `init`
     forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
     simulates: bool  # whether the ranks are simulated in this process, and what differs between them is stacked
     global_arrays: bool  # whether its programs take and return arrays that JAX knows as those of all processes
@@ -103,6 +112,9 @@ class Backend(Protocol):
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
 
+    def connects(self, call: Collective) -> bool:
+        """Whether it carries a collective within its groups, and not through all ranks."""
+
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
 
@@ -126,6 +138,9 @@ class Backend(Protocol):
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers; the rest is for those who watch."""
+
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS, and connect the ranks of each group."""
 
     def close(self) -> None:
         """Free what `init` took."""

@@ -7,7 +7,7 @@ import resource
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar
@@ -20,8 +20,10 @@ from jax import lax
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends import bucketing, extension
 from jaxmpi._backends.base import Collective
+from jaxmpi._backends.groups import Groups, named_groups, position
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
+from jaxmpi._backends.within_groups import through_all
 from jaxmpi._errors import MPIError
 
 __all__ = ["Mpi", "find_mpi4jax", "gathered", "import_mpi4py", "mpi4jax_version", "take_device"]
@@ -47,8 +49,20 @@ class Mpi(MpiProcessGroup):
         self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
+        self._communicators: dict[tuple[tuple[int, ...], ...], Any] = {}  # of this rank's group, for each way to part the ranks
         self.index = extension.rank_value(self.place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
+
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS, and connect the ranks of each group; every rank calls it."""
+        super().name_axes(axes)
+        for groups in named_groups(self.axes):
+            number, place = position(groups, self.place.rank)
+            self._communicators[groups] = self._mpi.COMM_WORLD.Split(number, place)
+            self._connect(groups)
+
+    def _connect(self, groups: Groups) -> None:
+        """What a transport needs beside a communicator."""
 
     # in traced code
 
@@ -60,12 +74,14 @@ class Mpi(MpiProcessGroup):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
+        if not self.connects(call):
+            return through_all(self.run, call, xs, self.index())
         if call.kind == "reduce_scatter":  # mpi4jax has none; the same bytes travel in an alltoall
-            rows = self.run(Collective("alltoall"), xs)
+            rows = self.run(Collective("alltoall", groups=call.groups), xs)
             return [reduce_rows(x, call.op) for x in rows]
+        size = call.count(self.place.size)
         if call.op == "mean":
-            return mean_as_sum(self.run, call, xs, self.place.size)
-        size = self.place.size
+            return mean_as_sum(self.run, call, xs, size)
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast", "permute") else size
         carried = [to_carrier(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
@@ -91,9 +107,13 @@ class Mpi(MpiProcessGroup):
             outs.append(from_carrier(whole.reshape(shape), x.dtype, call))
         return outs
 
+    def connects(self, call: Collective) -> bool:
+        """Whether the ranks of each group have a communicator, as those along axes of `init` do."""
+        return not call.groups or call.groups in self._communicators
+
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
-        rows = self.place.size if call.kind in ("alltoall", "reduce_scatter") else 1
+        rows = call.count(self.place.size) if call.kind in ("alltoall", "reduce_scatter") else 1
         columns: dict[np.dtype, list[int]] = {}
         for array in arrays:
             carried = jax.eval_shape(partial(to_carrier, call=call), array)
@@ -106,7 +126,7 @@ class Mpi(MpiProcessGroup):
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:
         """One MPI call on a `[rows, columns]` array."""
-        comm = self._programs
+        comm = self._communicators[call.groups] if call.groups else self._programs
         if call.kind == "allreduce":
             return self._mpi4jax.allreduce(x, self._ops[call.op], comm=comm)
         if call.kind == "bcast":
@@ -122,7 +142,8 @@ class Mpi(MpiProcessGroup):
     def close(self) -> None:
         """Free the communicators, and the programs that were compiled for them."""
         super().close()
-        self._programs.Free()
+        for comm in (self._programs, *self._communicators.values()):
+            comm.Free()
 
 
 def _ranks(launched: int) -> str:

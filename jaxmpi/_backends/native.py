@@ -29,9 +29,11 @@ from jax.interpreters import mlir
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension
 from jaxmpi._backends.base import Collective, fingerprint_of
+from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
 from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
+from jaxmpi._backends.within_groups import through_all
 from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
 
@@ -64,6 +66,9 @@ class Native(Mpi):
         _native = extension.load()
         super().__init__(launched)
         self._native = _native
+        self._transports: dict[tuple[tuple[int, ...], ...], int] = {}  # the numbers of those of groups; 0 is that of all ranks
+        self._members: list[Sequence[int]] = []  # of this rank's group, by the number of the transport; () for all
+        self._shared: list[tuple[int, mmap.mmap]] = []
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()
         jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("host"), platform="cpu")  # also in a job of GPUs
@@ -71,7 +76,13 @@ class Native(Mpi):
             jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
         self.network: Network | None = None  # between nodes, if it was measured
         self.description = ""  # of how messages travel between nodes
-        self._open()
+        self._tuning: Tuning | None = None  # of messages between nodes
+        self._open(self._programs, ())
+
+    def _connect(self, groups: Groups) -> None:
+        """The shared memory of this rank's group, and its connections to other nodes."""
+        members = groups[position(groups, self.place.rank)[0]]
+        self._transports[groups] = self._open(self._communicators[groups], members)
 
     # in traced code
 
@@ -81,12 +92,18 @@ class Native(Mpi):
         return frozenset({_jaxcompat.ordered_effect()})
 
     def carries(self, call: Collective) -> bool:
-        """Whether the ranks compare what they send when they carry it out."""
-        return True
+        """Whether all ranks compare what they send when they carry it out: those of a group compare theirs alone."""
+        return not call.groups
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
+        if not self.connects(call):
+            return through_all(self.run, call, xs, self.index())
         return self._send(call, xs, _text(call, xs))
+
+    def transport_of(self, call: Collective) -> int:
+        """The number of the transport that carries it."""
+        return self._transports[call.groups] if call.groups else 0
 
     def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
         """One message; the ranks compare what it is for, as text."""
@@ -103,14 +120,22 @@ class Native(Mpi):
 
     # outside
 
-    def set_mismatch_handler(self, explain: Callable[[int, str], str]) -> None:
+    def set_mismatch_handler(self, explain: Callable[[int, str, Sequence[int]], str]) -> None:
         """Have the text of the error made by `explain` where the ranks' messages differ.
 
-        It is called on every rank, on the thread that communicates, with the word of the program and what this rank sends.
+        It is called on every rank, or on all of a group, on the thread that communicates, with the word of the program, what
+        this rank sends, and the ranks of its group if it is not all.
         """
-        self._native.on_disagreement(
-            lambda fingerprint: explain(*self._statements.get(fingerprint, (fingerprint, "a program of an earlier init")))
-        )
+
+        def handler(fingerprint: int, transport: int) -> str:
+            program, text = self._statements.get(fingerprint, (fingerprint, "a program of an earlier init"))
+            return explain(program, text, self._members[transport])
+
+        self._native.on_disagreement(handler)
+
+    def _of(self, ranks: Sequence[int]) -> Any:
+        groups = next((groups for groups, i in self._transports.items() if ranks and self._members[i] == ranks), None)
+        return self._communicators[groups] if groups else self._objects
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
@@ -140,30 +165,45 @@ class Native(Mpi):
         """Free the communicators, the shared memory, and the programs that were compiled for them."""
         super().close()
         self._native.close()
-        self._memory.close()
-        os.close(self._file)
+        for file, memory in self._shared:
+            memory.close()
+            os.close(file)
 
-    def _open(self) -> None:
-        """Map the node's shared memory, and say how the other nodes are reached."""
+    def _open(self, comm: Any, members: Sequence[int]) -> int:
+        """Map the memory that ranks of a node share, and say how those on other nodes are reached.
+
+        Args:
+          comm: the communicator of all ranks, or of this rank's group; all ranks of the job call it, each with its own.
+          members: the ranks of the group; () for all.
+
+        Returns:
+          The number of the transport.
+        """
         mpi, place = self._mpi, self.place
-        world, node = mpi.COMM_WORLD, self._node_communicator()
-        places = sorted(world.allgather((place.node, place.local_rank, place.rank)))
-        ranks = [sum(number == each for number, _, _ in places) for each in range(places[-1][0] + 1)]  # of each node
-        cores = set().union(*node.allgather(os.sched_getaffinity(0)))
+        node = comm.Split(place.node, place.local_rank)
+        places = sorted(comm.allgather((place.node, place.local_rank, comm.rank)))
+        nodes = sorted({number for number, _, _ in places})
+        ranks = [sum(number == each for number, _, _ in places) for each in nodes]
+        if not self._members:
+            self._crowded = len(set().union(*node.allgather(os.sched_getaffinity(0)))) < place.local_size
+            self._tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
+        tuning: Any = self._tuning
         several = len(ranks) > 1
-        tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
         slots, slot_bytes = (tuning.chunks, tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
-        bytes_ = self._native.layout_bytes(place.local_size, slot_bytes, slots)
-        self._file, self._memory = _shared_memory(world, node, bytes_)
-        self._native.open(
-            rank=place.rank, order=[rank for _, _, rank in places], ranks=ranks, node=place.node,
-            local_rank=place.local_rank, slot_bytes=slot_bytes, slots=slots,
-            crowded=len(cores) < place.local_size, memory=np.frombuffer(self._memory, np.uint8).ctypes.data, file=self._file,
+        file, memory = _shared_memory(mpi.COMM_WORLD, node, self._native.layout_bytes(node.size, slot_bytes, slots))
+        self._shared.append((file, memory))
+        self._members.append(members)
+        names = [local_rank for number, local_rank, _ in places if number == place.node] if members else []
+        transport = self._native.open(
+            rank=comm.rank, order=[rank for _, _, rank in places], ranks=ranks, node=nodes.index(place.node),
+            local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots,
+            crowded=self._crowded, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file,
         )  # fmt: skip
         if several:
             self._native.connect(
+                group=transport,
                 library=_libmpi(),
-                comm=self._handle(self._programs),
+                comm=self._handle(comm),
                 byte=self._handle(mpi.BYTE),
                 request_bytes=mpi._sizeof(mpi.Request),
                 small_bytes=tuning.small_bytes,
@@ -171,6 +211,7 @@ class Native(Mpi):
             )
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
+        return int(transport)
 
     def _tune(self, firsts: list[int]) -> Tuning:
         """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
@@ -201,7 +242,7 @@ def _carrier(call: Collective) -> Collective:
 
 
 def _shared_memory(world: Any, node: Any, size: int) -> tuple[int, mmap.mmap]:
-    """A file of zeros that all ranks of the node map, and that has no name any more once they do; on all ranks, or on none."""
+    """A file of zeros that all ranks of `node` map, and that has no name any more once they do; on all ranks, or on none."""
     path, mapped, failure = "", None, ""
     if node.rank == 0:  # it makes the file, then the others open it
         path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}"
@@ -269,11 +310,13 @@ def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
 
 
 def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, fingerprint: int) -> Any:
-    sources, dests = _peers(call, backend.place.size)
+    size = call.count(backend.place.size)
+    sources, dests = _peers(call, size)
     attributes = {
+        "group": np.int32(backend.transport_of(call)),
         "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
         "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
-        "divisor": np.int32(backend.place.size if call.op == "mean" else 1),
+        "divisor": np.int32(size if call.op == "mean" else 1),
         "sources": np.array(sources, np.int32),
         "dests": np.array(dests, np.int32),
         "word": np.int64(fingerprint),

@@ -21,9 +21,9 @@ __all__ = ["run"]
 def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis is bound and nothing is differentiated any more."""
     if call.kind == "reduce_scatter" and jax.default_backend() == "cpu":
-        return [reduce_rows(rows, call.op) for rows in lax_collectives.run(Collective("alltoall"), xs)]
+        return [reduce_rows(rows, call.op) for rows in lax_collectives.run(Collective("alltoall", groups=call.groups), xs)]
     if call.op == "mean":
-        return mean_as_sum(run, call, xs, lax.axis_size(AXIS))
+        return mean_as_sum(run, call, xs, call.count(lax.axis_size(AXIS)))
     if call.kind == "allreduce":
         sums = lax_collectives.run(call, [to_carrier(x, call) for x in xs])
         return [from_carrier(y, x.dtype, call) for x, y in zip(xs, sums, strict=True)]

@@ -25,7 +25,7 @@ def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis is bound."""
     if call.kind not in ROWS:
         return on_axis.run(call, xs)
-    size, xs = int(lax.axis_size(AXIS)), [jnp.asarray(x) for x in xs]
+    size, xs = call.count(int(lax.axis_size(AXIS))), [jnp.asarray(x) for x in xs]
     rows_in, rows_out = ([size] if by_rank else [] for by_rank in ROWS[call.kind])
     outs = [jnp.zeros(call.out_shape(x.shape, size), x.dtype) for x in xs]
     for leaves in _groups(call, xs, size):
@@ -42,6 +42,7 @@ def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 def messages(call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int) -> list[int]:
     """The bytes of each of XLA's collectives that `run` makes for arrays like these."""
+    size = call.count(size)
     each = [prod(x.shape) * x.dtype.itemsize for x in arrays]
     if call.kind == "allreduce":
         return [sum(each)]

@@ -71,9 +71,10 @@ def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> 
 
 def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[Any]:
     live = [ct for ct in cts if type(ct) is not ad.Zero]
-    back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs))
+    back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs), groups=call.groups)
     moved = iter(run(back_call, live, backend))
-    keep = backend.index() == call.root if call.kind == "bcast" else True
+    roots = [group[call.root] for group in call.groups] or [call.root]
+    keep = jnp.isin(backend.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
     outs = []
     for ct, x in zip(cts, xs, strict=True):
         if type(ct) is ad.Zero:

@@ -8,8 +8,9 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
 from jaxmpi._backends.base import Collective, Place, Registry
 from jaxmpi._errors import MPIError
@@ -44,9 +46,11 @@ class MpiProcessGroup:
         node_comm = self._node_communicator()
         leaders = world.allgather(node_comm.bcast(world.rank))
         node = sorted(set(leaders)).index(leaders[world.rank])
+        self._by_node = leaders == sorted(leaders)  # whether the ranks of each node are numbered one after the other
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         _unlink_shared_memory(node_comm)
         node_comm.Free()
+        self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
@@ -71,6 +75,10 @@ class MpiProcessGroup:
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
         return False
+
+    def connects(self, call: Collective) -> bool:
+        """Whether it carries a collective within its groups, and not through all ranks."""
+        return True
 
     def wrap(self, leaves: list[Any]) -> list[Any]:
         """The arrays as they are."""
@@ -120,10 +128,14 @@ class MpiProcessGroup:
         finally:
             self._starting = False
 
-    def gather_details(self, side: Any) -> list[Any]:
-        """As `allgather_object`, where a program of this rank is still running."""
+    def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
+        """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
         with _Entered(self):
-            return self._objects.allgather(side)
+            return self._of(ranks).allgather(side)
+
+    def _of(self, ranks: Sequence[int]) -> Any:
+        """The communicator for objects of a group of ranks, or of all."""
+        return self._objects
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """All ranks' picklable objects, in the order of the ranks."""
@@ -247,6 +259,16 @@ class MpiProcessGroup:
     def abort(self, code: int) -> None:
         """End every rank of the job, now."""
         self._mpi.COMM_WORLD.Abort(code)
+
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS; every rank calls it."""
+        if axes and not self._by_node and self.place.rank == 0:
+            warnings.warn(
+                f"init: the ranks of a node are not numbered one after the other, so the last axis, {list(axes)[-1]!r}, does "
+                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun --distribution=block.",
+                stacklevel=3,
+            )
+        self.axes = {AXIS: self.place.size, **axes}
 
     def close(self) -> None:
         """Free the communicators, and the programs that were compiled for them."""

@@ -49,8 +49,9 @@ class Simulated(OneProcess):
     name = "simulate"
     simulates, takes_references = True, False
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, axes: tuple[tuple[str, int], ...] = ()) -> None:
         self.place = Place(rank=0, size=size, local_rank=0, local_size=size, node=0)
+        self.axes = {AXIS: size, **dict(axes)}
 
     def index(self) -> jax.Array:
         """Each rank's number, inside of `jaxmpi.jit`."""

@@ -1,12 +1,13 @@
 """One process: every collective is the identity, and MPI is neither needed nor started."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective, Place
 
@@ -18,6 +19,7 @@ class OneProcess:
 
     effects: frozenset[Hashable] = frozenset()
     place: Place
+    axes: Mapping[str, int]
     forked = False  # a forked child is one process, too
     long_operation = ""  # with what takes long, for those who watch
     simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
@@ -26,6 +28,10 @@ class OneProcess:
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
         return False
+
+    def connects(self, call: Collective) -> bool:
+        """As backend "xla", which simulated ranks count messages as."""
+        return True
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """As between processes of backend "xla"."""
@@ -57,6 +63,10 @@ class OneProcess:
         """The number itself."""
         return fingerprint, fingerprint
 
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS."""
+        self.axes = {AXIS: self.place.size, **axes}
+
     def close(self) -> None:
         """Nothing was taken."""
 
@@ -66,6 +76,7 @@ class Single(OneProcess):
 
     name = "single"
     place = Place()
+    axes: Mapping[str, int] = {AXIS: 1}
 
     def index(self) -> np.int32:
         """The number of the only rank."""

@@ -12,9 +12,10 @@ from jax import lax
 from jaxmpi import _axis
 from jaxmpi._backends import lax_collectives, primitive
 from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.single import Single
 
-__all__ = ["Bound", "Plain", "Ranks", "allreduce", "move", "reduce", "reduce_scatter"]
+__all__ = ["Bound", "Plain", "Ranks", "allreduce", "axis_size", "check_axis", "move", "reduce", "reduce_scatter"]
 
 WIDE: list[tuple[Any, Any, Any]] = [
     (jnp.floating, jnp.finfo, np.float32),
@@ -24,7 +25,7 @@ WIDE: list[tuple[Any, Any, Any]] = [
 
 
 class Ranks(Protocol):
-    """The ranks as the functions on lists of arrays see them, in traced code."""
+    """The ranks, or those of this one's group, as the functions on lists of arrays see them, in traced code."""
 
     size: int
 
@@ -36,33 +37,65 @@ class Ranks(Protocol):
 
 
 class Bound:
-    """The ranks where their axis is bound."""
+    """The ranks along an axis, or axes, that are bound."""
 
-    def __init__(self) -> None:
-        self.size = int(lax.axis_size(_axis.AXIS))
+    def __init__(self, axis: _axis.Axis = _axis.AXIS) -> None:
+        self.size, self._axis = int(lax.axis_size(axis)), axis
 
     def index(self) -> jax.Array:
-        """This rank's number."""
-        return lax.axis_index(_axis.AXIS)
+        """This rank's number along them."""
+        return lax.axis_index(self._axis)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out a collective on every array."""
-        return lax_collectives.run(call, xs) if xs else []
+        return lax_collectives.run(call, xs, self._axis) if xs else []
 
 
 class Plain:
-    """The ranks of a backend where no axis is bound: under plain `jax.jit`."""
+    """The ranks of a backend along an axis that is not bound: under plain `jax.jit`."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.size, self._backend = backend.place.size, backend
+    def __init__(self, backend: Backend, axis: _axis.Axis = _axis.AXIS) -> None:
+        groups = groups_along(backend.axes, _axis.names(axis))
+        self._place = position(groups, backend.place.rank)[1]
+        self.size, self._backend = len(groups[0]), backend
+        self._groups = () if groups == (tuple(range(backend.place.size)),) else groups
 
     def index(self) -> int:
-        """This rank's number."""
-        return self._backend.place.rank
+        """This rank's number along it."""
+        return self._place
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out a collective on every array."""
-        return Single().run(call, xs) if self.size == 1 else primitive.run(call, xs, self._backend)
+        if self.size == 1:
+            return Single().run(call, xs)
+        return primitive.run(call._replace(groups=self._groups), xs, self._backend)
+
+
+def axis_size(axis: _axis.Axis, backend: Backend) -> int:
+    """The number of ranks along it, after `check_axis`."""
+    return int(lax.axis_size(axis)) if _axis.bound(axis) else len(groups_along(backend.axes, _axis.names(axis))[0])
+
+
+def check_axis(function: str, axis: Any, backend: Backend) -> None:
+    """Raise an error that names `function` unless an axis is a name of the ranks, or a tuple of some.
+
+    Raises:
+      TypeError: no text, and no tuple of texts.
+      ValueError: a name that neither `init` was given nor a `vmap` around the caller binds; some of the ranks twice.
+    """
+    names = _axis.names(axis)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{function}: axis is {axis!r}. Pass the name of an axis of the ranks, or a tuple of some.")
+    if unknown := [name for name in names if name not in backend.axes and not _axis.bound(name)]:
+        known = ", ".join(map(repr, backend.axes))
+        raise ValueError(
+            f"{function}: axis {unknown[0]!r} is unknown, and the ranks have {known}. Name others in jaxmpi.init(axes=...)."
+        )
+    if len(set(names)) < len(names) or (_axis.AXIS in names and len(names) > 1):
+        raise ValueError(
+            f"{function}: axis {axis!r} names some of the ranks twice. {_axis.AXIS!r} is all of them; name it alone, or each "
+            "of the other axes once."
+        )
 
 
 def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 
 from jaxmpi import _axis, _jaxcompat
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._backends.base import Collective
 from jaxmpi._collectives import arrays
+from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, check_rows, in_shard, is_key, leaf_name
@@ -24,7 +26,7 @@ __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "t
 OPS = ("mean", "sum", "max", "min", "prod")
 
 
-def tree_allreduce(tree: PyTree, op: str = "mean") -> Any:
+def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
     """Reduce a pytree over all ranks; every rank gets the result.
 
     out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
@@ -37,42 +39,45 @@ def tree_allreduce(tree: PyTree, op: str = "mean") -> Any:
     Args:
       tree: any pytree of arrays and numbers.
       op: "mean", "sum", "max", "min" or "prod". Booleans take "max" (or) and "min" (and) only.
+      axis: the name of an axis of `init(axes=...)`, or a tuple of several: the ranks of each group along it reduce theirs.
+        All ranks, `jaxmpi.AXIS`, by default.
 
     Returns:
-      A pytree of JAX arrays, equal on all ranks.
+      A pytree of JAX arrays, equal on all ranks, or on all of a group.
 
     Raises:
-      ValueError: an unknown op.
+      ValueError: an unknown op, or axis.
       TypeError: a leaf that cannot be reduced so, with its path.
 
     >>> tree_allreduce({"loss": 2.0}, op="sum")
     {'loss': Array(2., dtype=float32, weak_type=True)}
     """
     check_op("tree_allreduce", op)
-    return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, op=op)
+    return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, axis, op=op)
 
 
-def tree_bcast(tree: PyTree, root: int = 0) -> Any:
+def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> Any:
     """Give every rank the pytree of rank `root`.
 
-    out = tree_root. For parameters and optimizer states `synchronize` is the safe way: it checks the structure first.
+    out = tree_root; with `axis`, as in `tree_allreduce`, within each group, whose ranks count from 0. For parameters and
+    optimizer states `synchronize` is the safe way: it checks the structure first.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and root.
     **Communication:** that of a sum of as many bytes, `tree_allreduce(tree, "sum")`: the other ranks add zeros. Under plain
     `jax.jit`, mpi4jax sends each leaf's bytes once, from root.
 
     Raises:
-      ValueError: root is not a rank.
+      ValueError: root is not a rank, or of no group; an unknown axis.
       TypeError: a leaf that is no array, with its path; a root that is no Python int.
     """
-    session.check_root("tree_bcast", root)
-    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree)
+    _check_root("tree_bcast", root, axis)
+    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree, axis)
 
 
-def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0) -> Any:
+def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = AXIS) -> Any:
     """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
 
-    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root.
+    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root. `axis` and root are as in `tree_bcast`.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes, op and root.
     **Communication:** that of `tree_allreduce`.
@@ -81,15 +86,15 @@ def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0) -> Any:
       ValueError: an unknown op, or root is not a rank.
       TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
     """
-    session.check_root("tree_reduce", root)
+    _check_root("tree_reduce", root, axis)
     check_op("tree_reduce", op)
-    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, op=op)
+    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op)
 
 
-def tree_allgather(tree: PyTree) -> Any:
+def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> Any:
     """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
 
-    out[r] = tree_r.
+    out[r] = tree_r. With `axis`, as in `tree_allreduce`, size is that of a group, and r counts its ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** about (p-1) · bytes received per rank.
@@ -97,13 +102,14 @@ def tree_allgather(tree: PyTree) -> Any:
     Raises:
       TypeError: a leaf that is no array, with its path.
     """
-    return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree)
+    return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree, axis)
 
 
-def tree_reduce_scatter(tree: PyTree, op: str = "mean") -> Any:
+def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
     """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
 
-    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input.
+    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input. `axis` is as in
+    `tree_allgather`.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
     **Communication:** about (p-1)/p · bytes sent per rank.
@@ -113,13 +119,13 @@ def tree_reduce_scatter(tree: PyTree, op: str = "mean") -> Any:
       TypeError: a leaf that cannot be reduced so, with its path.
     """
     check_op("tree_reduce_scatter", op)
-    return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, op=op, rows=True)
+    return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, axis, op=op, rows=True)
 
 
-def tree_alltoall(tree: PyTree) -> Any:
+def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> Any:
     """Send row q of every leaf to rank q: `[size, ...]` stays `[size, ...]`.
 
-    out_q[r] = tree_r[q], a transposition of ranks and rows.
+    out_q[r] = tree_r[q], a transposition of ranks and rows. `axis` is as in `tree_allgather`.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** (p-1)/p · bytes sent per rank.
@@ -128,7 +134,7 @@ def tree_alltoall(tree: PyTree) -> Any:
       ValueError: a leaf whose first axis is not size, with its path.
       TypeError: a leaf that is no array, with its path.
     """
-    return _apply("tree_alltoall", partial(arrays.move, call=Collective("alltoall")), tree, rows=True)
+    return _apply("tree_alltoall", partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True)
 
 
 def check_op(function: str, op: Any) -> None:
@@ -140,11 +146,20 @@ def check_op(function: str, op: Any) -> None:
 # from trees to lists of arrays
 
 
-def _apply(function: str, work: partial[list[jax.Array]], tree: PyTree, *, op: str | None = None, rows: bool = False) -> Any:
+def _check_root(function: str, root: Any, axis: Axis) -> None:
+    backend = session.current(function)
+    check_axis(function, axis, backend)
+    session.check_root(function, root, arrays.axis_size(axis, backend))
+
+
+def _apply(
+    function: str, work: partial[list[jax.Array]], tree: PyTree, axis: Axis, *, op: str | None = None, rows: bool = False
+) -> Any:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = session.current(function)
+    check_axis(function, axis, backend)
     outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
-    run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), op, rows) if outside else None
+    run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
         return run(tree)
     if backend.simulates and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
@@ -163,15 +178,15 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: PyTree, *, op: s
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
         for (path, _), x in zip(paths, leaves, strict=True):
-            check_rows(function, path, x, session.size())
+            check_rows(function, path, x, arrays.axis_size(axis, backend))
     if run:
         return run(treedef.unflatten(leaves))
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
     for i in keys:
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
-    ranks = arrays.Bound() if _axis.bound() else arrays.Plain(backend)
-    outs = work(_axis.with_parameters([leaves[i] for i in sent], _parameters(function, work)), ranks)
+    ranks = arrays.Bound(axis) if _axis.bound(axis) else arrays.Plain(backend, axis)
+    outs = work(_axis.with_parameters([leaves[i] for i in sent], _parameters(function, work, axis)), ranks)
     for i, out in zip(sent, outs, strict=True):
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
@@ -180,19 +195,26 @@ def _apply(function: str, work: partial[list[jax.Array]], tree: PyTree, *, op: s
     return treedef.unflatten(leaves)
 
 
-def _parameters(function: str, work: partial[list[jax.Array]]) -> str:
+def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis) -> str:
     """Those of a call, in words: such as "tree_bcast root=0"."""
     known = {name: value for name, value in work.keywords.items() if name != "call"}
     call = work.keywords.get("call")
     if call and call.kind == "bcast":
         known["root"] = call.root
+    if axis != AXIS:
+        known["axis"] = axis
     return " ".join([function, *(f"{name}={value}" for name, value in sorted(known.items()))])
 
 
 @cache
 def _program_of(
-    function: str, work: Callable[..., list[jax.Array]], keywords: tuple[tuple[str, Any], ...], op: str | None, rows: bool
+    function: str,
+    work: Callable[..., list[jax.Array]],
+    keywords: tuple[tuple[str, Any], ...],
+    axis: Axis,
+    op: str | None,
+    rows: bool,
 ) -> Callable[[Any], Any]:
     """An eager call as a function of `jaxmpi.jit`: compiled once for each kind of tree."""
     bound = partial(work, **dict(keywords))
-    return eager(lambda tree: _apply(function, bound, tree, op=op, rows=rows), function)
+    return eager(lambda tree: _apply(function, bound, tree, axis, op=op, rows=rows), function)

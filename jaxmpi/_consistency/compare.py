@@ -122,28 +122,32 @@ def raise_mismatch(backend: Any, error: Exception) -> None:
         raise found.pop() from None
 
 
-def _explain(backend: Any, fingerprint: int, message: str) -> str:
+def _explain(backend: Any, fingerprint: int, message: str, ranks: Sequence[int]) -> str:
     statement, _, details = backend.registry.programs.get(fingerprint, (Statement.of(message), (), dict))
-    backend.registry.found[:] = [_mismatch(backend, statement, details(), message)]
+    backend.registry.found[:] = [_mismatch(backend, statement, details(), message, ranks)]
     return f"RankMismatchError: {backend.registry.found[0]}"
 
 
-def _mismatch(backend: Any, statement: Statement, details: Details, message: str = "") -> RankMismatchError:
-    """The error that all ranks raise, of what each of them says."""
-    everyone = backend.gather_details((tuple(statement), dict(details), message))
+def _mismatch(
+    backend: Any, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
+) -> RankMismatchError:
+    """The error that all ranks raise, of what each of them says; or all of a group, whose `ranks` are given then."""
+    everyone = backend.gather_details((tuple(statement), dict(details), message), ranks)
+    ranks = ranks or range(len(everyone))
     said = [Statement(*statement) for statement, _, _ in everyone]
     if len(set(said)) > 1:
-        return RankMismatchError(_compare(said, [details for _, details, _ in everyone]))
+        return RankMismatchError(_compare(ranks, said, [details for _, details, _ in everyone]))
     messages = [message for _, _, message in everyone]  # the same program, at different places
     at = [Statement.of(m)._replace(title=statement.title) for m in messages]
-    return RankMismatchError(_compare(at, [{"sent": [m]} for m in messages], PLACES))
+    return RankMismatchError(_compare(ranks, at, [{"sent": [m]} for m in messages], PLACES))
 
 
-def _compare(everyone: Sequence[Statement], details: Sequence[Details], advice: str = "") -> str:
-    """Rank 0's side and that of the first rank that differs, down to the first lines that do."""
-    other = next(rank for rank, said in enumerate(everyone) if said.fingerprint != everyone[0].fingerprint)
+def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Sequence[Details], advice: str = "") -> str:
+    """The first rank's side and that of the first one that differs, down to the first lines that do."""
+    other = next(i for i, said in enumerate(everyone) if said.fingerprint != everyone[0].fingerprint)
     names = [
-        in_words([r for r, said in enumerate(everyone) if said.fingerprint == everyone[k].fingerprint]) for k in (0, other)
+        in_words([r for r, said in zip(ranks, everyone, strict=True) if said.fingerprint == everyone[k].fingerprint])
+        for k in (0, other)
     ]
     titles = everyone[0].title, everyone[other].title
     differences = {

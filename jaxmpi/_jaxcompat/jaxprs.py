@@ -51,9 +51,9 @@ def axis_effect(name: str) -> Any:
     return core.NamedAxisEffect(name)
 
 
-def is_axis_effect(effect: Any, name: str) -> bool:
-    """Whether it says no more than that an axis of this name must be bound."""
-    return isinstance(effect, core.NamedAxisEffect) and effect.name == name
+def is_axis_effect(effect: Any) -> bool:
+    """Whether it says no more than that an axis must be bound."""
+    return isinstance(effect, core.NamedAxisEffect)
 
 
 def is_reference(aval: Any) -> bool:

@@ -51,7 +51,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
     )
     flat, size = _Flat(function, args, kwargs, treedef), backend.place.size
-    jaxpr, captured, parameters = trace(flat, size, avals)
+    jaxpr, captured, parameters = trace(flat, backend.axes, avals)
     tree, outs = flat.tree, paths_of(flat.tree)
     replicated = [function.replicated.hold(path) and not is_own(path) for path in ins]
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]

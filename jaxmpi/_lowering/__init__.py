@@ -1,10 +1,12 @@
 """What `jaxmpi.jit` makes of a traced function, step by step.
 
 trace          trace the function once, with the axis bound, and open the calls that contain a collective
+named_axes     equations over named axes, as equations over all ranks in groups
 batched_while  loops under vmap whose lanes end on their own
 classify       what an equation has to do with the ranks
 refuse         which equations are refused, and in which words
 translate      which collective an equation is
+rank_classes   on which ranks a value is the same
 replication    which values differ between the ranks
 forgotten_mean train state that parts between the ranks because a mean was forgotten
 across_elements shards whose next value depends on more than their own elements

@@ -14,6 +14,7 @@ __all__ = [
     "LOOPS",
     "MOVE",
     "REDUCE",
+    "axis_names",
     "calls_python",
     "communicates",
     "equations",
@@ -43,7 +44,7 @@ LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
 MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
 BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}  # by the parameter that holds the rank; `trace` opens them
-MESHES = ("shard_map", "xla_pmap")  # with devices of their own
+MESHES = ("shard_map", "xla_pmap")  # with devices, and names of axes, of their own
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
@@ -93,14 +94,15 @@ def kind(eqn: JaxprEqn) -> str:
             return "collective"
         if name in BROADCASTS:
             return "bcast"
-    elif not any(map(_reaches_ranks, inside)):
+    elif not _names_inside(eqn):
         return ""
     elif name in CALLS:
         return "call"
     elif name in LOOPS:
         return "loop"
+    over = ", ".join(map(repr, sorted({*axis_names(eqn), *_names_inside(eqn)}))) or repr(AXIS)
     raise NotImplementedError(
-        f"jaxmpi.jit: {name} at {line(eqn)} communicates over {AXIS!r}, which is not supported. "
+        f"jaxmpi.jit: {name} at {line(eqn)} communicates over {over}, which is not supported. "
         f"Move the collective out of it, or use {', '.join((*REDUCE, *MOVE))}."
     )
 
@@ -131,8 +133,15 @@ def calls_python(eqn: JaxprEqn) -> bool:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _reaches_ranks(jaxpr: Any) -> bool:
-    return any(_over_ranks(eqn) or any(map(_reaches_ranks, subjaxprs(eqn))) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
+def _names(jaxpr: Any) -> frozenset[str]:
+    """Of the axes that are used in it."""
+    return frozenset(name for eqn in _jaxcompat.parts(jaxpr)[0].eqns for name in (*axis_names(eqn), *_names_inside(eqn)))
+
+
+def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
+    """The same, of what an equation contains; a mesh binds its own."""
+    names = frozenset[str]().union(*map(_names, subjaxprs(eqn)))
+    return names & {AXIS} if eqn.primitive.name in MESHES else names
 
 
 @_jaxcompat.kept_with_jaxpr
@@ -153,11 +162,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def _over_ranks(eqn: JaxprEqn) -> bool:
+def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The named axes that an equation itself is over, in its order: of the ranks, as those of a `vmap` inside are numbers."""
+    if eqn.primitive.name in MESHES:
+        return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    if AXIS in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)):
-        return True
-    return not any(True for _ in subjaxprs(eqn)) and any(_jaxcompat.is_axis_effect(e, AXIS) for e in eqn.effects)
+    return tuple(axis for axis in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)) if isinstance(axis, str))
+
+
+def _over_ranks(eqn: JaxprEqn) -> bool:
+    return bool(axis_names(eqn)) or any(map(_jaxcompat.is_axis_effect, eqn.effects))
 
 
 def line(eqn: JaxprEqn) -> str:
@@ -173,4 +187,4 @@ def follows_from(known: Container[Any], eqn: JaxprEqn) -> bool:
 
 def other_effects(eqn: JaxprEqn) -> bool:
     """Whether it has effects beyond the axis: callbacks, prints, references."""
-    return any(not _jaxcompat.is_axis_effect(effect, AXIS) for effect in eqn.effects)
+    return any(not _jaxcompat.is_axis_effect(effect) for effect in eqn.effects)

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import communicates, kind, subjaxprs
 from jaxmpi._lowering.combine import folded
-from jaxmpi._lowering.replication import EQUALIZING
+from jaxmpi._lowering.rank_classes import EQUALIZING
 from jaxmpi._lowering.text import Text
 
 __all__ = ["Line", "control_equations"]
@@ -73,7 +73,7 @@ def _behind(jaxpr: Any, roots: Sequence[Any]) -> Slice:
         if not any(outs):
             continue
         lines.append(Line(text.equation(eqn, shapes=False), eqn.source_info))
-        if eqn.primitive.name in EQUALIZING and kind(eqn) == "collective":
+        if eqn.primitive.name in EQUALIZING and kind(eqn) == "collective" and not eqn.params["axis_index_groups"]:
             known = folded(jaxpr) if known is None else known
             if id(eqn) not in known:
                 continue

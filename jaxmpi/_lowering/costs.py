@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxmpi._backends.within_groups import of_all
 from jaxmpi._lowering.summary import Entry
 
 __all__ = ["Cost", "cost", "table"]
@@ -19,11 +20,13 @@ class Cost(NamedTuple):
 
 def cost(entry: Entry, backend: Any) -> Cost:
     """What an entry costs on the ranks of `backend`."""
-    size, kind = backend.place.size, entry.call.kind
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
-    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(kind, (size - 1) / size)
+    call, arrays = entry.call, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
+    if not backend.connects(call):
+        call, arrays = of_all(call, arrays, backend.place.size)
+    size = call.count(backend.place.size)
+    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(call.kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
-    sent = backend.messages(entry.call, arrays)
+    sent = backend.messages(call, arrays)
     return Cost(len(sent), share * sum(sent))
 
 

@@ -59,8 +59,10 @@ class _Around:
     def take_in(self, eqn: JaxprEqn) -> Any:
         """A sum, with the division and the conversions around it if there are any."""
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
+        groups = eqn.params.get("axis_index_groups")
+        size = len(groups[0]) if groups else self._size
         then = self._only_user(y)
-        if then is not None and (self._divides or _is_short(y)) and _divides(then, y, self._size):
+        if then is not None and (self._divides or _is_short(y)) and _divides(then, y, size):
             self.taken.add(id(then))
             y, op = then.outvars[0], "mean"
             then = self._only_user(y)

@@ -25,6 +25,7 @@ from jaxmpi._backends import on_axis, packing, primitive
 from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
+from jaxmpi._backends.within_groups import through_all
 from jaxmpi._lowering.classify import has_collective
 from jaxmpi._lowering.refuse import refuse_references
 from jaxmpi._lowering.replication import varying
@@ -108,7 +109,10 @@ def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
 
 
 def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) -> Flat:
-    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, on_axis.run, backend.index)))
+    def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return through_all(on_axis.run, call, xs, backend.index()) if call.groups else on_axis.run(call, xs)
+
+    program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, run, backend.index)))
     axes = tuple(0 if own else None for own in stacked)
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
 

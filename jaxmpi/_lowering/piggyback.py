@@ -23,7 +23,7 @@ FEW_ROWS_BYTES = 16 * 1024  # the same in a reduce_scatter
 
 
 def share_messages(groups: list[Any], size: int) -> list[Any]:
-    """The collectives of a round, without those whose few numbers another one carries.
+    """The collectives of a round, without those whose few numbers another one of the same ranks carries.
 
     Args:
       groups: of `schedule`, independent of each other.
@@ -41,6 +41,8 @@ def share_messages(groups: list[Any], size: int) -> list[Any]:
 
 
 def _carries(host: Collective, call: Collective) -> bool:
+    if host.groups != call.groups or (host.groups and host.kind != "allreduce"):
+        return False
     if call.kind != "allreduce" or call.op not in ("sum", "mean") or host.kind not in ("allreduce", "reduce_scatter"):
         return False
     return host.op == "sum" if call.op == "mean" and host.op != "mean" else host.op == call.op
@@ -54,7 +56,7 @@ def _is_small(group: Any, host: Collective, size: int) -> bool:
 
 def _inside(host: Collective, inner: Translation, size: int) -> Translation:
     """The same collective as a part of `host`."""
-    divisor = size if inner.call.op == "mean" and host.op == "sum" else 1
+    divisor = host.count(size) if inner.call.op == "mean" and host.op == "sum" else 1
 
     def widened(x: jax.Array) -> jax.Array:
         x = inner.before(x)

@@ -1,6 +1,6 @@
 """The collectives that `jaxmpi.jit` refuses, on every backend, in a sentence with the line."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line
 
-__all__ = ["explained", "refuse", "refuse_meshes", "refuse_references"]
+__all__ = ["explained", "refuse", "refuse_groups", "refuse_meshes", "refuse_names", "refuse_pairs", "refuse_references"]
 
 PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
@@ -29,22 +29,55 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
     """Raise an error if an equation of kind "collective" cannot be carried out on `size` ranks.
 
     Raises:
-      NotImplementedError: it is over a part of the ranks, or has an axis that is counted from the end.
+      NotImplementedError: it has an axis that is counted from the end.
       TypeError: it would reduce keys or booleans.
       ValueError: the pairs of a ppermute are no permutation of some ranks.
     """
     name, params = eqn.primitive.name, eqn.params
-    where = f"jaxmpi.jit: {PUBLIC.get(name, name)} at {line(eqn)}"
-    axes = params.get("axes", params.get("axis_name"))
-    named = [axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int)]
-    if params.get("axis_index_groups") is not None or named != [AXIS]:
-        raise NotImplementedError(
-            f"{where} is over a part of the ranks, or another axis, too. Only collectives over all ranks are supported."
-        )
+    where = _where(eqn)
     _refuse_axes(where, params)
     _refuse_dtype(where, name, eqn.invars[0].aval.dtype)
     if name == "ppermute":
-        _refuse_pairs(where, params["perm"], size)
+        refuse_pairs(eqn, size)
+
+
+def _where(eqn: JaxprEqn) -> str:
+    return f"jaxmpi.jit: {PUBLIC.get(eqn.primitive.name, eqn.primitive.name)} at {line(eqn)}"
+
+
+def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -> None:
+    """Raise an error if an equation is over axes that are not those of the ranks, or over some of the ranks twice.
+
+    Raises:
+      NameError: an axis that `init` was not given.
+      ValueError: the same axis twice, or AXIS beside one of its parts.
+    """
+    if unknown := [name for name in names if name not in axes]:
+        raise NameError(f"{_where(eqn)} is over the axis {unknown[0]!r}, and {_known(axes)}.")
+    if len(set(names)) < len(names) or (AXIS in names and len(names) > 1):
+        raise ValueError(
+            f"{_where(eqn)} is over {', '.join(map(repr, names))}, and names some of the ranks twice. {AXIS!r} is all of them; "
+            "name it alone, or each of the other axes once."
+        )
+
+
+def _known(axes: Mapping[str, int]) -> str:
+    return f"the axes of the ranks are {', '.join(map(repr, axes))}" if len(axes) > 1 else f"the ranks are the axis {AXIS!r}"
+
+
+def _others(axes: Mapping[str, int]) -> str:
+    names = [repr(name) for name in axes if name != AXIS]
+    return f", or one of {', '.join(names)} of jaxmpi.init" if names else ""
+
+
+def refuse_groups(eqn: JaxprEqn, groups: Any, size: int) -> None:
+    """Raise a ValueError unless `axis_index_groups` are groups of one size, of all ranks of an axis of `size`, each in one."""
+    found = sorted(int(rank) for group in groups for rank in group)
+    if found != [*range(size)] or len({len(group) for group in groups}) > 1:
+        raise ValueError(
+            f"{_where(eqn)} has axis_index_groups {[list(map(int, group)) for group in groups]} on {size} ranks. Each of the "
+            f"ranks 0 to {size - 1} must be in one group, and all groups of the same size."
+        )
 
 
 def _refuse_axes(where: str, params: Mapping[str, Any]) -> None:
@@ -62,11 +95,13 @@ def _refuse_dtype(where: str, name: str, dtype: Any) -> None:
         raise TypeError(f"{where} is of booleans, which cannot be summed. Convert them to integers first.")
 
 
-def _refuse_pairs(where: str, pairs: Any, size: int) -> None:
+def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
+    """Raise a ValueError unless the pairs of a ppermute are a permutation of some of `size` ranks."""
+    pairs = eqn.params["perm"]
     for side in zip(*pairs, strict=True):
         if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):
             raise ValueError(
-                f"{where} has pairs {[(int(p), int(q)) for p, q in pairs]} on {size} ranks. "
+                f"{_where(eqn)} has pairs {[(int(p), int(q)) for p, q in pairs]} on {size} ranks. "
                 "Each rank may appear at most once as a source and at most once as a destination."
             )
 
@@ -99,7 +134,7 @@ def refuse_meshes(jaxpr: Any) -> None:
             )
 
 
-def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+def explained(function: Callable[..., Any], axes: Mapping[str, int]) -> Callable[..., Any]:
     """The function, with the errors that JAX's collectives raise when it is traced in words that say what to do."""
 
     @wraps(function)
@@ -109,19 +144,19 @@ def explained(function: Callable[..., Any]) -> Callable[..., Any]:
         except (NameError, AssertionError, NotImplementedError, ValueError, TypeError, IndexError) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:
-                _explain(error, f"jaxmpi.jit: {name} at {at or 'a line of a library'}", name, params)
+                _explain(error, f"jaxmpi.jit: {name} at {at or 'a line of a library'}", name, params, axes)
             raise
 
     return traced
 
 
-def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any]) -> None:
+def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any], axes: Mapping[str, int]) -> None:
     """Raise what an error of one of JAX's collectives means, if JAX does not say it."""
     if isinstance(error, NameError) and name != "pbroadcast":  # which reads the letters of the name as names
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
             f"{where} is over the axis {axis!r}, which nothing binds. The ranks are the axis jaxmpi.AXIS, {AXIS!r}: name that "
-            "one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS)."
+            f"one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
         ) from error
     try:
         _refuse_axes(where, params)

@@ -16,10 +16,9 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
 from jaxmpi._lowering.classify import CALLS, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
+from jaxmpi._lowering.rank_classes import ALL, OWN, Classes, after_collective, joined
 
 __all__ = ["varying"]
-
-EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
 
 Sums = dict[Any, list[tuple[Any, bool]]]  # by the call that they come from: the equation, and whether it changes anything
 
@@ -51,41 +50,43 @@ def varying(
         values, and comes from the same call: it is the calls that are warned of, if all sums that come from one are such.
     """
     sums: Sums = defaultdict(list)
-    outs = _varying(jaxpr, ins, constants, check, sums, equal_names)
+    classes: list[Classes] = [OWN if differs else ALL for differs in ins]
+    outs = _varying(jaxpr, classes, OWN if constants else ALL, check, sums, equal_names)
     for of_call in sums.values():
         if check and warn and not any(needed for _, needed in of_call):
             _warn_of_reduction(of_call[0][0])
-    return outs
+    return [out != ALL for out in outs]
 
 
 def _varying(
-    jaxpr: Any, ins: Sequence[bool], constants: bool, check: bool, sums: Sums, equal_names: Sequence[str]
-) -> list[bool]:
-    """The same; all sums go into `sums`."""
+    jaxpr: Any, ins: Sequence[Classes], constants: Classes, check: bool, sums: Sums, equal_names: Sequence[str]
+) -> list[Classes]:
+    """The same, of classes of ranks; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    varies = dict(zip(inner.invars, ins, strict=True)) | dict.fromkeys(inner.constvars, constants)
+    varies: dict[Any, Classes] = dict.fromkeys(inner.constvars, constants)
+    varies.update(zip(inner.invars, ins, strict=True))
     literal: set[Any] = set()
     what = kinds(jaxpr)
     inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
     for eqn in inner.eqns:
-        xs = [not isinstance(v, Literal) and varies[v] for v in eqn.invars]
+        xs = [ALL if isinstance(v, Literal) else varies[v] for v in eqn.invars]
         known = check and follows_from(literal, eqn)
         if known and id(eqn) not in what:
             literal.update(eqn.outvars)
         if check and eqn.primitive.name == "psum" and what.get(id(eqn)) == "collective":
-            sums[_jaxcompat.call_site(eqn)].append((eqn, known or any(xs)))
+            sums[_jaxcompat.call_site(eqn)].append((eqn, known or joined(xs) != ALL))
         named_equal = eqn.primitive.name == "name" and eqn.params["name"] in equal_names
-        outs = [False] if named_equal else _outs(eqn, what.get(id(eqn), ""), xs, inside, check)
+        outs = [ALL] if named_equal else _outs(eqn, what.get(id(eqn), ""), xs, inside, check)
         varies.update(zip(eqn.outvars, outs, strict=True))
-    return [not isinstance(v, Literal) and varies[v] for v in inner.outvars]
+    return [ALL if isinstance(v, Literal) else varies[v] for v in inner.outvars]
 
 
-def _outs(eqn: JaxprEqn, what: str, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
     name = eqn.primitive.name
     if what == "index":
-        return [True]
+        return [OWN]
     if what == "collective":
-        return [name not in EQUALIZING]
+        return [after_collective(eqn, xs[0])]
     if name == "scan":
         return _scan(eqn, xs, inside)
     if name == "while":
@@ -94,42 +95,42 @@ def _outs(eqn: JaxprEqn, what: str, xs: list[bool], inside: Any, check: bool) ->
         return _cond(eqn, xs, inside, check)
     if name in CALLS:
         return inside(eqn.params[CALLS[name]], xs)
-    return [any(xs) or calls_python(eqn)] * len(eqn.outvars)
+    return [OWN if calls_python(eqn) else joined(xs)] * len(eqn.outvars)
 
 
-def _scan(eqn: JaxprEqn, xs: list[bool], inside: Any) -> list[bool]:
+def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Any) -> list[Classes]:
     consts, carry = _jaxcompat.scan_counts(eqn)
     state = xs[consts : consts + carry]
     while True:
         ins = xs[:consts] + state + xs[consts + carry :]
         outs = inside(eqn.params["jaxpr"], ins, check=False)
-        if (after := [a or b for a, b in zip(state, outs[:carry], strict=True)]) == state:
+        if (after := [*map(joined, zip(state, outs[:carry], strict=True))]) == state:
             return inside(eqn.params["jaxpr"], ins)
         state = after
 
 
-def _while(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
+def _while(eqn: JaxprEqn, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
     while True:
         (goes_on,) = inside(eqn.params["cond_jaxpr"], cond_consts + state, check=False)
         outs = inside(eqn.params["body_jaxpr"], body_consts + state, check=False)
-        if (after := [a or b or goes_on for a, b in zip(state, outs, strict=True)]) == state:
+        if (after := [joined([a, b, goes_on]) for a, b in zip(state, outs, strict=True)]) == state:
             break
         state = after
     if check:
-        if goes_on and communicates(eqn):
+        if goes_on != ALL and communicates(eqn):
             _refuse(eqn, "while_loop", "whether the loop goes on")
         inside(eqn.params["cond_jaxpr"], cond_consts + state)
         inside(eqn.params["body_jaxpr"], body_consts + state)
     return state
 
 
-def _cond(eqn: JaxprEqn, xs: list[bool], inside: Any, check: bool) -> list[bool]:
-    if check and xs[0] and communicates(eqn):
+def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
+    if check and xs[0] != ALL and communicates(eqn):
         _refuse(eqn, "cond", "which branch is taken")
     outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
-    return [xs[0] or any(of_branches) for of_branches in zip(*outs, strict=True)]
+    return [joined([xs[0], *of_branches]) for of_branches in zip(*outs, strict=True)]
 
 
 def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:

@@ -73,8 +73,9 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
         case "loop":  # that asks for the rank
             return _loop(eqn, target, None, xs)
         case _:  # a collective of what all ranks know
-            x = translate(eqn, target.size).before(xs[0])
-            return [x * target.size if eqn.primitive.name == "psum" else x]
+            translation = translate(eqn, target.size)
+            x = translation.before(xs[0])
+            return [x * translation.call.count(target.size) if eqn.primitive.name == "psum" else x]
 
 
 def _carry_out(group: Group, target: Target, order: Order | None, read: Env) -> None:

@@ -1,6 +1,6 @@
 """From a function to a jaxpr in which every collective stands at the top or in a loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends.lax_collectives import from_root
+from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import BROADCASTS, CALLS, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.classify import CALLS, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 
@@ -19,39 +19,49 @@ __all__ = ["Env", "evaluate", "make_jaxpr", "opened", "trace"]
 
 
 def trace(
-    function: Callable[..., Any], size: int, avals: Sequence[Any]
+    function: Callable[..., Any], axes: Mapping[str, int], avals: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Sequence[Any], list[tuple[str, str]]]:
-    """Trace a function of flat arrays with the axis bound, and open the calls that contain a collective.
+    """Trace a function of flat arrays with the axes bound, and open the calls that contain a collective.
+
+    Args:
+      function: of arrays like `avals`.
+      axes: the names of the ranks and their sizes, AXIS among them, which is the only one in the program.
+      avals: shape and dtype of each argument.
 
     Returns:
       The program; the arrays that the function had from outside, which are the first of the program's arguments; what
       `text.parameters` finds.
     """
-    traced = make_jaxpr(explained(function), size, avals)
+    traced = _make_jaxpr(explained(function, axes), axes, avals)
     inner, captured = _jaxcompat.parts(traced)
-    if size > 1:
+    if axes[AXIS] > 1:
         refuse_meshes(inner)
     notes = [*parameters(inner)]
     if not captured:
         traced = _without_notes(traced)
     if captured or _needs_opening(traced):
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
-        traced = make_jaxpr(lambda *args: _open(inner, size, *args), size, arguments)
+        traced = make_jaxpr(lambda *args: _open(inner, axes, *args), axes[AXIS], arguments)
     return traced, captured, notes
 
 
 def make_jaxpr(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
     """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
+    return _make_jaxpr(function, {AXIS: size}, avals)
+
+
+def _make_jaxpr(function: Callable[..., Any], axes: Mapping[str, int], avals: Sequence[Any]) -> ClosedJaxpr:
     structs = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, jax.core.ShapedArray) else a
         for a in avals
     ]
-    return jax.make_jaxpr(function, axis_env=[(AXIS, size)])(*structs)
+    return jax.make_jaxpr(function, axis_env=[*axes.items()])(*structs)
 
 
-def opened(jaxpr: Any, size: int) -> ClosedJaxpr:
-    """The same program without calls around collectives, in its loops, too."""
-    return make_jaxpr(lambda *args: _open(jaxpr, size, *args), size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars])
+def opened(jaxpr: Any, axes: Mapping[str, int]) -> ClosedJaxpr:
+    """The same program over AXIS alone and without calls around collectives, in its loops, too."""
+    avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
+    return make_jaxpr(lambda *args: _open(jaxpr, axes, *args), axes[AXIS], avals)
 
 
 def _without_notes(jaxpr: Any) -> Any:
@@ -78,28 +88,35 @@ def _needs_opening(jaxpr: Any) -> bool:
         what = kind(eqn)
         if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
             return True
+        if what in ("index", "collective") and named_axes.has_groups(eqn):
+            return True
         if what == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
             return True
     return False
 
 
-def _open(jaxpr: Any, size: int, *args: Any) -> list[Any]:
+def _open(jaxpr: Any, axes: Mapping[str, int], *args: Any) -> list[Any]:
     def step(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
         match kind(eqn):
             case "call":
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
                 with _jaxcompat.at_source(eqn):
-                    return _open(eqn.params[CALLS[eqn.primitive.name]], size, *xs)
+                    return _open(eqn.params[CALLS[eqn.primitive.name]], axes, *xs)
             case "loop":
-                inside = map_subjaxprs(eqn, lambda inner: opened(inner, size))
+                inside = map_subjaxprs(eqn, lambda inner: opened(inner, axes))
                 if batched_predicate(eqn):
                     with _jaxcompat.at_source(eqn):
                         return with_scalar_predicate({**eqn.params, **inside}, xs)
                 return _jaxcompat.bind(eqn, xs, **inside)
             case "bcast":
                 with _jaxcompat.at_source(eqn):
-                    return [from_root(eqn.params[BROADCASTS[eqn.primitive.name]], xs[0])]
+                    return [named_axes.broadcast(eqn, xs[0], axes)]
+            case "index" if named_axes.has_groups(eqn):
+                with _jaxcompat.at_source(eqn):
+                    return [named_axes.index(eqn, axes)]
+            case "collective" if named_axes.has_groups(eqn):
+                return named_axes.collective(eqn, xs, axes)
             case _:
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)
 

@@ -54,24 +54,26 @@ def translate(eqn: JaxprEqn, size: int) -> Translation:
 def _translate(eqn: JaxprEqn, size: int) -> Translation:
     params = eqn.params
     refuse(eqn, size)
-    name = eqn.primitive.name
+    name, groups = eqn.primitive.name, params.get("axis_index_groups") or ()
+    size = len(groups[0]) if groups else size
     if name in REDUCE:
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
         before = partial(_reduce, name, dims) if dims else _same
         if name != "psum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):  # which no transport orders
-            return Translation(Collective("allgather"), before, lambda y: _reduce(name, (0,), y))
-        return Translation(Collective("allreduce", op=params.get("op", REDUCE[name])), before, _same)
+            return Translation(Collective("allgather", groups=groups), before, lambda y: _reduce(name, (0,), y))
+        return Translation(Collective("allreduce", op=params.get("op", REDUCE[name]), groups=groups), before, _same)
     if name == "ppermute":
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
         return Translation(Collective("permute", pairs=pairs), _same, _same)
     tiled = params["tiled"] if name != "all_to_all" else True  # the primitive itself always is
     if name == "all_gather":
-        return Translation(Collective("allgather"), _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
+        call = Collective("allgather", groups=groups)
+        return Translation(call, _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
     if name == "reduce_scatter":
-        call = Collective("reduce_scatter", op=params.get("op", "sum"))
+        call = Collective("reduce_scatter", op=params.get("op", "sum"), groups=groups)
         return Translation(call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same)
     return Translation(
-        Collective("alltoall"),
+        Collective("alltoall", groups=groups),
         lambda x: _split(x, params["split_axis"], tiled, size),
         lambda y: _merge(y, params["concat_axis"], tiled),
     )

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmpi._axis import AXIS, Axis
+from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats, wide
@@ -13,8 +15,8 @@ from jaxmpi._world import session
 __all__ = ["adasum", "coefficients"]
 
 
-def adasum(tree: PyTree) -> Any:
-    """Combine the ranks' trees leaf by leaf, in a binary tree of the ranks; every rank gets the result.
+def adasum(tree: PyTree, axis: Axis = AXIS) -> Any:
+    """Combine the trees of the ranks along an axis leaf by leaf, in a binary tree of the ranks; each of them gets the result.
 
     a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), for any number of ranks: neighbours first, and
     one that has none waits for the next round. All of it follows from the inner products of the ranks' gradients, so it takes
@@ -22,14 +24,14 @@ def adasum(tree: PyTree) -> Any:
     on two ranks, as much as a mean and p² numbers for a leaf on many.
     """
     leaves, put = floats("distributed", tree)
-    size = session.size()
+    size = axis_size(axis, session.current("distributed"))
     if size == 1 or not leaves:
         return tree
     flat = [x.astype(wide(x.dtype)).reshape(-1) for x in leaves]
-    parts = tree_alltoall([jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat])  # [ranks, columns]
-    products = tree_allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum")
+    parts = tree_alltoall([jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat], axis=axis)  # [ranks, columns]
+    products = tree_allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum", axis=axis)
     combined = [jnp.matmul(coefficients(g), x, precision="highest") for g, x in zip(products, parts, strict=True)]
-    outs = tree_allgather(combined)
+    outs = tree_allgather(combined, axis=axis)
     return put([y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype) for x, y in zip(leaves, outs, strict=True)])
 
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmpi._axis import AXIS, Axis
+from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._collectives.trees import OPS, tree_allreduce
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState, PyTree
@@ -39,7 +41,7 @@ class DistributedState(NamedTuple):
     codec: PerRankState
 
 
-def average_gradients() -> optax.GradientTransformationExtraArgs:
+def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtraArgs:
     """An optax transform that averages its updates over all ranks.
 
     g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as in `distributed`. What comes
@@ -48,6 +50,9 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** that of `tree_allreduce`.
+
+    Args:
+      axis: as in `tree_allreduce`: the ranks of each group average theirs.
 
     Raises:
       ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the parameters', such as those of
@@ -71,7 +76,7 @@ def average_gradients() -> optax.GradientTransformationExtraArgs:
             )
         if params is not None:
             check_shapes("average_gradients", updates, params)
-        return mean("average_gradients", updates, weight), state
+        return mean("average_gradients", updates, weight, axis), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
@@ -110,7 +115,12 @@ def average_loss(fun: Callable[..., Any], *, weight: Any = None) -> Callable[...
 
 
 def distributed(
-    inner: optax.GradientTransformation, *, op: str = "mean", codec: Codec | None = None, micro_batches: int | None = None
+    inner: optax.GradientTransformation,
+    *,
+    op: str = "mean",
+    codec: Codec | None = None,
+    micro_batches: int | None = None,
+    axis: Axis = AXIS,
 ) -> optax.GradientTransformationExtraArgs:
     """Feed `inner` the gradients of all ranks in place of this rank's own.
 
@@ -138,12 +148,15 @@ def distributed(
       micro_batches: M, for the same bits on any number of ranks: the gradients have another first axis, of this rank's M/p
         micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their mean, and the sums of `inner`, are formed in one
         order; an `inner` that multiplies matrices, such as Muon, is refused.
+      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and stay equal within it. Then
+        there is no codec, no `micro_batches` and no function for `update`.
 
     Raises:
-      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; a function
-        with micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of single samples; when
-        called with micro-batches, an `inner` that multiplies matrices; when called eagerly, on all ranks, a weight of any rank
-        that is not one finite number of 0 or more. In a traced step it makes NaN of everything, on all ranks.
+      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; an axis
+        with a codec, micro-batches or a function; a function with micro-batches or another op than "mean" and "sum"; an
+        `inner` that takes the gradients of single samples; when called, an unknown axis; when called with micro-batches, an
+        `inner` that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is not one finite number
+        of 0 or more. In a traced step it makes NaN of everything, on all ranks.
       TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged, with its path.
 
     >>> import jax.numpy as jnp
@@ -164,6 +177,8 @@ def distributed(
         raise ValueError(
             f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op 'mean', and one of them."
         )
+    if special and axis != AXIS:
+        raise ValueError(f"distributed: axis {axis!r} and {special[0]} do not go together. Leave one of them out.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Any:
@@ -173,22 +188,28 @@ def distributed(
     def reduced(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
         """The gradients of all ranks, and the `value` and `grad`."""
         if op not in ("mean", "sum"):
-            return adasum(updates) if op == "adasum" else tree_allreduce(updates, op=op), tree_allreduce(local, op="mean")
+            grads = adasum(updates, axis) if op == "adasum" else tree_allreduce(updates, op=op, axis=axis)
+            return grads, tree_allreduce(local, op="mean", axis=axis)
         tree = (updates, local) if local else updates  # errors name the leaf by its path
         if micro_batches:
             tree = canonical_mean(tree, micro_batches)
         else:
-            tree = mean("distributed", tree, weight) if op == "mean" else tree_allreduce(tree, op="sum")
+            tree = mean("distributed", tree, weight, axis) if op == "mean" else tree_allreduce(tree, op="sum", axis=axis)
         return tree if local else (tree, {})
 
     def check(weight: Any, functions: Any) -> None:
         other = "micro_batches" if micro_batches else f"op {op!r}"
         if weight is not None and (micro_batches or op != "mean"):
             raise ValueError(f"distributed: weight does not go together with {other}. Leave one of them out.")
+        if functions and axis != AXIS:
+            raise ValueError(
+                f"distributed: {' and '.join(functions)} does not go together with axis {axis!r}. Leave one of them out."
+            )
         if functions and (micro_batches or op not in ("mean", "sum")):
             raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
 
     def step(updates: PyTree, state: PyTree, params: PyTree, weight: Any, extra_args: dict[str, Any]) -> tuple[PyTree, PyTree]:
+        check_axis("distributed", axis, session.current("distributed"))
         given = Given(extra_args, updates)
         check(weight, given.functions)
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
@@ -220,9 +241,9 @@ def mean_of_all(function: str, fun: Callable[..., Any], weight: Any) -> Callable
     return over_ranks(fun, lambda out: mean(function, out, weight), counts)
 
 
-def mean(function: str, updates: PyTree, weight: Any) -> Any:
-    """The mean over the ranks, weighted where there is a weight, in the dtypes of `updates`."""
-    means = weighted_mean(function, updates, weight)
+def mean(function: str, updates: PyTree, weight: Any, axis: Axis = AXIS) -> Any:
+    """The mean over the ranks along an axis, weighted where there is a weight, in the dtypes of `updates`."""
+    means = weighted_mean(function, updates, weight, axis=axis)
     return means if weight is None else _rounded(function, means, updates)
 
 

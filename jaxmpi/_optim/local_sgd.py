@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.compression import Codec, check_codec
@@ -40,6 +41,7 @@ def local_sgd(
     outer: optax.GradientTransformation | None = None,
     *,
     codec: Codec | None = None,
+    axis: Axis = AXIS,
 ) -> optax.GradientTransformationExtraArgs:
     """Let each rank take steps of its own with `inner`, and meet the others at every `every`-th call of `update`.
 
@@ -55,13 +57,16 @@ def local_sgd(
     **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of `distributed`; with a codec, its.
 
     Args:
-      inner: any optax transform, which does not communicate.
+      inner: any optax transform, which does not communicate; or one that does with the ranks of another axis, see `axis`.
       every: calls of `update` from one meeting to the next.
       outer: an optax transform for the parameters where they meet, or None for their mean.
       codec: one of `jaxmpi.codecs`, for Δ.
+      axis: as in `tree_allreduce`: each rank meets those of its group along it. With `jaxmpi.init(axes={"island": 2,
+        "member": -1})`, `local_sgd(distributed(inner, axis="member"), every, outer, axis="island")` takes every step together
+        with the ranks of its island, and meets the other islands now and then. There is no codec then.
 
     Raises:
-      ValueError: `every` is below 1; `update` gets no parameters.
+      ValueError: `every` is below 1; a codec with an axis; `update` gets no parameters, or the axis is unknown.
       TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, with its path.
     """
     check_transform("local_sgd", "inner", inner)
@@ -71,6 +76,8 @@ def local_sgd(
         check_codec("local_sgd", codec)
     if every < 1:
         raise ValueError(f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more.")
+    if codec is not None and axis != AXIS:
+        raise ValueError(f"local_sgd: axis {axis!r} and a codec do not go together. Leave one of them out.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> LocalSGDState:
@@ -88,13 +95,13 @@ def local_sgd(
         """The parameters that all go on from, and the states of the outer transform and the codec."""
         here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
         if not outer and not codec:
-            return tree_allreduce(here, op="mean"), (), state.codec
+            return tree_allreduce(here, op="mean", axis=axis), (), state.codec
         way = jax.tree.map(lambda x, y: x - y, state.anchor, here)
         if codec and session.size() > 1:
             way, coded = codec.mean(way, state.codec.per_rank)
             coded = PerRankState(coded)
         else:
-            way, coded = tree_allreduce(way, op="mean"), state.codec
+            way, coded = tree_allreduce(way, op="mean", axis=axis), state.codec
         if not outer:
             return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, way), (), coded
         step, outer_state = outer.update(way, state.outer, state.anchor)
@@ -103,6 +110,7 @@ def local_sgd(
     def update(updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
         if params is None:
             raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
+        check_axis("local_sgd", axis, session.current("local_sgd"))
         own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)
         calls = equal_on_all_ranks(state.calls) + 1
 

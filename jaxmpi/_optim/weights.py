@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
@@ -30,18 +31,25 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
-__all__ = ["as_weight", "check_total", "divided", "over_all_ranks", "scaled", "weighted_mean"]
+__all__ = ["as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
 
 MeanOverRanks = Callable[[str, Any], Any]  # of a function's name and a tree
 
 
-def over_all_ranks(function: str, tree: PyTree) -> Any:
-    """The mean of every leaf, on every rank."""
-    return tree_allreduce(tree, op="mean")
+@cache  # as what a mean has compiled is kept with this
+def mean_over(axis: Axis) -> MeanOverRanks:
+    """The mean of every leaf along an axis of the ranks, on each of them."""
+    return lambda function, tree: tree_allreduce(tree, op="mean", axis=axis)
 
 
 def weighted_mean(
-    function: str, tree: PyTree, weight: Any, over_ranks: MeanOverRanks = over_all_ranks, *, empty: float = 0.0
+    function: str,
+    tree: PyTree,
+    weight: Any,
+    over_ranks: MeanOverRanks | None = None,
+    *,
+    empty: float = 0.0,
+    axis: Axis = AXIS,
 ) -> Any:
     """The mean over the ranks; with a weight, in 32 bits at least, in one message that has the weight, too.
 
@@ -49,14 +57,17 @@ def weighted_mean(
       function: for errors.
       tree: this rank's values; with a weight, real or complex ones.
       weight: of this rank, or None for a plain mean.
-      over_ranks: forms the means of the weights and the products; it may return this rank's part of them only.
+      over_ranks: forms the means of the weights and the products; it may return this rank's part of them only. `mean_over` by
+        default.
       empty: the result where all weights are 0.
+      axis: of the ranks, that `over_ranks` is along.
     """
+    over_ranks = over_ranks or mean_over(axis)
     if weight is None:
         return over_ranks(function, tree)
     w, problem = as_weight(function, weight, tree)
     total, out = _mean_of(function, over_ranks, empty)(w, tree)
-    check_total(function, total, problem)
+    check_total(function, total, problem, axis)
     return out
 
 
@@ -89,15 +100,19 @@ def as_weight(function: str, weight: Any, tree: PyTree) -> tuple[Any, str]:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), weight), ""  # which may be a PerRank
 
 
-def check_total(function: str, total: Any, problem: str) -> None:
+def check_total(function: str, total: Any, problem: str, axis: Axis = AXIS) -> None:
     """Raise on all ranks if the weight of one of them was no weight, now that `total` has told them.
 
     Args:
       function: for the error.
       total: the mean of the weights; nothing is raised in traced code.
       problem: what is wrong with the weight of this rank, of `as_weight`.
+      axis: that the mean is along; the ranks of other groups are told, too.
     """
-    if isinstance(total, jax.core.Tracer) or np.isfinite(np.asarray(total)).all():
+    if isinstance(total, jax.core.Tracer):
+        return
+    total = total if axis == AXIS else tree_allreduce(total, op="sum")
+    if np.isfinite(np.asarray(total)).all():
         return
     problems = session.current(function).allgather_object(problem)
     ranks = [rank for rank, said in enumerate(problems) if said]

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
@@ -30,26 +31,26 @@ class RankFailure(AssertionError):
     """A test failed on some rank; the text holds every failing rank's traceback and output."""
 
 
-_pools: dict[tuple[int, str], "Pool"] = {}
+_pools: dict[tuple[int, str, str], "Pool"] = {}
 _choosing = threading.Lock()
 
 
-def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf) -> "Pool":
+def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf, axes: Mapping[str, int] | None = None) -> "Pool":
     """The job of so many ranks on a backend, started now if there is none alive; others end that were idle for so long."""
-    key = ranks, backend
+    key = ranks, backend, repr(axes)
     with _choosing:
         for other, idle in list(_pools.items()):
             if other != key and idle.alive() and time.monotonic() - idle.used > idle_seconds:
                 _pools.pop(other).end()
         if key not in _pools or not _pools[key].alive():
-            _pools[key] = Pool(ranks, backend)
+            _pools[key] = Pool(ranks, backend, axes)
         return _pools[key]
 
 
 class Pool:
     """A job of `ranks` ranks that waits for tasks."""
 
-    def __init__(self, ranks: int, backend: str = "auto") -> None:
+    def __init__(self, ranks: int, backend: str = "auto", axes: Mapping[str, int] | None = None) -> None:
         self.ranks: dict[int, Connection] = {}
         self.used = time.monotonic()
         self._ended = False
@@ -60,7 +61,7 @@ class Pool:
         address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         connections = Listener(address, "AF_UNIX")
-        self._start([sys.executable, *launch, "-m", "jaxmpi._run.worker"], address, backend)
+        self._start([sys.executable, *launch, "-m", "jaxmpi._run.worker", json.dumps(axes)], address, backend)
         try:
             with connections as listener:
                 listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]

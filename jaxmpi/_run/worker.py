@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import inspect
 import io
+import json
 import math
 import os
 import pickle
@@ -29,7 +30,7 @@ def work() -> None:
     """Take tasks until the outer process is gone."""
     import jaxmpi
 
-    world, limit = jaxmpi.init(), MEMORY_BYTES
+    world, limit = jaxmpi.init(axes=json.loads(sys.argv[1]) if sys.argv[1:] else None), MEMORY_BYTES
     with Client(os.environ[ADDRESS], "AF_UNIX") as outer:
         outer.send(world.rank)
         while True:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmpi import _devices, _jaxcompat
@@ -16,6 +16,7 @@ from jaxmpi._process import children, run_dir, settings, stderr
 from jaxmpi._process.compiled_files import CompiledFiles
 from jaxmpi._process.init_failure import joining
 from jaxmpi._world import session
+from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.world import World
 
 __all__ = ["init", "launched_ranks"]
@@ -31,7 +32,13 @@ LAUNCHERS = (  # what each launcher tells its ranks about their number
 )
 
 
-def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose: bool = False) -> World:
+def init(
+    backend: str = "auto",
+    devices: Sequence[int] | None = None,
+    *,
+    verbose: bool = False,
+    axes: Mapping[str, int] | None = None,
+) -> World:
     """Find the other ranks and this rank's device; call it once, at the top of the script.
 
     A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
@@ -46,14 +53,18 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
         "auto".
       devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
       verbose: print, on rank 0, what was chosen.
+      axes: names beside `jaxmpi.AXIS` for groups of ranks, and their sizes, such as {"island": 2, "member": -1}; one size may
+        be -1, for what is left. The last axis is the fastest: rank r of islands of m ranks is member r % m of island r // m. So
+        the last axis stays within nodes where its size divides the number of ranks of a node.
 
     Returns:
-      The World: rank, size, local_rank, local_size, node, device, backend.
+      The World: rank, size, local_rank, local_size, node, device, backend, axes, coordinates.
 
     Raises:
-      ValueError: an unknown backend, or one that differs from that of the first call; an environment variable of jaxmpi has
-        a value that is not allowed.
-      RankMismatchError: the ranks ask for different backends, or have different settings that must be the same.
+      ValueError: an unknown backend, or other axes or another one than in the first call; axes whose sizes are not those of
+        all ranks together; an environment variable of jaxmpi has a value that is not allowed.
+      TypeError: axes are no mapping from names to ints.
+      RankMismatchError: the ranks ask for different backends or axes, or have different settings that must be the same.
       MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
 
     >>> import jaxmpi
@@ -72,15 +83,25 @@ def init(backend: str = "auto", devices: Sequence[int] | None = None, *, verbose
                 f"init: the backend is {world.backend!r} since the first call, and now {backend!r} was asked for. "
                 "Call jaxmpi.finalize() first."
             )
+        named = sized_axes("init", checked_axes("init", axes), world.size)
+        if axes is not None and [*named.items()] != [*world.axes.items()]:
+            raise ValueError(
+                f"init: axes are {dict(world.axes)} since the first call, and now {named} were asked for. "
+                "Call jaxmpi.finalize() first."
+            )
         return world
     launched = launched_ranks() if parent is None else 1
     with joining(launched):
-        backend = _check_settings(backend, launched) if parent is None else "single"
+        if parent is None:
+            backend, named = _check_settings(backend, launched, axes)
+        else:
+            backend, named = "single", dict.fromkeys(checked_axes("init", axes), 1)
         if backend == "auto":
             backend = _choose(launched, devices)
         chosen: Any = _start(backend, launched, devices, parent)
+        chosen.name_axes(named)
         place: Place = chosen.place
-        world = World(*place, backend=backend)
+        world = World(*place, backend=backend, axes=named)
         session.begin(chosen, world)
         if place.size > 1:
             children.note_rank(place.local_rank, place.size)
@@ -113,8 +134,10 @@ def _keep_compiled(place: Place) -> None:
         say(f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does without.")
 
 
-def _check_settings(backend: str, launched: int) -> str:
-    """Read the environment variables, on all ranks where there are several; returns the backend with JAXMPI_BACKEND applied.
+def _check_settings(backend: str, launched: int, axes: Any) -> tuple[str, dict[str, int]]:
+    """Read the environment variables, on all ranks where there are several.
+
+    Returns the backend with JAXMPI_BACKEND applied, and the axes with their sizes.
 
     The first thing that ranks say to each other: what they ask for, and the settings that must be the same.
     """
@@ -122,18 +145,19 @@ def _check_settings(backend: str, launched: int) -> str:
         backend = str(settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
     if backend == "single" or (backend == "auto" and launched == 1):
         _checked()
-        return backend
+        return backend, sized_axes("init", checked_axes("init", axes), 1)
     from jaxmpi._backends.mpi import gathered
 
-    everyone = gathered(launched, lambda: {"backend": backend, **_checked()})
+    everyone = gathered(launched, lambda: {"backend": backend, "axes": str(checked_axes("init", axes) or None), **_checked()})
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
-        values = [repr(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
+        show = str if name == "axes" else repr
+        values = [show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
         raise RankMismatchError(
             f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
             f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
         )
-    return backend
+    return backend, sized_axes("init", checked_axes("init", axes), len(everyone))
 
 
 def _checked() -> dict[str, Any]:

@@ -130,9 +130,9 @@ def initialized() -> bool:
     return _session is not None
 
 
-def check_root(function: str, root: Any) -> None:
-    """Raise a TypeError or a ValueError that names `function` unless root is a rank."""
-    size = current(function).place.size
+def check_root(function: str, root: Any, size: int | None = None) -> None:
+    """Raise a TypeError or a ValueError that names `function` unless root is a rank, or one of a group of `size`."""
+    size = size or current(function).place.size
     if isinstance(root, bool) or not isinstance(root, int):
         raise TypeError(f"{function}: root is a {type(root).__name__}, and must be a Python int, equal on all ranks.")
     if not 0 <= root < size:

@@ -1,18 +1,19 @@
 """A World of simulated ranks, for as long as a `with` block."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
 from jaxmpi._backends.simulate import Simulated
 from jaxmpi._world import session
+from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.world import World
 
 __all__ = ["simulate"]
 
 
 @contextmanager
-def simulate(n: int) -> Iterator[World]:
+def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
     """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
 
         with jaxmpi.simulate(8):
@@ -24,9 +25,10 @@ def simulate(n: int) -> Iterator[World]:
 
     Args:
       n: the number of ranks.
+      axes: as in `init`.
 
     Raises:
-      ValueError: n is below 1.
+      ValueError: n is below 1; axes as in `init`.
       RuntimeError: this process is one of several ranks.
 
     >>> import jax, jaxmpi, numpy as np
@@ -39,9 +41,10 @@ def simulate(n: int) -> Iterator[World]:
     outside = session.world()
     if outside is not None and outside.size > 1 and outside.backend != "simulate":
         raise RuntimeError(f"simulate: this is one of {outside.size} real ranks. Start a single process for simulated ones.")
-    backend = _ranks(n)
-    with session.within(session.Session(backend, World(*backend.place, backend="simulate"))) as world:
+    named = sized_axes("simulate", checked_axes("simulate", axes), n)
+    backend = _ranks(n, tuple(named.items()))
+    with session.within(session.Session(backend, World(*backend.place, backend="simulate", axes=named))) as world:
         yield world
 
 
-_ranks = cache(Simulated)  # the same for every block of n ranks, so that what a step has compiled serves them all
+_ranks = cache(Simulated)  # the same for every such block, so that what a step has compiled serves them all

@@ -1,8 +1,11 @@
 """What `init` has found out: this process's place among the ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import jax
+
+from jaxmpi._backends.groups import coordinates
 
 __all__ = ["World"]
 
@@ -18,6 +21,7 @@ class World:
       local_size: the number of ranks on this node.
       node: the number of this node; nodes are numbered by their lowest rank.
       backend: "single", "mpi", "xla" or "simulate".
+      axes: the names that `init(axes=...)` was given, and their sizes, whose product is `size`.
     """
 
     rank: int
@@ -26,6 +30,12 @@ class World:
     local_size: int
     node: int
     backend: str
+    axes: Mapping[str, int] = field(default_factory=dict, repr=False, hash=False)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's number along each of `axes`: the last axis is the fastest."""
+        return coordinates(self.axes, self.rank)
 
     @property
     def device(self) -> jax.Device:

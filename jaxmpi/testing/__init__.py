@@ -10,7 +10,7 @@ test; a test that hangs or kills a rank ends them, as a minute without a test do
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -32,7 +32,7 @@ IDLE_SECONDS = 60.0  # a suite that kept the ranks of every number and backend w
 
 
 def run_ranks(
-    *sizes: int, backend: str = "auto", timeout_seconds: float = 120.0
+    *sizes: int, backend: str = "auto", timeout_seconds: float = 120.0, axes: Mapping[str, int] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test function on each of these numbers of ranks, after `jaxmpi.init()`.
 
@@ -43,6 +43,7 @@ def run_ranks(
       *sizes: numbers of ranks; 1 runs without MPI.
       backend: as in `jaxmpi.init`; ranks of different backends are started apart from each other.
       timeout_seconds: after which all ranks are ended and the test fails.
+      axes: as in `jaxmpi.init`; ranks with other axes are started apart, too.
 
     Returns:
       A decorator; the test gets one more parameter, `ranks`, over which it is parametrized.
@@ -58,7 +59,7 @@ def run_ranks(
 
         @wraps(function)
         def test(ranks: int, **kwargs: Any) -> None:
-            job = pool(ranks, backend, IDLE_SECONDS)
+            job = pool(ranks, backend, IDLE_SECONDS, axes)
             job.run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
 
         own = list(inspect.signature(function).parameters.values())

@@ -147,6 +147,28 @@ def test_tree_functions_after_finalize_use_the_new_communicator():
     assert step(2.0 * jaxmpi.rank()) == 2.0
 
 
+@run_ranks(1, 2, 4)
+def test_axes_give_each_rank_coordinates():
+    n, rank = jaxmpi.size(), jaxmpi.rank()
+    jaxmpi.finalize()
+    with pytest.raises(ValueError, match=f"init: axes are .*, which are a multiple of 3 ranks together, and there .* {n} rank"):
+        jaxmpi.init(axes={"island": 3, "member": -1})
+    islands = min(n, 2)
+    world = jaxmpi.init(axes={"island": islands, "member": -1})
+    assert world.axes == {"island": islands, "member": n // islands}
+    assert world.coordinates == {"island": rank // (n // islands), "member": rank % (n // islands)}
+    assert jaxmpi.init() is world and jaxmpi.init(axes={"island": -1, "member": n // islands}) is world
+    with pytest.raises(ValueError, match=r"init: axes are .* since the first call, and now {'member': \d} were asked for"):
+        jaxmpi.init(axes={"member": n})
+    place = jaxmpi.jit(lambda: {name: jax.lax.axis_index(name) for name in world.axes})()
+    assert place == world.coordinates
+    total = jaxmpi.tree_allreduce(1.0 + rank, "sum", axis="member")
+    assert total == sum(1.0 + r for r in range(n) if r // (n // islands) == rank // (n // islands))
+    jaxmpi.finalize()
+    assert jaxmpi.init().axes == {}
+    assert jaxmpi.tree_allreduce(1.0, "sum") == n
+
+
 def test_unknown_backend():
     done = python("import jaxmpi; jaxmpi.init('nccl')")
     assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi, xla." in done.stderr
@@ -305,6 +327,19 @@ def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("caught init: backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same") == 2
+
+
+def test_ranks_that_name_different_axes_all_say_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, jaxmpi\n"
+        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
+        "try:\n    jaxmpi.init('mpi', axes=[{'a': 2, 'b': 1}, {'b': 1, 'a': 2}][rank])\n"
+        "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
+    )
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("caught init: axes is {'a': 2, 'b': 1} on rank 0 and {'b': 1, 'a': 2} on rank 1. Give every") == 2
 
 
 BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the mpi backend
