@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax import lax
 
 import jaxmpi
@@ -427,3 +428,59 @@ def test_groups_within_and_between_nodes(monkeypatch):
     ranks = Pool(4, "mpi", AXES)
     ranks.run(Task(__file__, "check_trees", {}, 120.0))
     ranks.end()
+
+
+def check_programs_are_compared_by_all():
+    """A program whose collectives are all within groups is compared with those of the other groups, too."""
+    axis = "island" if jaxmpi.rank() == 3 else "member"
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"ranks 0, 1, 2 and rank 3 do not agree(.|\n)*over member(.|\n)*over island"
+    ):
+        jaxmpi.jit(lambda x: lax.psum(x, axis))(XS[jaxmpi.rank()])
+    assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
+
+
+@pytest.mark.parametrize("row", ["auto", "xla"])
+def test_programs_are_compared_by_all(row):
+    pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, "check_programs_are_compared_by_all", {}, 120.0))
+
+
+def test_batch_norm_over_an_axis():
+    norm = linen.BatchNorm(use_running_average=False, axis_name="member")
+    batches = np.arange(48.0).reshape(4, 4, 3) ** 2
+
+    def step(x):
+        variables = norm.init(jax.random.key(0), x)  # which forms no means
+        return norm.apply(variables, x, mutable=["batch_stats"])[0]
+
+    with jaxmpi.simulate(4, axes=AXES):
+        got = jaxmpi.jit(step)(jaxmpi.PerRank(batches))
+    islands = batches.reshape(2, 8, 3)
+    want = (islands - islands.mean(1, keepdims=True)) / np.sqrt(islands.var(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(got, want.reshape(4, 4, 3), 1e-3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (
+            lambda: jaxmpi.distributed(optax.sgd(1.0), codec=jaxmpi.codecs.int8(), axis="member"),
+            "a codec",
+        ),
+        (lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=4, axis="member"), "micro_batches"),
+        (
+            lambda: jaxmpi.local_sgd(optax.sgd(1.0), 2, codec=jaxmpi.codecs.int8(), axis="member"),
+            "a codec",
+        ),
+    ],
+)
+def test_what_does_not_go_together_with_an_axis(make, what):
+    with pytest.raises(ValueError, match=f"axis 'member' and {what} do not go together"):
+        make()
+
+
+def test_functions_of_update_do_not_go_together_with_an_axis():
+    tx = jaxmpi.distributed(optax.lbfgs(), axis="member")
+    update = lambda x: tx.update(x, tx.init(x), x, value=x.sum(), grad=x, value_fn=jnp.sum)[0]
+    with jaxmpi.simulate(4, axes=AXES), pytest.raises(ValueError, match="value_fn does not go together with axis 'member'"):
+        jaxmpi.jit(update)(np.ones(3))
