@@ -121,7 +121,7 @@ def play(n, batch_size, size, **options):
 def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
-    backend = SimpleNamespace(simulates=False, place=Place(rank=rank, size=size), **alike)
+    backend = SimpleNamespace(simulates=False, place=Place(rank=rank, size=size), axes={jaxmpi.AXIS: size}, **alike)
     monkeypatch.setattr(session, "_session", session.Session(backend, None))
 
 
