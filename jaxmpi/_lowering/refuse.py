@@ -17,6 +17,7 @@ __all__ = ["explained", "refuse", "refuse_groups", "refuse_meshes", "refuse_name
 PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
 ONE_AXIS = "Over the ranks and an axis of vmap, psum, pmean, pmax, pmin and tiled all_to_all are; use one axis at a time."
+IN_GROUPS = "Name an axis of jaxmpi.init(axes=...) in the place of axis_index_groups, for which JAX has more rules."
 ADVICE = {
     "pmax": "Use jaxmpi.tree_allreduce(x, 'max'), which has a derivative, or lax.stop_gradient.",
     "pmin": "Use jaxmpi.tree_allreduce(x, 'min'), which has a derivative, or lax.stop_gradient.",
@@ -164,4 +165,5 @@ def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any],
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
         reason = f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""  # not JAX's types
-        raise NotImplementedError(f"{where} is not supported{reason}. {ADVICE.get(name, ONE_AXIS)}") from error
+        advice = IN_GROUPS if params.get("axis_index_groups") else ADVICE.get(name, ONE_AXIS)
+        raise NotImplementedError(f"{where} is not supported{reason}. {advice}") from error

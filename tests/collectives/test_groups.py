@@ -1,6 +1,7 @@
 """Collectives over named axes and within groups of ranks, on every way to run, beside what NumPy and `vmap` make of them."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +71,7 @@ def cases(axes):
         for name, (operation, expected) in OPERATIONS.items():
             if "axis_index_groups" in of and name in ("ppermute", "axis_index"):
                 continue  # which take none
-            yield f"{name} over {partition}", name, partial_(operation, of), partial_(whole, groups, expected)
-
-
-def partial_(function, *args):
-    if isinstance(args[0], dict):
-        return lambda x: function(x, **args[0])
-    return lambda xs: function(*args, xs)
+            yield f"{name} over {partition}", name, partial(operation, **of), partial(whole, groups, expected)
 
 
 def whole(groups, expected, xs):
@@ -345,6 +340,11 @@ def test_axes_that_the_ranks_cannot_have(axes, error, text):
         (lambda x: lax.ppermute(x, "member", [(0, 2)]), ValueError, r"has pairs \[\(0, 2\)\] on 2 ranks"),
         (lambda x: lax.psum(x, R, axis_index_groups=[[0], [1, 2, 3]]), ValueError, "all groups of the same size"),
         (lambda x: lax.psum(x, R, axis_index_groups=[[0, 1]]), ValueError, "must be in one group"),
+        (
+            jax.vmap(lambda x: lax.all_to_all(x, R, 0, 0, axis_index_groups=[[*range(3)]])),
+            NotImplementedError,
+            r"all_to_all at test_groups.py:\d+ is not supported.* Name an axis of jaxmpi.init",
+        ),
         (lambda x: jaxmpi.tree_allreduce(x, axis="nobody"), ValueError, "axis 'nobody' is unknown"),
         (lambda x: jaxmpi.tree_allreduce(x, axis=["member"]), TypeError, r"axis is \['member'\]"),
         (lambda x: jaxmpi.tree_allreduce(x, axis=(R, "member")), ValueError, "names some of the ranks twice"),
