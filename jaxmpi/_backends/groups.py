@@ -1,4 +1,4 @@
-"""Groups of ranks: those along named axes, and collectives within groups that no transport knows.
+"""Groups of ranks: those along named axes.
 
 Rank r has its coordinates in row-major order: the last axis is the fastest, and stays within a node where it can.
 """

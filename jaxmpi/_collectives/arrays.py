@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi import _axis
+from jaxmpi import _axis, _jaxcompat
 from jaxmpi._backends import lax_collectives, primitive
 from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.groups import groups_along, position
@@ -73,7 +74,9 @@ class Plain:
 
 def axis_size(axis: _axis.Axis, backend: Backend) -> int:
     """The number of ranks along it, after `check_axis`."""
-    return int(lax.axis_size(axis)) if _axis.bound(axis) else len(groups_along(backend.axes, _axis.names(axis))[0])
+    if _jaxcompat.tracing() and _axis.bound(axis):
+        return int(lax.axis_size(axis))
+    return prod(backend.axes[name] for name in _axis.names(axis))
 
 
 def check_axis(function: str, axis: Any, backend: Backend) -> None:

@@ -177,8 +177,9 @@ def _apply(
         )
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
+        size = arrays.axis_size(axis, backend)
         for (path, _), x in zip(paths, leaves, strict=True):
-            check_rows(function, path, x, arrays.axis_size(axis, backend))
+            check_rows(function, path, x, size)
     if run:
         return run(treedef.unflatten(leaves))
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}

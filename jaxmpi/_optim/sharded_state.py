@@ -114,6 +114,7 @@ def stored(state: PyTree, layout: Layout) -> Any:
 
 
 def check_ranks(function: str, state: ShardedState) -> None:
+    """Raise a ValueError that names `function` where a state was made for another number of ranks."""
     if state.layout.ranks != session.size():
         raise ValueError(
             f"{function}: the state was made for {state.layout.ranks} ranks, and there are {session.size()}. On "

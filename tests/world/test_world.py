@@ -317,29 +317,28 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
     assert _choose(2, None) == backend
 
 
-def test_ranks_that_ask_for_different_backends_all_say_so(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, jaxmpi\n"
-        "try:\n    jaxmpi.init(['mpi', 'xla'][int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))])\n"
-        "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
-    )
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("caught init: backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same") == 2
-
-
-def test_ranks_that_name_different_axes_all_say_so(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("['mpi', 'xla'][rank]", "backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same"),
+        (
+            "'mpi', axes=[{'a': 2, 'b': 1}, {'b': 1, 'a': 2}][rank]",
+            "axes is {'a': 2, 'b': 1} on rank 0 and {'b': 1, 'a': 2} on rank 1. Give every rank the same",
+        ),
+    ],
+    ids=["backend", "axes"],
+)
+def test_ranks_that_ask_for_different_things_all_say_so(tmp_path, arguments, message):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, jaxmpi\n"
         "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
-        "try:\n    jaxmpi.init('mpi', axes=[{'a': 2, 'b': 1}, {'b': 1, 'a': 2}][rank])\n"
+        f"try:\n    jaxmpi.init({arguments})\n"
         "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
     )
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("caught init: axes is {'a': 2, 'b': 1} on rank 0 and {'b': 1, 'a': 2} on rank 1. Give every") == 2
+    assert done.stdout.count(f"caught init: {message}") == 2
 
 
 BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the mpi backend
