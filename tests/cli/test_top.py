@@ -147,9 +147,9 @@ def test_a_slow_and_a_stopped_rank_are_named(tmp_path):
 
 
 def test_prometheus_reads_it_on_loopback():
-    command = [sys.executable, "-m", "jaxmpi", "top", "--prometheus", "0"]
-    interruptible = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs are not
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible) as server:
+    interruptible = ["env", "--default-signal=INT"]  # which a shell's background jobs are not
+    command = [*interruptible, sys.executable, "-m", "jaxmpi", "top", "--prometheus", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             address = server.stderr.readline().split()[-1]
             assert address.startswith("http://127.0.0.1:")

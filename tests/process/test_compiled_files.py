@@ -215,10 +215,10 @@ def test_after_an_error_the_next_one_makes_it(tmp_path):
     assert made_once(str(tmp_path), "a", lambda: b"two") == b"one"
 
 
-@pytest.mark.parametrize("directory", [None, "", "/nowhere"])
-def test_without_a_folder_each_makes_its_own(directory):
+@pytest.mark.parametrize("directory", [None, "", "missing"])
+def test_without_a_folder_each_makes_its_own(tmp_path, directory):
     made = []
-    assert made_once(directory, "a", lambda: made.append(1) or b"one") is None and made
+    assert made_once(directory and str(tmp_path / directory), "a", lambda: made.append(1) or b"one") is None and made
 
 
 def test_in_a_folder_of_others_each_makes_its_own(tmp_path):
