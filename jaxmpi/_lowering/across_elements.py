@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, SHARD
 from jaxmpi._leaves import in_shard, leaf_name
-from jaxmpi._lowering.classify import CALLS, kind, subjaxprs
+from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
 
 __all__ = ["ELEMENTWISE", "check_shards"]
 
@@ -108,7 +108,7 @@ def _outs(eqn: JaxprEqn, xs: list[Value]) -> list[Value]:
     if name == "name" and eqn.params["name"] == SHARD:
         return [Value(True, xs[0].mixed)]
     if name in CALLS:
-        return _called(eqn, xs, _follow(eqn.params[CALLS[name]], xs))
+        return _called(eqn, xs, _follow(*callee(eqn, xs)))
     if name == "cond":
         branches = [_follow(branch, xs[1:]) for branch in eqn.params["branches"]]
         outs = [_joined([xs[0]._replace(shard=False), *outs]) for outs in zip(*branches, strict=True)]

@@ -15,6 +15,7 @@ __all__ = [
     "MOVE",
     "REDUCE",
     "axis_names",
+    "callee",
     "calls_python",
     "communicates",
     "equations",
@@ -39,6 +40,7 @@ CALLS = {
     "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "custom_linear_solve": "jaxprs",
 }
 LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
@@ -63,6 +65,16 @@ def held(jaxpr: Any) -> Iterator[Any]:
     for eqn in inner.eqns:
         for part in subjaxprs(eqn):
             yield from held(part)
+
+
+def callee(eqn: JaxprEqn, operands: list[Any]) -> tuple[Any, list[Any]]:
+    """The jaxpr that one of `CALLS` runs, and those of the operands that it takes."""
+    jaxpr = eqn.params[CALLS[eqn.primitive.name]]
+    if eqn.primitive.name != "custom_linear_solve":
+        return jaxpr, operands
+    *counts, of_solve, of_transpose = eqn.params["const_lengths"]  # of the constants of matvec, vecmat, solve, transpose_solve
+    first = sum(counts)
+    return jaxpr.solve, [*operands[first : first + of_solve], *operands[first + of_solve + of_transpose :]]
 
 
 def map_subjaxprs(eqn: JaxprEqn, function: Callable[[Any], Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import DIFFERS, EQUAL
 from jaxmpi._leaves import is_own, leaf_name
-from jaxmpi._lowering.classify import CALLS, kind
+from jaxmpi._lowering.classify import CALLS, callee, kind
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.text import Text
 
@@ -139,7 +139,7 @@ def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
     if name == "clamp":
         return [xs[1]]
     if name in CALLS and kind(eqn) != "collective":
-        return _added(eqn.params[CALLS[name]], xs)
+        return _added(*callee(eqn, xs))
     if name == "cond":
         branches = [_added(branch, xs[1:]) for branch in eqn.params["branches"]]
         return [NONE.union(*outs) for outs in zip(*branches, strict=True)]

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
-from jaxmpi._lowering.classify import CALLS, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
+from jaxmpi._lowering.classify import CALLS, callee, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
 from jaxmpi._lowering.rank_classes import ALL, OWN, Classes, after_collective, joined
 
 __all__ = ["varying"]
@@ -94,7 +94,7 @@ def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Any, check: bool)
     if name == "cond":
         return _cond(eqn, xs, inside, check)
     if name in CALLS:
-        return inside(eqn.params[CALLS[name]], xs)
+        return inside(*callee(eqn, xs))
     return [OWN if calls_python(eqn) else joined(xs)] * len(eqn.outvars)
 
 

@@ -11,7 +11,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import CALLS, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.classify import callee, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 
@@ -102,7 +102,8 @@ def _open(jaxpr: Any, axes: Mapping[str, int], *args: Any) -> list[Any]:
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                     xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
                 with _jaxcompat.at_source(eqn):
-                    return _open(eqn.params[CALLS[eqn.primitive.name]], axes, *xs)
+                    jaxpr, operands = callee(eqn, xs)
+                    return _open(jaxpr, axes, *operands)
             case "loop":
                 inside = map_subjaxprs(eqn, lambda inner: opened(inner, axes))
                 if batched_predicate(eqn):

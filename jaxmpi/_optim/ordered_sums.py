@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.classify import CALLS, LOOPS, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.classify import CALLS, LOOPS, callee, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.trace import evaluate
 
 __all__ = ["equations", "in_one_order"]
@@ -68,7 +68,8 @@ class _InOrder:
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
         with _jaxcompat.at_source(eqn):
-            return evaluate(eqn.params[CALLS[name]], self, *xs)
+            jaxpr, operands = callee(eqn, xs)
+            return evaluate(jaxpr, self, *operands)
 
     def _inner(self, jaxpr: Any) -> ClosedJaxpr:
         avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]

@@ -27,7 +27,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._lowering.across_elements import ELEMENTWISE
-from jaxmpi._lowering.classify import CALLS
+from jaxmpi._lowering.classify import CALLS, callee
 from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape
 from jaxmpi._world import session
 
@@ -96,7 +96,8 @@ def _equation(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     if not shards:
         return _on_wholes(eqn, xs)
     if name in CALLS:
-        return _run(eqn.params[CALLS[name]], *xs)
+        jaxpr, operands = callee(eqn, xs)
+        return _run(jaxpr, *operands)
     if name == "cond":
         return _cond(eqn, xs)
     if name == "optimization_barrier":

@@ -653,7 +653,7 @@ except (ValueError, jaxmpi.MPIError) as error:
 @pytest.mark.parametrize(
     ("transport", "built", "said"),
     [
-        ("", False, "mpi4jax 2.0"),
+        pytest.param("", False, "mpi4jax 2.0", marks=pytest.mark.mpi4jax),
         ("mpi4jax", True, "mpi4jax 2.0"),
         ("native", True, "native 2.0"),
         ("", "of other sources", "MPIError: The extension"),
