@@ -185,7 +185,7 @@ void Node::pass_between(const Message& message) {
   const uint64_t first = chunks_, slots = layout_.slots;
   const int64_t chunks = message.chunks;
   int64_t laid_out = 1, begun = 0, reduced = 0, taken = 0;
-  Patience patience(layout_.crowded, /*network=*/true);
+  Patience patience(layout_.crowded, Patience::For::kMessages);
   while (taken < chunks) {
     bool moved = message.advance();
     if (begun < laid_out && have(&Post::laid_out, first + begun + 1)) {

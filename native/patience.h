@@ -15,8 +15,11 @@ namespace jaxmpi {
 class Patience {
  public:
   using Clock = std::chrono::steady_clock;
-  // network: it waits for another node, where a message may take milliseconds, and looks at what arrives between any two turns.
-  explicit Patience(bool crowded, bool network = false) : crowded_(crowded), network_(network) {}
+  // What it waits for. Messages of another node may take milliseconds, and it looks at what arrives between any two turns; while
+  // it waits for one short message it sleeps late, as the rank would wake up too late.
+  enum class For { kRank, kMessages, kShortMessage };
+  explicit Patience(bool crowded, For what = For::kRank)
+      : crowded_(crowded), network_(what != For::kRank), polling_(what == For::kShortMessage ? kPollingShort : kPolling) {}
 
   // What was waited for has come.
   void reset() { turns_ = 0; }
@@ -30,7 +33,7 @@ class Patience {
     const auto now = Clock::now();
     if (turns_ <= kSpins) start_ = looked_ = now;
     const auto waited = now - start_;
-    if (network_ ? waited > kPolling : waited > (crowded_ ? kYielding : kSpinning)) {
+    if (network_ ? waited > polling_ : waited > (crowded_ ? kYielding : kSpinning)) {
       std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, network_ ? kLongestPoll : kLongestSleep));
     } else if (crowded_ || network_) {
       sched_yield();
@@ -52,9 +55,11 @@ class Patience {
   static constexpr int64_t kSpins = 64;  // between two looks at the clock
   static constexpr auto kSpinning = std::chrono::microseconds(200), kYielding = std::chrono::microseconds(1000);
   static constexpr auto kLongestSleep = std::chrono::microseconds(1000), kLooking = std::chrono::microseconds(200'000);
-  static constexpr auto kPolling = std::chrono::microseconds(100), kLongestPoll = std::chrono::microseconds(500);
+  static constexpr auto kPolling = std::chrono::microseconds(100), kPollingShort = std::chrono::microseconds(2000);
+  static constexpr auto kLongestPoll = std::chrono::microseconds(500);
 
   const bool crowded_, network_;
+  const std::chrono::microseconds polling_;
   int64_t turns_ = 0;
   Clock::time_point start_, looked_;
 };
