@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.sparse import linalg as sparse
 
 import jaxmpi
 
@@ -663,12 +664,19 @@ holds(
     lambda x: lax.custom_root(lambda y: y - lax.psum(x[0, 0], R), 0.0, lambda f, y: y - f(y), lambda g, y: y / g(1.0)),
     later=not_here(f"call_hi_primitive {LINE} communicates over 'ranks'"),
 )
-refused(
-    "custom_linear_solve",
+holds(
+    "custom_linear_solve: cg, gmres and bicgstab",
     "shard_map.test_custom_linear_solve_rep_rules",
-    lambda x: jax.scipy.sparse.linalg.cg(lambda v: lax.psum(v, R) + v, x[0])[0],
-    not_here(f"custom_linear_solve {LINE} communicates over 'ranks', which is not supported"),
-    "Its parts cannot be opened. Write the iteration as a loop.",
+    lambda x: [
+        solve(lambda v: lax.psum(v, R) + v, lax.pmean(x[0], R), tol=1e-14)[0]
+        for solve in (sparse.cg, sparse.gmres, sparse.bicgstab)
+    ],
+    want=lambda n, x: [everyone(x[:, 0].mean(0) / (n + 1), n)] * 3,
+)
+holds(
+    "the gradient of custom_linear_solve",
+    "",
+    jax.grad(lambda x: jnp.sum(sparse.cg(lambda v: lax.pmean(v, R) + v, lax.pmean(x[0], R), tol=1e-14)[0] ** 2)),
 )
 
 group("checkpoint and jit")
