@@ -15,8 +15,8 @@ namespace jaxmpi {
 class Patience {
  public:
   using Clock = std::chrono::steady_clock;
-  // What it waits for. Messages of another node may take milliseconds, and it looks at what arrives between any two turns; while
-  // it waits for one short message it sleeps late, as the rank would wake up too late.
+  // What it waits for. Messages of another node may take milliseconds, and it looks at what arrives between any two turns;
+  // while it waits for one short message it sleeps late, as the rank would wake up too late.
   enum class For { kRank, kMessages, kShortMessage };
   explicit Patience(bool crowded, For what = For::kRank)
       : crowded_(crowded), network_(what != For::kRank), polling_(what == For::kShortMessage ? kPollingShort : kPolling) {}
