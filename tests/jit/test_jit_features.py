@@ -346,11 +346,14 @@ def test_what_is_not_known_is_refused_by_name():
     with pytest.raises(ValueError, match=r"psum at test_jit_features.py:\d+ has axis_index_groups \[\[0\]\] on \d ranks"):
         simulated(lambda x: lax.psum(x, R, axis_index_groups=[[0]]), X)
 
-    def solve(b):
-        return lax.custom_linear_solve(lambda x: lax.psum(x, R), b, lambda matvec, b: b / 2)
+    def ragged(x):
+        counts = jnp.ones(lax.axis_size(R), jnp.int32)
+        return lax.ragged_all_to_all(x, x, counts, counts, counts, counts, axis_name=R)
 
-    with pytest.raises(NotImplementedError, match=r"custom_linear_solve at test_jit_features.py:\d+ communicates over 'ranks'"):
-        simulated(solve, X)
+    with pytest.raises(
+        NotImplementedError, match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'(.|\n)*Move the"
+    ):
+        simulated(ragged, X)
 
 
 @run_ranks(2)
