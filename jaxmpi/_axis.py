@@ -13,13 +13,16 @@ __all__ = [
     "DIFFERS",
     "EQUAL",
     "PARAMETERS",
-    "SHARD",
+    "WHOLE",
     "Axis",
     "as_shard",
+    "as_whole",
     "bound",
     "equal_on_all_ranks",
     "may_differ",
     "names",
+    "overlap",
+    "sharded_axis",
     "with_parameters",
 ]
 
@@ -29,12 +32,19 @@ AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
 DIFFERS = "jaxmpi: may differ between the ranks"
 PARAMETERS = "jaxmpi: parameters "
-SHARD = "jaxmpi: a shard of an array"
+SHARD = "jaxmpi: a shard of an array over "
+WHOLE = "jaxmpi: no shard"
 
 
 def names(axis: Axis) -> tuple[str, ...]:
     """Those of an axis."""
     return axis if isinstance(axis, tuple) else (axis,)
+
+
+def overlap(axis: Axis, other: Axis) -> bool:
+    """Whether two axes have a name in common; AXIS has all of them."""
+    both = {*names(axis)} & {*names(other)}
+    return bool(both) or AXIS in (*names(axis), *names(other))
 
 
 def bound(axis: Axis = AXIS) -> bool:
@@ -64,9 +74,19 @@ def may_differ(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, DIFFERS), tree)
 
 
-def as_shard(x: Any) -> Any:
-    """`x`, this rank's shard of an array that is cut over the ranks. It is an identity with a name, too."""
-    return checkpoint_name(x, SHARD)
+def as_shard(x: Any, axis: Axis = AXIS) -> Any:
+    """`x`, this rank's shard of an array that is cut over the ranks along an axis. It is an identity with a name, too."""
+    return checkpoint_name(x, SHARD + ", ".join(names(axis)))
+
+
+def sharded_axis(name: str) -> Axis | None:
+    """The axis of the shards that `as_shard` gives this name; None for any other name."""
+    return tuple(name.removeprefix(SHARD).split(", ")) if name.startswith(SHARD) else None
+
+
+def as_whole(x: Any, axis: Axis = AXIS) -> Any:
+    """`x`, of which the caller knows that it is no shard, and equal on the ranks along an axis. It is an identity, too."""
+    return equal_on_all_ranks(x) if axis == AXIS else checkpoint_name(x, WHOLE)
 
 
 def with_parameters(tree: PyTree, text: str) -> Any:

@@ -17,6 +17,7 @@ __all__ = [
     "is_key",
     "is_own",
     "leaf_name",
+    "shard_axis",
 ]
 
 
@@ -28,7 +29,15 @@ class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
 
 
 class ShardKey(PerRankKey):
-    """The key of `ShardedArray.shard` in a path: shards are each rank's own, too."""
+    """The key of `ShardedArray.shard` in a path: shards are each rank's own, too.
+
+    Attributes:
+      axis: that the array is cut over.
+    """
+
+    def __init__(self, axis: str | tuple[str, ...]) -> None:
+        super().__init__("shard")
+        self.axis = axis
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -78,7 +87,12 @@ def is_own(path: Any) -> bool:
 
 def in_shard(path: Any) -> bool:
     """Whether the leaf at this path of `jax.tree_util` is the shard of a `ShardedArray`."""
-    return any(isinstance(key, ShardKey) for key in path)
+    return shard_axis(path) is not None
+
+
+def shard_axis(path: Any) -> str | tuple[str, ...] | None:
+    """The axis over which the `ShardedArray` at this path of `jax.tree_util` is cut; None where there is none."""
+    return next((key.axis for key in path if isinstance(key, ShardKey)), None)
 
 
 def leaf_name(path: Any) -> str:

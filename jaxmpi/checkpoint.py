@@ -2,6 +2,7 @@
 
 import operator
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
       RuntimeError: called in traced code.
     """
     backend = untraced("save")
-    found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.place.size))
+    found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.axes))
     leaves, step = [leaf for leaf, _ in found], operator.index(step)
     check_call(backend, "save", leaves, f"step {step}, keep {keep}, background {background}")
     check_equal(backend, found)
@@ -103,8 +104,9 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     Parameters, and the states of their optimizers, come back bit by bit on any number of ranks, whether they are whole, as with
     `distributed`, or cut over the ranks, as with `sharded` and `fully_shard`; and as one of these where another was saved. What
     each rank has of its own otherwise (a `PerRankState`: that of `accumulate`, `local_sgd` and codecs, too) needs as many ranks
-    as have saved it, unless it was equal on all of them. `PerRankState(None)` in its place in `like` leaves it out: an
-    environment, say, to be made anew for another number of ranks.
+    as have saved it, unless it was equal on all of them. What is cut over an axis of the ranks needs the same axes, unless the
+    groups along it had equal values. `PerRankState(None)` in its place in `like` leaves it out: an environment, say, to be made
+    anew for another number of ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** what is equal on all ranks, from rank 0, which alone reads it.
@@ -125,7 +127,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     """
     backend = untraced("restore")
     like = local(like)
-    found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.place.size))
+    found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.axes))
     leaves = [leaf for leaf, _ in found]
     out, old = parts.left_out(like), parts.old_names(like)
     check_call(backend, "restore", leaves, f"step {step}, without {out}")
@@ -149,10 +151,10 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
 
 
-def _leaves_to_save(tree: PyTree, step: Any, keep: int | None, size: int) -> list[tuple[Leaf, Any]]:
+def _leaves_to_save(tree: PyTree, step: Any, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, Any]]:
     if operator.index(step) < 0 or (keep is not None and keep < 1):
         raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
-    found = parts.leaves_of(local(tree), size)
+    found = parts.leaves_of(local(tree), axes)
     for leaf, x in found:
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the array first.")

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._optim.shards import shard_shape
 
 __all__ = ["PLAIN", "Leaf", "Manifest", "Member", "dtype_of", "file_name", "format_manifest", "is_plain", "parse_manifest"]
@@ -30,6 +32,8 @@ class Leaf(NamedTuple):
       shape: of the whole array; of the numbers that keys consist of.
       value: of a Python number or text; a list of all ranks' values where the part is "own".
       stacked: how many axes of a "shard" count arrays, each of which is cut by itself.
+      axis: the names of the axes of ranks that a "shard" is cut over, or along which one of "own" is equal; () for all.
+      axes: the names of all axes, and their sizes, where there is an axis.
     """
 
     name: str
@@ -38,9 +42,14 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...] = ()
     value: Any = None
     stacked: int = 0
+    axis: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         kind = self.dtype if self.plain else f"{self.dtype}{list(self.shape)}"
+        if self.axis:
+            sizes = ", ".join(f"{name!r}: {size}" for name, size in self.axes)
+            return f"{kind} over axis {', '.join(self.axis)} of {{{sizes}}}"
         return kind + (" of each rank" if self.part == "own" else "")
 
     @property
@@ -58,11 +67,20 @@ class Leaf(NamedTuple):
         """That of the numbers in the file."""
         return "uint32" if self.dtype.startswith("key") else self.dtype
 
+    def groups(self, ranks: int) -> Groups:
+        """The ranks of each group that has it as a whole, in the order of the shards."""
+        return groups_along({AXIS: ranks, **dict(self.axes)}, self.axis or (AXIS,))
+
+    def shards(self, ranks: int) -> int:
+        """The number of its shards, on so many ranks."""
+        sizes = dict(self.axes)
+        return prod(sizes[name] for name in self.axis) if self.axis else ranks
+
     def stored_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape of what one of so many ranks has of it."""
         if self.part != "shard":
             return self.shape
-        return (*self.shape[: self.stacked], *shard_shape(self.shape[self.stacked :], ranks))
+        return (*self.shape[: self.stacked], *shard_shape(self.shape[self.stacked :], self.shards(ranks)))
 
     def stored_bytes(self, ranks: int) -> int:
         """How many bytes one of so many ranks has of it."""
@@ -115,7 +133,8 @@ def format_manifest(manifest: Manifest) -> bytes:
         file_name(rank): {"rank": rank, "bytes": size, "arrays": members}
         for rank, (size, members) in enumerate(zip(manifest.file_bytes, manifest.members, strict=True))
     }
-    leaves = [leaf if leaf.stacked else leaf[:-1] for leaf in manifest.leaves]  # as jaxmpi 0.1 reads them
+    plain = len(Leaf._fields) - 3  # fields, as jaxmpi 0.1 reads them
+    leaves = [leaf if leaf.axis else leaf[: plain + 1] if leaf.stacked else leaf[:plain] for leaf in manifest.leaves]
     about = {"format": FORMAT, "version": VERSION, "step": manifest.step, "ranks": manifest.ranks}
     text = json.dumps(about | {"files": files, "leaves": leaves}, indent=1)
     return f'{{"checksum": {zlib.crc32(text.encode())},\n{text[1:]}'.encode()
@@ -146,10 +165,10 @@ def parse_manifest(text: bytes) -> Manifest:
     return Manifest(_integer(about["step"]), ranks, sizes, members, leaves)
 
 
-def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, stacked: int = 0, *, ranks: int) -> Leaf:
+def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, stacked: int = 0, *of: Any, ranks: int) -> Leaf:
     if not isinstance(name, str) or part not in PARTS:
         raise ValueError(f"leaf {name} is {part}")
-    leaf = Leaf(name, part, dtype, tuple(map(_integer, shape)), value, _integer(stacked))
+    leaf = Leaf(name, part, dtype, tuple(map(_integer, shape)), value, _integer(stacked), *_axis(part, *of, ranks=ranks))
     if leaf.stacked > (len(shape) if part == "shard" else 0):
         raise ValueError(f"leaf {name}, {part}, has {stacked} axes of a stack")
     if leaf.plain:
@@ -163,6 +182,19 @@ def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, stacke
         if str(found) != dtype or not (found.kind in "biufc" or jnp.issubdtype(found, jnp.number)):
             raise ValueError(f"leaf {name} has dtype {dtype}")
     return leaf
+
+
+def _axis(
+    part: str, axis: Sequence[str] = (), axes: Sequence[tuple[str, int]] = (), *, ranks: int
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """An axis of ranks, and the sizes of all."""
+    sizes = {name: _integer(size) for name, size in axes}
+    right = all(isinstance(name, str) and name != AXIS for name in sizes) and len(sizes) == len(axes)
+    if axis and not (right and prod(sizes.values()) == ranks and {*axis} <= {*sizes} and len({*axis}) == len(axis)):
+        raise ValueError(f"axis {axis} of {axes} is none of {ranks} ranks")
+    if bool(axis) != bool(axes) or (axis and part == "all"):
+        raise ValueError(f"a leaf of part {part} has the axis {axis} of {axes}")
+    return tuple(axis), tuple(sizes.items())
 
 
 def _member(arrays: Mapping[str, Sequence[int]], leaf: Leaf, ranks: int, file_bytes: int) -> Member:

@@ -1,16 +1,19 @@
 """A tree as the leaves of a checkpoint, and back.
 
 A leaf is equal on all ranks ("all"), cut into equal shards that the ranks have one of each ("shard"), or each rank's own
-("own"). The shards of any number of ranks are those of any other: only where they are cut differs.
+("own"). The shards of any number of ranks are those of any other: only where they are cut differs. Over an axis, each group of
+ranks has all shards; groups that differ can be restored with the same axes only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxmpi._axis import AXIS, Axis, names
+from jaxmpi._backends.groups import position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.manifest import Leaf, is_plain
 from jaxmpi._errors import CheckpointError
@@ -28,22 +31,30 @@ INNER, MASTER = jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("master")
 Reader = Callable[[Leaf, int], Any]  # what a rank has of a leaf: an array, or a value of Python's own
 
 
-def leaves_of(tree: PyTree, size: int) -> list[tuple[Leaf, Any]]:
-    """The leaves, with what this process, of `size` ranks, has of each: an array, a number, or a `PerRank`."""
+def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, Any]]:
+    """The leaves, with what this process has of each: an array, a number, or a `PerRank`.
+
+    Args:
+      tree: any pytree.
+      axes: the names of the ranks and their sizes, AXIS among them.
+    """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stands_for_leaves)
     out = []
     for path, node in paths:
         if isinstance(node, ShardedState):
+            size = _ranks_along(path, node.layout.axis, axes)
             if node.layout.ranks not in (1, size):
                 raise ValueError(f"{leaf_name(path)} is a state of {node.layout.ranks} ranks, and there are {size}.")
-            out += [_described((*path, *rest), x, part, shape) for rest, x, part, shape in _of_sharded(node)]
+            leaves = [_described((*path, *rest), x, part, shape) for rest, x, part, shape in _of_sharded(node)]
+            out += [(_over(leaf, node.layout.axis, axes), x) for leaf, x in leaves]
         elif isinstance(node, ShardedArray):
-            out.append(_of_sharded_array(path, node, size))
+            leaf, x = _of_sharded_array(path, node, _ranks_along(path, node.axis, axes))
+            out.append((_over(leaf, node.axis, axes), x))
         else:
             out.append(_described(path, node, "own" if is_own(path) else "all", None))
-    names = [leaf.name for leaf, _ in out]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    called = [leaf.name for leaf, _ in out]
+    if len(set(called)) < len(called):
+        twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(f"two leaves of the tree are called {twice}, and one would overwrite the other. Rename one of them.")
     return out
 
@@ -74,7 +85,7 @@ def put_back(tree: PyTree, values: Sequence[Any]) -> Any:
             inner = jax.tree.structure(node.parts, is_leaf=_is_per_rank)
             new.append(ShardedState.of(inner.unflatten([next(rest) for _ in range(inner.num_leaves)]), node.layout))
         elif isinstance(node, ShardedArray):
-            new.append(ShardedArray(next(rest), node.of, node.ranks))
+            new.append(ShardedArray(next(rest), node.of, node.ranks, node.axis))
         else:
             new.append(next(rest))
     return treedef.unflatten(new)
@@ -85,13 +96,18 @@ def bits(value: Any) -> bytes:
     return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
 
 
-def whole(leaf: Leaf, ranks: int, read: Reader) -> Any:
-    """A leaf that `ranks` ranks have saved; raises a CheckpointError where each has its own."""
+def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> Any:
+    """A leaf that `ranks` ranks have saved; raises a CheckpointError where each, or each group of them, has its own.
+
+    `wanted` is what it is to be restored as, for the error.
+    """
     if leaf.part == "all":
         return read(leaf, 0)
+    if leaf.axis:
+        return _of_equal_groups(leaf, ranks, read, wanted)
     rows = [read(leaf, rank) for rank in range(ranks)]
     if leaf.part == "shard":
-        return _arrays(leaf, rows)[:, : prod(leaf.shape[leaf.stacked :])].reshape(leaf.shape)
+        return _joined(leaf, rows)
     if any(bits(row) != bits(rows[0]) for row in rows):
         raise CheckpointError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
@@ -101,23 +117,43 @@ def whole(leaf: Leaf, ranks: int, read: Reader) -> Any:
     return rows[0]
 
 
+def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> Any:
+    """A leaf that each group of ranks has saved."""
+    rows = [[read(leaf, rank) for rank in group] for group in leaf.groups(ranks)]
+    wholes = [_joined(leaf, of_group) if leaf.part == "shard" else of_group[0] for of_group in rows]
+    if any(bits(one) != bits(wholes[0]) for one in wholes):
+        raise CheckpointError(
+            f"leaf {leaf.name} was saved as {leaf} by {ranks} ranks, whose groups along this axis have different values, and "
+            f"`like` has {wanted}: only {ranks} ranks with the same axes can restore it, into a leaf over this axis. Go on "
+            f"with {ranks} ranks and jaxmpi.init(axes={dict(leaf.axes)}), or save where the groups have equal values."
+        )
+    return wholes[0]
+
+
+def _joined(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """The array of all shards."""
+    return _arrays(leaf, rows)[:, : prod(leaf.shape[leaf.stacked :])].reshape(leaf.shape)
+
+
 def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> Any:
     """What rank `rank` of `size` has of a leaf that `ranks` ranks have saved."""
-    if (saved.part, saved.stacked, ranks) == (leaf.part, leaf.stacked, size) and leaf.part != "all":
+    same = (saved.part, saved.stacked, ranks) == (leaf.part, leaf.stacked, size) and leaf.part != "all"
+    if same and saved.groups(ranks) == leaf.groups(size):
         return read(saved, rank)
+    wanted = f"{leaf} on {size} rank{'s' if size > 1 else ''}"
     if leaf.part != "shard":
-        return whole(saved, ranks, read)
+        return whole(saved, ranks, read, wanted)
     of = leaf.shape[leaf.stacked :]  # each array of a stack is cut by itself
-    columns = prod(shard_shape(of, size))
-    start, stop = columns * rank, columns * (rank + 1)
-    if saved.part == "shard" and saved.stacked == leaf.stacked:  # only what overlaps
+    columns, place = prod(shard_shape(of, leaf.shards(size))), position(leaf.groups(size), rank)[1]
+    start, stop = columns * place, columns * (place + 1)
+    if saved.part == "shard" and not saved.axis and saved.stacked == leaf.stacked:  # only what overlaps
         each = prod(shard_shape(of, ranks))
         first = min(start // each, ranks - 1)
         arrays = _arrays(saved, [read(saved, r) for r in range(first, max(first + 1, min(-(-stop // each), ranks)))])
         arrays = arrays[:, : max(0, prod(of) - first * each)]
         start, stop = start - first * each, stop - first * each
     else:
-        arrays = whole(saved, ranks, read).reshape(prod(leaf.shape[: leaf.stacked]), -1)
+        arrays = whole(saved, ranks, read, wanted).reshape(prod(leaf.shape[: leaf.stacked]), -1)
     piece = arrays[:, start:stop]
     out = np.zeros((len(piece), columns), piece.dtype)
     out[:, : piece.shape[1]] = piece
@@ -171,6 +207,22 @@ def _of_sharded_array(path: Any, node: ShardedArray, size: int) -> tuple[Leaf, A
         return leaf, x
     stacked = len(leaf.shape) - len(node.of)
     return leaf._replace(part="shard", shape=(*leaf.shape[:stacked], *node.of), stacked=stacked), x
+
+
+def _ranks_along(path: Any, axis: Axis, axes: Mapping[str, int]) -> int:
+    """The number of ranks along the axis of a node; raises a ValueError where they do not have it."""
+    if not {*names(axis)} <= {*axes}:
+        known = ", ".join(map(repr, axes))
+        raise ValueError(f"{leaf_name(path)} is cut over axis {axis!r}, and the ranks have {known}. Name it in jaxmpi.init.")
+    return prod(axes[name] for name in names(axis))
+
+
+def _over(leaf: Leaf, axis: Axis, axes: Mapping[str, int]) -> Leaf:
+    """A leaf of what is cut over an axis: what the ranks of a group have whole may differ between the groups."""
+    if axis == AXIS:
+        return leaf
+    sizes = tuple((name, size) for name, size in axes.items() if name != AXIS)
+    return leaf._replace(part="own" if leaf.part == "all" else leaf.part, axis=names(axis), axes=sizes)
 
 
 def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:

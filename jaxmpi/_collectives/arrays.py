@@ -16,7 +16,7 @@ from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.single import Single
 
-__all__ = ["Bound", "Plain", "Ranks", "allreduce", "axis_size", "check_axis", "move", "reduce", "reduce_scatter"]
+__all__ = ["Bound", "Plain", "Ranks", "allreduce", "along", "axis_size", "check_axis", "move", "reduce", "reduce_scatter"]
 
 WIDE: list[tuple[Any, Any, Any]] = [
     (jnp.floating, jnp.finfo, np.float32),
@@ -70,6 +70,11 @@ class Plain:
         if self.size == 1:
             return Single().run(call, xs)
         return primitive.run(call._replace(groups=self._groups), xs, self._backend)
+
+
+def along(axis: _axis.Axis, backend: Backend) -> Ranks:
+    """The ranks along it, after `check_axis`."""
+    return Bound(axis) if _axis.bound(axis) else Plain(backend, axis)
 
 
 def axis_size(axis: _axis.Axis, backend: Backend) -> int:

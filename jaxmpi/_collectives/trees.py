@@ -18,7 +18,7 @@ from jaxmpi._collectives import arrays
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, check_rows, in_shard, is_key, leaf_name
+from jaxmpi._leaves import PyTree, as_array, check_rows, is_key, leaf_name, shard_axis
 from jaxmpi._world import session
 
 __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
@@ -40,7 +40,7 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
       tree: any pytree of arrays and numbers.
       op: "mean", "sum", "max", "min" or "prod". Booleans take "max" (or) and "min" (and) only.
       axis: the name of an axis of `init(axes=...)`, or a tuple of several: the ranks of each group along it reduce theirs.
-        All ranks, `jaxmpi.AXIS`, by default.
+        All ranks, `jaxmpi.AXIS`, by default. Shards of `fully_shard` may be reduced over other axes than their own.
 
     Returns:
       A pytree of JAX arrays, equal on all ranks, or on all of a group.
@@ -170,10 +170,11 @@ def _apply(
             "this rank's own array."
         )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    if op and (cut := next((path for path, _ in paths if in_shard(path)), None)):
+    cuts = [(path, cut) for path, _ in paths if op and (cut := shard_axis(path)) is not None]
+    if refused := [path for path, cut in cuts if rows or _axis.overlap(axis, cut)]:
         raise ValueError(
-            f"{function}: leaf {leaf_name(cut[:-1])} is a ShardedArray, of which each rank has another part. Its gradients, by "
-            "jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
+            f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank has another part. Its "
+            "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
         )
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
@@ -186,8 +187,9 @@ def _apply(
     for i in keys:
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
-    ranks = arrays.Bound(axis) if _axis.bound(axis) else arrays.Plain(backend, axis)
-    outs = work(_axis.with_parameters([leaves[i] for i in sent], _parameters(function, work, axis)), ranks)
+    outs = work(
+        _axis.with_parameters([leaves[i] for i in sent], _parameters(function, work, axis)), arrays.along(axis, backend)
+    )
     for i, out in zip(sent, outs, strict=True):
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out

@@ -62,7 +62,7 @@ def analyze(
     """
     outs, title = paths_of(tree), function.title
     varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
-    check_shards(title, jaxpr, ins, outs, len(captured))
+    check_shards(title, jaxpr, ins, outs, len(captured), backend.axes)
     looks = function.of_user and not backend.simulates
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
     constants = [*captured, *held(jaxpr)]

@@ -2,17 +2,19 @@
 
 An elementwise optimizer, such as Adam, does with shards what it does with arrays. One that forms a norm, or looks at rows, gets
 the norm of a shard, and would be wrong without an error. A value mixes elements from the first reduction of a shard until it
-goes through a collective.
+goes through a collective of the ranks that have the shards; one over other axes leaves it as it is.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import EQUAL, SHARD
-from jaxmpi._leaves import in_shard, leaf_name
+from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
+from jaxmpi._backends.groups import Groups, groups_along
+from jaxmpi._leaves import in_shard, leaf_name, shard_axis
 from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
 
 __all__ = ["ELEMENTWISE", "check_shards"]
@@ -51,12 +53,16 @@ class Value(NamedTuple):
 
     shard: bool = False  # whether it is made of shards, element by element
     mixed: tuple[JaxprEqn, ...] = ()  # what has mixed the elements of a shard that it depends on, and the calls around that
+    over: frozenset[Groups] = frozenset()  # the groups of ranks that have the shards
 
 
 NOTHING = Value()
+Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of the axes
 
 
-def check_shards(title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any], captured: int) -> None:
+def check_shards(
+    title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any], captured: int, axes: Mapping[str, int]
+) -> None:
     """Raise a ValueError if the shard of an output depends on all elements of this rank's shard of some array.
 
     Args:
@@ -65,10 +71,13 @@ def check_shards(title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any]
       ins: the paths of the arguments' arrays.
       outs: those of the outputs.
       captured: how many there are.
+      axes: the names of the ranks and their sizes.
     """
     if not any(map(in_shard, outs)):
         return
-    values = _follow(jaxpr, [NOTHING] * captured + [Value(in_shard(path)) for path in ins])
+    sizes = tuple(axes.items())
+    given = [NOTHING if (axis := shard_axis(path)) is None else _of_shard(axis, sizes) for path in ins]
+    values = _follow(jaxpr, [NOTHING] * captured + given, sizes)
     for path, value in zip(outs, values, strict=True):
         if in_shard(path) and value.mixed:
             where = next(filter(None, map(_jaxcompat.source_line, value.mixed)), "a line of a library")
@@ -80,13 +89,33 @@ def check_shards(title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any]
             )
 
 
+def _of_shard(axis: Axis, sizes: Sizes) -> Value:
+    return Value(True, (), frozenset({_groups(names(axis), sizes)}))
+
+
+@cache
+def _groups(axis: tuple[str, ...], sizes: Sizes) -> Groups:
+    """Those along an axis; that of all ranks, where the ranks do not have it."""
+    axes = dict(sizes)
+    return groups_along(axes, axis if {*axis} <= {*axes} else (AXIS,))
+
+
+@cache
+def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
+    """Whether each of `parts` is within one of the groups; without groups, all ranks are one."""
+    if not groups:
+        return True
+    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
+    return all(len({group_of[rank] for rank in part}) == 1 for part in parts)
+
+
 def _name(eqns: Sequence[JaxprEqn]) -> str:
     """The transform that an equation comes from, in words."""
     names = (name for eqn in eqns for name in _jaxcompat.function_names(eqn) if ".<locals>.update" in name)
     return next(names, "a function").split(".<locals>")[0]
 
 
-def _follow(jaxpr: Any, ins: Sequence[Value]) -> list[Value]:
+def _follow(jaxpr: Any, ins: Sequence[Value], sizes: Sizes) -> list[Value]:
     inner, _ = _jaxcompat.parts(jaxpr)
     known = dict(zip(inner.invars, ins, strict=True))
 
@@ -97,31 +126,37 @@ def _follow(jaxpr: Any, ins: Sequence[Value]) -> list[Value]:
         xs = [read(v) for v in eqn.invars]
         makes_shards = eqn.primitive.name == "name" or any(True for _ in subjaxprs(eqn))
         if makes_shards or any(x != NOTHING for x in xs):
-            known.update(zip(eqn.outvars, _outs(eqn, xs), strict=True))
+            known.update(zip(eqn.outvars, _outs(eqn, xs, sizes), strict=True))
     return [read(v) for v in inner.outvars]
 
 
-def _outs(eqn: JaxprEqn, xs: list[Value]) -> list[Value]:
+def _outs(eqn: JaxprEqn, xs: list[Value], sizes: Sizes) -> list[Value]:
     name = eqn.primitive.name
-    if kind(eqn) == "collective" or (name == "name" and eqn.params["name"] == EQUAL):
+    if name == "name" and eqn.params["name"] in (EQUAL, WHOLE):
         return [NOTHING] * len(eqn.outvars)
-    if name == "name" and eqn.params["name"] == SHARD:
-        return [Value(True, xs[0].mixed)]
+    if name == "name" and (axis := sharded_axis(eqn.params["name"])) is not None:
+        made = _of_shard(axis, sizes)
+        return [Value(True, xs[0].mixed, made.over | xs[0].over)]
+    if kind(eqn) == "collective":
+        left = _joined(xs)
+        over = frozenset(parts for parts in left.over if not _covers(eqn.params.get("axis_index_groups"), parts))
+        return [left._replace(over=over) if over else NOTHING] * len(eqn.outvars)
     if name in CALLS:
-        return _called(eqn, xs, _follow(*callee(eqn, xs)))
+        return _called(eqn, xs, _follow(*callee(eqn, xs), sizes))
     if name == "cond":
-        branches = [_follow(branch, xs[1:]) for branch in eqn.params["branches"]]
+        branches = [_follow(branch, xs[1:], sizes) for branch in eqn.params["branches"]]
         outs = [_joined([xs[0]._replace(shard=False), *outs]) for outs in zip(*branches, strict=True)]
         return _called(eqn, xs, outs)
     if name == "scan":
         consts, carry = _jaxcompat.scan_counts(eqn)
-        return _called(eqn, xs, _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry], xs[consts + carry :]))
+        outs = _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry], xs[consts + carry :], sizes)
+        return _called(eqn, xs, outs)
     if name == "while":
         first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return _called(eqn, xs, _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:], []))
+        return _called(eqn, xs, _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:], [], sizes))
     value = _joined(xs)
     if name not in ELEMENTWISE and name not in MOVES and value.shard:
-        value = Value(False, value.mixed or (eqn,))
+        value = Value(False, value.mixed or (eqn,), value.over)
     return [value] * len(eqn.outvars)
 
 
@@ -131,9 +166,9 @@ def _called(eqn: JaxprEqn, xs: list[Value], outs: list[Value]) -> list[Value]:
     return [y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs]
 
 
-def _loop(body: Any, consts: list[Value], state: list[Value], scanned: list[Value]) -> list[Value]:
+def _loop(body: Any, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes) -> list[Value]:
     while True:
-        outs = _follow(body, [*consts, *state, *scanned])
+        outs = _follow(body, [*consts, *state, *scanned], sizes)
         after = [_joined([a, b]) for a, b in zip(state, outs[: len(state)], strict=True)]
         if after == state:
             return outs
@@ -142,4 +177,5 @@ def _loop(body: Any, consts: list[Value], state: list[Value], scanned: list[Valu
 
 def _joined(values: Sequence[Value]) -> Value:
     """What is known of a value that follows from these, element by element."""
-    return Value(any(x.shard for x in values), next((x.mixed for x in values if x.mixed), ()))
+    over = frozenset[Groups]().union(*(x.over for x in values))
+    return Value(any(x.shard for x in values), next((x.mixed for x in values if x.mixed), ()), over)

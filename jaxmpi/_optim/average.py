@@ -52,7 +52,8 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     **Communication:** that of `tree_allreduce`.
 
     Args:
-      axis: as in `tree_allreduce`: the ranks of each group average theirs.
+      axis: as in `tree_allreduce`: the ranks of each group average theirs. The gradients may be shards of `fully_shard` over
+        another axis.
 
     Raises:
       ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the parameters', such as those of
@@ -81,7 +82,7 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def average_loss(fun: Callable[..., Any], *, weight: Any = None) -> Callable[..., Any]:
+def average_loss(fun: Callable[..., Any], *, weight: Any = None, axis: Axis = AXIS) -> Callable[..., Any]:
     """A function with the mean of `fun` over all ranks as its value, and the mean of the gradients as its gradient.
 
     f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is `fun` with the samples of
@@ -99,19 +100,20 @@ def average_loss(fun: Callable[..., Any], *, weight: Any = None) -> Callable[...
     Args:
       fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal on all ranks.
       weight: this rank's number of samples, or tokens, if the ranks have different ones.
+      axis: as in `tree_allreduce`: the means are those of each group, on whose ranks θ is equal.
 
     Returns:
       A function of the same arguments, for forward and reverse differentiation.
 
     Raises:
-      ValueError: when called, a weight that is negative or no scalar.
+      ValueError: when called, a weight that is negative or no scalar; an unknown axis.
       TypeError: when called, a result that cannot be averaged, with its path.
 
     >>> f = average_loss(lambda w: (w - 1.0) ** 2)
     >>> float(f(3.0)), float(jax.grad(f)(3.0))
     (4.0, 4.0)
     """
-    return mean_of_all("average_loss", fun, weight)
+    return mean_of_all("average_loss", fun, weight, axis)
 
 
 def distributed(
@@ -182,7 +184,7 @@ def distributed(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Any:
-        refuse_shards("distributed", params)
+        refuse_shards("distributed", params, AXIS if op == "adasum" else axis)
         return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
     def reduced(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
@@ -201,10 +203,6 @@ def distributed(
         other = "micro_batches" if micro_batches else f"op {op!r}"
         if weight is not None and (micro_batches or op != "mean"):
             raise ValueError(f"distributed: weight does not go together with {other}. Leave one of them out.")
-        if functions and axis != AXIS:
-            raise ValueError(
-                f"distributed: {' and '.join(functions)} does not go together with axis {axis!r}. Leave one of them out."
-            )
         if functions and (micro_batches or op not in ("mean", "sum")):
             raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
 
@@ -212,6 +210,7 @@ def distributed(
         check_axis("distributed", axis, session.current("distributed"))
         given = Given(extra_args, updates)
         check(weight, given.functions)
+        given.check_axis("distributed", axis)
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
         if codec:
             grads, sent = _coded(codec, updates, sent, weight)
@@ -235,10 +234,10 @@ def distributed(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def mean_of_all(function: str, fun: Callable[..., Any], weight: Any) -> Callable[..., Any]:
+def mean_of_all(function: str, fun: Callable[..., Any], weight: Any, axis: Axis = AXIS) -> Callable[..., Any]:
     """`average_loss`, for a function that says its name in errors."""
     counts = None if weight is None else as_weight(function, weight, ())[0] != 0
-    return over_ranks(fun, lambda out: mean(function, out, weight), counts)
+    return over_ranks(fun, lambda out: mean(function, out, weight, axis), counts, axis=axis)
 
 
 def mean(function: str, updates: PyTree, weight: Any, axis: Axis = AXIS) -> Any:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import equal_on_all_ranks, with_parameters
+from jaxmpi._axis import Axis, as_whole, with_parameters
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
@@ -27,7 +27,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     All but the first are what one rank with the whole batch does. `optax.clip_by_global_norm` may stand in the middle two.
 
     **Collective:** inside of `sharded`, and on shards, where every rank is; elsewhere not.
-    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards.
+    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards, or for each of their axes.
 
     Args:
       max_norm: above 0.
@@ -50,16 +50,20 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def _sum_of_squares(tree: PyTree) -> jax.Array:
     """That of all numbers, on whatever ranks they are."""
     check_ranks("clip_by_global_norm", tree)
-    total = here = jnp.zeros((), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
+    here: dict[Axis, jax.Array] = {}
     leaves = jax.tree.leaves(tree, is_leaf=is_sharded_array)
     for x in leaves:
         if is_sharded_array(x) and x.of:  # a scalar is whole on every rank
-            here += _square(masked(x.shard, x.of, 0, len(x.stack)))
+            square = _square(masked(x.shard, x.of, 0, len(x.stack), axis=x.axis))
+            here[x.axis] = here.get(x.axis, jnp.zeros((), jnp.float32)) + square
         elif is_sharded_array(x):
-            total += _square(equal_on_all_ranks(x.shard))
+            total += _square(as_whole(x.shard, x.axis))
         elif x.dtype != jax.dtypes.float0:
             total += _square(x)
-    return total + tree_allreduce(here, op="sum") if any(map(is_sharded_array, leaves)) else total
+    for axis, squares in here.items():
+        total += as_whole(tree_allreduce(squares, op="sum", axis=axis), axis)
+    return total
 
 
 def _square(x: jax.Array) -> jax.Array:

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi._axis import as_shard, equal_on_all_ranks
+from jaxmpi._axis import AXIS, Axis, as_shard, as_whole
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
 from jaxmpi._optim.sharded_state import ShardedState, whole_state
-from jaxmpi._optim.shards import joined, rows
-from jaxmpi._optim.weights import weighted_mean
+from jaxmpi._optim.shards import check_cut, joined, rows, size_along
+from jaxmpi._optim.weights import MeanOverRanks, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["fully_shard", "unshard"]
 
 
-def fully_shard(params: PyTree, *, stacked: PyTree = False) -> Any:
+def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -> Any:
     """Keep 1/p of each array of a pytree on each rank: FSDP, or ZeRO stage 3.
 
     Each array of floats becomes a `ShardedArray`, of which this rank keeps its shard. `jaxmpi.unshard` makes them whole inside
@@ -52,12 +52,15 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False) -> Any:
       params: any pytree of arrays, equal on all ranks: see `synchronize`. A state of an optimizer will do, too.
       stacked: whether the first axis of the arrays counts layers, as that of `lax.scan` and Flax's `nn.scan`: each layer is cut
         by itself. A bool, or a pytree of bools for the subtrees of `params`, as `in_axes` of `jax.vmap`.
+      axis: as in `tree_allreduce`: each group of ranks along it has all shards. `unshard` gathers within the group, and the
+        gradients are means over the group: put `average_gradients` over the other axes before the optimizer, and all
+        ranks train one model (hybrid sharding).
 
     Raises:
       TypeError: a leaf that is no array, with its path.
-      ValueError: a scalar that is to be a stack, with its path; a leaf that is a `ShardedArray` already.
+      ValueError: a scalar that is to be a stack, with its path; a leaf that is a `ShardedArray` already; an unknown axis.
     """
-    session.current("fully_shard")
+    check_cut("fully_shard", axis)
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
     flags = jax.tree.leaves(jax.tree.broadcast(stacked, params, is_leaf=_is_leaf))
     for (path, x), flag in zip(paths, flags, strict=True):
@@ -67,14 +70,15 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False) -> Any:
             continue
         if as_array("fully_shard", path, x, None).ndim == 0 and flag and _is_float(x):
             raise ValueError(f"fully_shard: leaf {leaf_name(path)} is a scalar, no stack of layers. Leave it out of stacked.")
-    return _cut(tuple(map(bool, flags)))(params)
+    return _cut(tuple(map(bool, flags)), axis)(params)
 
 
 def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
     """Make what is sharded whole, on every rank: parameters inside of a step, and states of optimizers, to look at them.
 
     Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank. Anything else stays as it
-    is. The derivative with respect to a `ShardedArray` is this rank's shard of the mean of all ranks' gradients.
+    is. The derivative with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of all ranks, or of
+    those along its axis.
 
     What is whole stays in memory until the backward pass has used it. In a `jax.checkpoint` it is gathered again there, so that
     in a scan over stacked layers one layer at a time is whole:
@@ -93,13 +97,14 @@ def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
       dtype: in which floats are sent and computed with, such as bfloat16; the gradients travel in it, too, and are summed in
         32 bits at least. The shards and their gradients keep their own.
       weight: this rank's number of samples, or tokens, if the ranks have different ones: the derivative becomes
-        Σ_r w_r·g_r / Σ_r w_r, as in `distributed`.
+        Σ_r w_r·g_r / Σ_r w_r, as in `distributed`, over the ranks along the axis of the array.
 
     Returns:
       A pytree of whole arrays. Of a `ShardedState`, `reshard` makes one for any number of ranks.
 
     Raises:
-      ValueError: a leaf that was cut for another number of ranks, with its path; weights as in `distributed`.
+      ValueError: a leaf that was cut for another number of ranks or an axis that they do not have, with its path; weights as in
+        `distributed`.
       RuntimeError: under `jax.jit` in the place of `jaxmpi.jit`, on the xla backend and on simulated ranks.
     """
     check_ranks("unshard", tree)
@@ -113,10 +118,11 @@ def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
 
 
 @cache
-def _cut(stacked: tuple[bool, ...]) -> Callable[[Any], Any]:
+def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[Any], Any]:
     def each(params: PyTree) -> Any:
         leaves, treedef = jax.tree.flatten(params)
-        return treedef.unflatten([cut(x, flag) if _is_float(x) else x for x, flag in zip(leaves, stacked, strict=True)])
+        pairs = zip(leaves, stacked, strict=True)
+        return treedef.unflatten([cut(x, flag, axis=axis) if _is_float(x) else x for x, flag in pairs])
 
     return anywhere(each, "fully_shard")
 
@@ -124,10 +130,15 @@ def _cut(stacked: tuple[bool, ...]) -> Callable[[Any], Any]:
 @cache
 def _wholes(dtype: Any) -> Callable[[list[ShardedArray], Any], list[jax.Array]]:
     def whole(shards: list[ShardedArray], weight: Any) -> list[jax.Array]:
-        layouts = tuple(Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype)) for x in shards)
+        layouts = [Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype), x.axis) for x in shards]
         if session.size() == 1 and weight is None:
             return [x.shard.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-        return _gather(layouts, [x.shard for x in shards], weight)
+        wholes: dict[int, jax.Array] = {}
+        for axis in dict.fromkeys(x.axis for x in shards):
+            along = [i for i, x in enumerate(shards) if x.axis == axis]
+            arrays = _gather(axis, tuple(layouts[i] for i in along), [shards[i].shard for i in along], weight)
+            wholes.update(zip(along, arrays, strict=True))
+        return [wholes[i] for i in range(len(shards))]
 
     return anywhere(whole, "unshard")
 
@@ -139,48 +150,55 @@ class Layout(NamedTuple):
     of: tuple[int, ...]  # the shape of one array
     dtype: Any  # of the shard
     to: Any  # of the whole array
+    axis: Axis
 
     @property
     def is_cut(self) -> bool:
         """Whether the ranks have different parts."""
-        return bool(self.of) and session.size() > 1
+        return bool(self.of) and size_along(self.axis) > 1
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> list[jax.Array]:
-    """The whole arrays."""
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> list[jax.Array]:
+    """The whole arrays, all of one axis."""
     parts = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-    stacks = tree_allgather({i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut})
-    wholes = [equal_on_all_ranks(x) for x in parts]
-    for i, x in stacks.items():
+    cuts = {i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut}
+    wholes = [as_whole(x, axis) for x in parts]
+    for i, x in tree_allgather(cuts, axis=axis).items():
         stacked, of, *_ = layouts[i]
         wholes[i] = joined(x, (*parts[i].shape[:stacked], *of), stacked)
     return wholes
 
 
-def _gather_fwd(layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> tuple[list[jax.Array], Any]:
-    return _gather(layouts, shards, weight), weight
+def _gather_fwd(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> tuple[list[jax.Array], Any]:
+    return _gather(axis, layouts, shards, weight), weight
 
 
-def _gather_bwd(layouts: tuple[Layout, ...], weight: Any, cts: list[jax.Array]) -> tuple[list[jax.Array], None]:
+def _gather_bwd(axis: Axis, layouts: tuple[Layout, ...], weight: Any, cts: list[jax.Array]) -> tuple[list[jax.Array], None]:
     """This rank's shards of the mean of the cotangents."""
-    size, pairs = session.size(), list(zip(cts, layouts, strict=True))
+    size, pairs = size_along(axis), list(zip(cts, layouts, strict=True))
     stacks = [rows(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
-    means = weighted_mean("unshard", (stacks, [ct for ct, layout in pairs if not layout.is_cut]), weight, _mean_shards)
+    wholes_here = [ct for ct, layout in pairs if not layout.is_cut]
+    means = weighted_mean("unshard", (stacks, wholes_here), weight, _mean_shards(axis), axis=axis)
     shards, wholes = map(iter, means)
     found = [next(shards if layout.is_cut else wholes) for layout in layouts]
-    return [as_shard(x.astype(layout.dtype)) for x, layout in zip(found, layouts, strict=True)], None
+    return [as_shard(x.astype(layout.dtype), axis) for x, layout in zip(found, layouts, strict=True)], None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _mean_shards(function: str, tree: Any) -> Any:
+@cache  # as what a mean has compiled is kept with this
+def _mean_shards(axis: Axis) -> MeanOverRanks:
     """The means of what is cut into rows, in the row of this rank, and of the rest; before them that of weights, if any."""
-    weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
-    shards = tree_reduce_scatter(stacks, op="mean")
-    weight, wholes = tree_allreduce((weight, wholes), op="mean")
-    return (shards, wholes) if weight is None else (weight, (shards, wholes))
+
+    def means_of(function: str, tree: Any) -> Any:
+        weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
+        shards = tree_reduce_scatter(stacks, op="mean", axis=axis)
+        weight, wholes = tree_allreduce((weight, wholes), op="mean", axis=axis)
+        return (shards, wholes) if weight is None else (weight, (shards, wholes))
+
+    return means_of
 
 
 def _cast(x: ShardedArray, dtype: Any) -> Any:

@@ -1,13 +1,13 @@
 """What `update` gets beside the gradients: the loss, its gradient, and functions that evaluate them, as this rank has them."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats
@@ -36,6 +36,13 @@ class Given:
         if self._grad_is_updates:
             del self.local["grad"]
 
+    def check_axis(self, function: str, axis: Axis) -> None:
+        """Raise a ValueError that names `function` where there are functions, and an axis: their loops are of all ranks."""
+        if self.functions and axis != AXIS:
+            raise ValueError(
+                f"{function}: {' and '.join(self.functions)} does not go together with axis {axis!r}. Leave one of them out."
+            )
+
     def reduced(self, mean: Any, local: dict[str, Any], over: Callable[[Any], Any]) -> dict[str, Any]:
         """The extra arguments for the inner transform.
 
@@ -51,39 +58,50 @@ class Given:
         """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
         if not self.functions or session.size() == 1:
             return trees
-        mark = lambda x: Shard(x.value, x.shape, equal_on_all_ranks(x.whole)) if is_shard(x) else equal_on_all_ranks(x)
+        mark = lambda x: (
+            Shard(x.value, x.shape, equal_on_all_ranks(x.whole), axis=x.axis) if is_shard(x) else equal_on_all_ranks(x)
+        )
         return jax.tree.map(mark, trees, is_leaf=is_shard)
 
 
-def over_ranks(fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: Any = None) -> Callable[..., Any]:
-    """A function of parameters whose result is reduced over all ranks, and so are its derivatives.
+def over_ranks(
+    fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: Any = None, *, axis: Axis = AXIS
+) -> Callable[..., Any]:
+    """A function of parameters whose result is reduced over the ranks along an axis, and so are its derivatives.
 
     Args:
-      fun: (params, ...) -> any pytree; params are equal on all ranks.
-      reduce: a linear function that gives all ranks the same.
+      fun: (params, ...) -> any pytree; params are equal on these ranks.
+      reduce: a linear function that gives them the same.
       counts: whether this rank's result counts; None where all do. The derivatives of one that doesn't may be NaN.
+      axis: all ranks by default.
     """
 
     @wraps(fun)
     def reduced(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return fun(params, *args, **kwargs) if session.size() == 1 else reduce(fun(_equal(params, counts), *args, **kwargs))
+        if session.size() == 1:
+            return fun(params, *args, **kwargs)
+        return reduce(fun(_equal(axis, params, counts), *args, **kwargs))
 
     return reduced
 
 
-@jax.custom_jvp
-def _equal(params: PyTree, counts: Any) -> Any:
-    """`params`. They are equal on all ranks and so are their tangents, so the transpose is the mean of the cotangents."""
-    return equal_on_all_ranks(params)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _equal(axis: Axis, params: PyTree, counts: Any) -> Any:
+    """`params`. They are equal on the ranks and so are their tangents, so the transpose is the mean of the cotangents."""
+    return _marked(axis, params)
+
+
+def _marked(axis: Axis, params: PyTree) -> Any:
+    return equal_on_all_ranks(params) if axis == AXIS else params
 
 
 @_equal.defjvp
-def _equal_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+def _equal_jvp(axis: Axis, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     params, counts = primals
-    mean = tree_allreduce(tangents[0], op="mean")
+    mean = tree_allreduce(tangents[0], op="mean", axis=axis)
     if counts is not None:
         mean = map_floats("average_loss", lambda t: jnp.where(counts, t, jnp.zeros_like(t)), mean)
-    return equal_on_all_ranks(params), mean
+    return _marked(axis, params), mean
 
 
 def _float(x: Any) -> Any:

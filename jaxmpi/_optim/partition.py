@@ -10,7 +10,8 @@ on `size`) it decides as without shards. Then each equation of its jaxpr is eval
 | a reduction to one number; an inner product | on this rank's shards, and an allreduce |
 | anything else | as it is, on the whole arrays: an allgather of the operands that are shards |
 
-So the result is that of the function, whatever it does; the last row costs the bytes of the operands.
+So the result is that of the function, whatever it does; the last row costs the bytes of the operands. Over an axis,
+groups of ranks may take different branches of a `cond`, so all are evaluated.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import EQUAL, equal_on_all_ranks
+from jaxmpi._axis import AXIS, EQUAL, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS, callee
-from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape
-from jaxmpi._world import session
+from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape, size_along
 
 __all__ = ["on_shards"]
 
@@ -51,15 +51,16 @@ class _Splat:
         self.number, self.shape = number, shape
 
 
-def on_shards(fun: Callable[..., Any], *args: Any) -> Any:
+def on_shards(fun: Callable[..., Any], *args: Any, axis: Axis = AXIS) -> Any:
     """`fun(*args)`, where leaves of `args` may be shards, and leaves of the result are, where they are computed on shards.
 
-    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as it is.
+    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as it is. All shards are over
+    one axis.
 
     Collective: every rank calls it, with the same structure and shapes, and equal arrays where they are no shards.
     Communication: see the table above.
     """
-    if session.size() == 1:
+    if size_along(axis) == 1:
         return fun(*args)
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Shard | jax.Array | np.ndarray)]
@@ -95,25 +96,26 @@ def _equation(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     shards = [x for x in xs if is_shard(x)]
     if not shards:
         return _on_wholes(eqn, xs)
+    axis = shards[0].axis
     if name in CALLS:
         jaxpr, operands = callee(eqn, xs)
         return _run(jaxpr, *operands)
     if name == "cond":
-        return _cond(eqn, xs)
+        return _cond(eqn, xs, axis)
     if name == "optimization_barrier":
         return _barrier(eqn, xs)
     if name == "name" and eqn.params["name"] == EQUAL:  # a function of this rank's samples follows
         return _on_wholes(eqn, xs)
     if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
-        return [Shard(_jaxcompat.bind(eqn, [_part(x) for x in xs])[0], shape, _known(eqn, xs))]
+        return [_shard(_jaxcompat.bind(eqn, [_part(x, axis) for x in xs])[0], shape, axis, _known(eqn, xs))]
     if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape) and not eqn.params.get("dimensions"):
-        return [Shard(shards[0].value.reshape(shard_shape(shape, session.size())), shape, _known(eqn, xs))]
+        return [_shard(shards[0].value.reshape(shard_shape(shape, size_along(axis))), shape, axis, _known(eqn, xs))]
     if all(x.whole is not None for x in shards):
         return _on_wholes(eqn, xs)
     if name in REDUCTIONS and prod(shape) == 1:
         return [_reduced(eqn, shards[0]).reshape(shape)]
     if name == "dot_general" and _is_inner_product(eqn, xs):
-        return [_inner_product(eqn, xs)]
+        return [_inner_product(eqn, xs, axis)]
     return _on_wholes(eqn, xs)
 
 
@@ -133,9 +135,9 @@ def _known(eqn: JaxprEqn, xs: list[Any]) -> Any:
 def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     """The reduction of all numbers of x."""
     name = eqn.primitive.name
-    numbers = masked(x.value, x.shape, _neutral(name, x.dtype))
+    numbers = masked(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
-    return tree_allreduce(here, op=REDUCTIONS[name])
+    return tree_allreduce(here, op=REDUCTIONS[name], axis=x.axis)
 
 
 def _neutral(name: str, dtype: Any) -> Any:
@@ -155,21 +157,23 @@ def _is_inner_product(eqn: JaxprEqn, xs: list[Any]) -> bool:
     return not batch and shape == _shape(xs[1]) and len(left) == len(shape) and tuple(left) == tuple(right)
 
 
-def _inner_product(eqn: JaxprEqn, xs: list[Any]) -> jax.Array:
+def _inner_product(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> jax.Array:
     shape = _shape(xs[0])
-    flat = [masked(_part(x), shape, 0).reshape(-1) for x in xs]
+    flat = [masked(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
-    return tree_allreduce(here, op="sum")
+    return tree_allreduce(here, op="sum", axis=axis)
 
 
 def _barrier(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     outs = _jaxcompat.bind(eqn, [x.value if is_shard(x) else _full(x) for x in xs])
-    return [Shard(y, x.shape) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
+    return [Shard(y, x.shape, axis=x.axis) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
 
 
-def _cond(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+def _cond(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> list[Any]:
     """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
+    if axis != AXIS:
+        return _selected(index, [_settled(branch, *operands) for branch in eqn.params["branches"]], axis)
     if not isinstance(index, jax.core.Tracer):  # called eagerly
         return _run(eqn.params["branches"][int(index)], *operands)
     traced = [jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands) for branch in eqn.params["branches"]]
@@ -178,7 +182,7 @@ def _cond(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     def branch(jaxpr: Any, out: list[Any]) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
             outs = jax.tree.structure(out).unflatten(_jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands)))
-            return [Shard(_part(x), _shape(x)) if kind else x for x, kind in zip(outs, kinds, strict=True)]
+            return [_shard(_part(x, axis), _shape(x), axis) if kind else x for x, kind in zip(outs, kinds, strict=True)]
 
         return run
 
@@ -186,14 +190,29 @@ def _cond(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
         return jax.lax.switch(equal_on_all_ranks(index), [branch(*pair) for pair in traced], *operands)
 
 
+def _selected(index: Any, branches: list[list[Any]], axis: Axis) -> list[Any]:
+    """The results of one of some branches; one that is a shard in one of them is one."""
+    outs = []
+    for xs in zip(*branches, strict=True):
+        if any(map(is_shard, xs)):
+            outs.append(_shard(jax.lax.select_n(index, *(_part(x, axis) for x in xs)), _shape(xs[0]), axis))
+        else:
+            outs.append(jax.lax.select_n(index, *xs))
+    return outs
+
+
 def _settled(jaxpr: Any, *args: Any) -> list[Any]:
     return [_full(x) if isinstance(x, _Splat) else x for x in _run(jaxpr, *args)]
 
 
-def _part(x: Any) -> Any:
+def _shard(value: Any, shape: tuple[int, ...], axis: Axis, whole: Any = None) -> Shard:
+    return Shard(value, shape, whole, axis=axis)
+
+
+def _part(x: Any, axis: Axis) -> Any:
     if isinstance(x, _Splat):
-        return jnp.broadcast_to(x.number, shard_shape(x.shape, session.size()))
-    return part(x)
+        return jnp.broadcast_to(x.number, shard_shape(x.shape, size_along(axis)))
+    return part(x, axis)
 
 
 def _full(x: Any) -> Any:

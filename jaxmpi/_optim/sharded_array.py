@@ -1,12 +1,13 @@
 """Arrays that are cut over the ranks, as leaves of the trees that users hold: parameters, gradients, states of optimizers."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jaxmpi._axis import AXIS, Axis, names, overlap
 from jaxmpi._leaves import PyTree, ShardKey, leaf_name
-from jaxmpi._optim.shards import own
+from jaxmpi._optim.shards import own, size_along
 from jaxmpi._world import session
 
 __all__ = ["ShardedArray", "check_ranks", "cut", "is_sharded_array", "refuse_shards"]
@@ -26,10 +27,11 @@ class ShardedArray:
       shard: this rank's; any tree of `jax.tree.map` may stand there.
       of: the shape of the array, or of one of a stack.
       ranks: the number of shards.
+      axis: of the ranks that have them; other groups along it have such shards, too.
     """
 
-    def __init__(self, shard: Any, of: tuple[int, ...], ranks: int) -> None:
-        self.shard, self.of, self.ranks = shard, of, ranks
+    def __init__(self, shard: Any, of: tuple[int, ...], ranks: int, axis: Axis = AXIS) -> None:
+        self.shard, self.of, self.ranks, self.axis = shard, of, ranks, axis
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -47,17 +49,21 @@ class ShardedArray:
         return self.shard.dtype
 
     def __repr__(self) -> str:
-        return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks})"
+        over = f", axis={self.axis!r}" if self.axis != AXIS else ""
+        return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[tuple[int, ...], int]]:
-        return ((ShardKey("shard"), self.shard),), (self.of, self.ranks)
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], "Layout"]:
+        return ((ShardKey(self.axis), self.shard),), (self.of, self.ranks, self.axis)
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[tuple[int, ...], int]]:
-        return (self.shard,), (self.of, self.ranks)
+    def tree_flatten(self) -> tuple[tuple[Any], "Layout"]:
+        return (self.shard,), (self.of, self.ranks, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, layout: tuple[tuple[int, ...], int], children: Any) -> "ShardedArray":
+    def tree_unflatten(cls, layout: "Layout", children: Any) -> "ShardedArray":
         return cls(children[0], *layout)
+
+
+Layout: TypeAlias = tuple[tuple[int, ...], int, Axis]  # of a `ShardedArray`: of, ranks, axis
 
 
 def is_sharded_array(x: Any) -> bool:
@@ -65,27 +71,36 @@ def is_sharded_array(x: Any) -> bool:
     return isinstance(x, ShardedArray)
 
 
-def cut(x: jax.Array, stacked: int = 0) -> ShardedArray:
+def cut(x: jax.Array, stacked: int = 0, *, axis: Axis = AXIS) -> ShardedArray:
     """This rank's shard of an array that every rank has, in traced code."""
-    return ShardedArray(own(x, stacked), jnp.shape(x)[stacked:], session.size())
+    return ShardedArray(own(x, stacked, axis=axis), jnp.shape(x)[stacked:], size_along(axis), axis)
 
 
 def check_ranks(function: str, tree: PyTree) -> None:
-    """Raise a ValueError that names a leaf which was cut for another number of ranks."""
-    size = session.size()
+    """Raise a ValueError that names a leaf which was cut for another number of ranks, or over an axis that they don't have."""
+    axes = session.current(function).axes
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_array):
-        if is_sharded_array(x) and x.ranks != size:
+        if not is_sharded_array(x):
+            continue
+        if not {*names(x.axis)} <= {*axes}:
             raise ValueError(
-                f"{function}: leaf {leaf_name(path)} is one of {x.ranks} shards, and there are {size} ranks. Make new ones "
-                f"with jaxmpi.fully_shard; to go on with these numbers, save them on {x.ranks} ranks with jaxmpi.save, and "
-                "jaxmpi.restore them into the new ones."
+                f"{function}: leaf {leaf_name(path)} is a shard over axis {x.axis!r}, and the ranks have "
+                f"{', '.join(map(repr, axes))}. Name the axis in jaxmpi.init(axes=...), or make new shards with "
+                "jaxmpi.fully_shard."
+            )
+        if x.ranks != (size := size_along(x.axis)):
+            along = "" if x.axis == AXIS else f" along axis {x.axis!r}"
+            raise ValueError(
+                f"{function}: leaf {leaf_name(path)} is one of {x.ranks} shards, and there are {size} ranks{along}. Make new "
+                f"ones with jaxmpi.fully_shard; to go on with these numbers, save them on {x.ranks} ranks{along} with "
+                "jaxmpi.save, and jaxmpi.restore them into the new ones."
             )
 
 
-def refuse_shards(function: str, tree: PyTree) -> None:
-    """Raise a ValueError if a tree has shards, where whole arrays are wanted, with the path of the first."""
+def refuse_shards(function: str, tree: PyTree, axis: Axis = AXIS) -> None:
+    """Raise a ValueError if a tree has shards over an axis, where whole arrays are wanted, with the path of the first."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_array):
-        if is_sharded_array(x):
+        if is_sharded_array(x) and overlap(axis, x.axis):
             raise ValueError(
                 f"{function}: leaf {leaf_name(path)} is a ShardedArray, of which each rank has another part. Its gradients, "
                 "by jaxmpi.unshard, are means over the ranks already: give them to a plain optax optimizer."

@@ -7,10 +7,49 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmpi._axis import AXIS, Axis, names
+from jaxmpi._collectives import arrays
 from jaxmpi._collectives.trees import tree_allgather
 from jaxmpi._world import session
 
-__all__ = ["Shard", "gathered", "is_shard", "joined", "masked", "own", "part", "rows", "shard", "shard_shape"]
+__all__ = [
+    "Shard",
+    "check_cut",
+    "gathered",
+    "is_shard",
+    "joined",
+    "masked",
+    "own",
+    "part",
+    "rows",
+    "shard",
+    "shard_shape",
+    "size_along",
+]
+
+
+def check_cut(function: str, axis: Axis) -> None:
+    """Raise an error that names `function` unless arrays can be cut over an axis: a name of the ranks, or a tuple of some.
+
+    Raises:
+      TypeError: no text, and no tuple of texts.
+      ValueError: a name that `init` was not given, that of a `vmap` included; some of the ranks twice.
+    """
+    backend = session.current(function)
+    arrays.check_axis(function, axis, backend)
+    if other := [name for name in names(axis) if name not in backend.axes]:
+        known = ", ".join(map(repr, backend.axes))
+        raise ValueError(f"{function}: axis {other[0]!r} is no axis of the ranks, which have {known}. Name one of them.")
+
+
+def size_along(axis: Axis) -> int:
+    """The number of ranks along an axis, which is that of the shards."""
+    return session.size() if axis == AXIS else arrays.axis_size(axis, session.current("axis_size"))
+
+
+def _index_along(axis: Axis) -> Any:
+    """This rank's number along an axis."""
+    return session.rank() if axis == AXIS else arrays.along(axis, session.current("axis_index")).index()
 
 
 @jax.tree_util.register_pytree_node_class
@@ -21,21 +60,22 @@ class Shard:
       value: the shard, of `shard_shape(shape, size)`; the padding may hold anything.
       shape: of the whole array.
       whole: the whole array, where this rank has it without communication or has gathered it; or None.
+      axis: of the ranks that have the shards.
     """
 
-    def __init__(self, value: Any, shape: tuple[int, ...], whole: Any = None) -> None:
-        self.value, self.shape, self.whole = value, shape, whole
+    def __init__(self, value: Any, shape: tuple[int, ...], whole: Any = None, *, axis: Axis = AXIS) -> None:
+        self.value, self.shape, self.whole, self.axis = value, shape, whole, axis
 
     @property
     def dtype(self) -> Any:
         return self.value.dtype
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-        return (self.value, self.whole), self.shape
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[int, ...], Axis]]:
+        return (self.value, self.whole), (self.shape, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, shape: tuple[int, ...], children: Any) -> "Shard":
-        return cls(children[0], shape, children[1])
+    def tree_unflatten(cls, layout: tuple[tuple[int, ...], Axis], children: Any) -> "Shard":
+        return cls(children[0], layout[0], children[1], axis=layout[1])
 
 
 def is_shard(x: Any) -> bool:
@@ -43,14 +83,14 @@ def is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
-def shard(value: Any, shape: tuple[int, ...], whole: Any = None) -> Any:
+def shard(value: Any, shape: tuple[int, ...], whole: Any = None, *, axis: Axis = AXIS) -> Any:
     """A `Shard`; on one rank, and of a scalar, the array itself."""
-    return Shard(value, shape, whole) if shape and session.size() > 1 else value
+    return Shard(value, shape, whole, axis=axis) if shape and size_along(axis) > 1 else value
 
 
-def part(x: Any) -> Any:
+def part(x: Any, axis: Axis = AXIS) -> Any:
     """This rank's shard of an array or of a `Shard`; a scalar stays as it is."""
-    return x.value if is_shard(x) else own(x)
+    return x.value if is_shard(x) else own(x, axis=axis)
 
 
 def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -71,12 +111,12 @@ def rows(x: Any, size: int, stacked: int = 0) -> jax.Array:
     return jnp.moveaxis(flat.reshape(*stack, size, *shard_shape(shape, size)), stacked, 0)
 
 
-def own(x: Any, stacked: int = 0) -> jax.Array:
+def own(x: Any, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
     """This rank's shard of an array that every rank has, or of each of a stack; a scalar stays as it is."""
-    size = session.size()
+    size = size_along(axis)
     if size == 1 or jnp.ndim(x) == stacked:
         return x
-    return lax.dynamic_index_in_dim(rows(x, size, stacked), session.rank(), keepdims=False)
+    return lax.dynamic_index_in_dim(rows(x, size, stacked), _index_along(axis), keepdims=False)
 
 
 def joined(shards: Any, shape: tuple[int, ...], stacked: int = 0) -> jax.Array:
@@ -87,20 +127,21 @@ def joined(shards: Any, shape: tuple[int, ...], stacked: int = 0) -> jax.Array:
 
 
 def gathered(shards: list[Shard]) -> list[jax.Array]:
-    """The whole arrays, on every rank, in one allgather of those that are not known to be whole already."""
-    missing = [i for i, x in enumerate(shards) if x.whole is None]
-    for i, x in zip(missing, tree_allgather([shards[i].value for i in missing]) if missing else [], strict=True):
-        shards[i].whole = joined(x, shards[i].shape)
+    """The whole arrays, on every rank, in one allgather of those that are not known to be whole already; all of one axis."""
+    missing = [x for x in shards if x.whole is None]
+    stacks = tree_allgather([x.value for x in missing], axis=missing[0].axis) if missing else []
+    for x, stack in zip(missing, stacks, strict=True):
+        x.whole = joined(stack, x.shape)
     return [x.whole for x in shards]
 
 
-def masked(value: Any, shape: tuple[int, ...], fill: Any, stacked: int = 0) -> jax.Array:
+def masked(value: Any, shape: tuple[int, ...], fill: Any, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
     """A shard of an array of this shape, or those of a stack, with `fill` in the place of the padding."""
-    size, numbers = session.size(), prod(shape)
+    size, numbers = size_along(axis), prod(shape)
     columns = _columns(shape, size)
     if columns * size == numbers:
         return value
-    valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[session.rank()]
+    valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[_index_along(axis)]
     return jnp.where(lax.broadcasted_iota(jnp.int32, value.shape, stacked) < valid, value, fill)
 
 

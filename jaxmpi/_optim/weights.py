@@ -31,7 +31,7 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
-__all__ = ["as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
+__all__ = ["MeanOverRanks", "as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
 
 MeanOverRanks = Callable[[str, Any], Any]  # of a function's name and a tree
 

@@ -1,13 +1,14 @@
 """ZeRO-1: each rank keeps the optimizer's state for its shards of the parameters."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import equal_on_all_ranks, with_parameters
+from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives.trees import tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
@@ -17,14 +18,16 @@ from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.sharded_state import ShardedState, check_ranks, layout_of, stored
-from jaxmpi._optim.shards import gathered, is_shard, own, part, rows, shard
-from jaxmpi._optim.weights import weighted_mean
+from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
+from jaxmpi._optim.weights import MeanOverRanks, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["sharded"]
 
 
-def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+def sharded(
+    inner: optax.GradientTransformation, *, master_dtype: Any = None, axis: Axis = AXIS
+) -> optax.GradientTransformationExtraArgs:
     """`distributed(inner)` with 1/p of the optimizer's state on each rank.
 
     Each rank gets the mean of its shard of the gradients (reduce_scatter), updates that shard with `inner`, and gives the
@@ -46,95 +49,113 @@ def sharded(inner: optax.GradientTransformation, *, master_dtype: Any = None) ->
       inner: an optax transform.
       master_dtype: a dtype such as float32, in which each rank keeps its shard of the parameters and updates it: for
         parameters in bfloat16, which then are the rounded masters. None updates the parameters as they are.
+      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, share its state, and stay equal
+        within it, as with `distributed(inner, axis=axis)`. There is no function for `update` then. After
+        `average_gradients` over the other axes all ranks do the same, and the state is sharded within each group.
 
     Raises:
-      ValueError: a state that was made for another number of ranks; `update` gets no parameters; gradients of other shapes
-        than the parameters', such as those of single samples; weights as in `distributed`.
+      ValueError: a state that was made for another number of ranks, or another axis; `update` gets no parameters; gradients of
+        other shapes than the parameters', such as those of single samples; weights as in `distributed`; an axis that is
+        unknown, or with a function.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path.
       RuntimeError: `update` is called outside of a step under `simulate`.
     """
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
+    cut, own_of, own_part = partial(shard, axis=axis), partial(own, axis=axis), partial(part, axis=axis)
 
     def masters(params: PyTree) -> Any:
         return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
     def start(params: PyTree) -> tuple[PyTree, PyTree]:
         wholes = masters(params)
-        shards = jax.tree.map(lambda x: shard(own(x), jnp.shape(x), x), wholes)
-        state = on_shards(inner.init, shards)
-        master = () if master_dtype is None else jax.tree.map(part, shards, is_leaf=is_shard)
-        return stored(state, layout_of(state, wholes)), master
+        shards = jax.tree.map(lambda x: cut(own_of(x), jnp.shape(x), x), wholes)
+        state = on_shards(inner.init, shards, axis=axis)
+        master = () if master_dtype is None else jax.tree.map(own_part, shards, is_leaf=is_shard)
+        return stored(state, layout_of(state, wholes, axis)), master
 
     started = anywhere(start, "sharded")
 
     def init(params: PyTree) -> ShardedState:
+        check_cut("sharded", axis)
         refuse_shards("sharded", params)
         map_floats("sharded", lambda x: x, params)
         wholes = jax.eval_shape(masters, params)
-        return ShardedState.of(started(params), layout_of(jax.eval_shape(inner.init, wholes), wholes))
+        return ShardedState.of(started(params), layout_of(jax.eval_shape(inner.init, wholes), wholes, axis))
 
     def update(
         updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[Any, ShardedState]:
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
-        check_ranks("sharded", state)
+        check_cut("sharded", axis)
+        check_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
-        updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}")
+        over = "" if axis == AXIS else f" axis={axis}"
+        updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{over}")
         given = Given(extra_args, updates)
+        given.check_axis("sharded", axis)
         if master_dtype is None:
-            theirs = map_floats("sharded", lambda x: shard(own(x), x.shape, x), params)
+            theirs = map_floats("sharded", lambda x: cut(own_of(x), x.shape, x), params)
         else:
-            theirs = map_floats("sharded", lambda x, m: shard(m, x.shape) if x.shape else _equal(m), params, state.master)
-        means, local = _means(updates, given.local, weight)
-        grads = map_floats("sharded", lambda g, x: shard(x.astype(master_dtype or g.dtype), g.shape), updates, means)
-        local = map_floats("sharded", lambda x, mean: shard(mean, x.shape), given.local, local)
+            theirs = map_floats("sharded", lambda x, m: cut(m, x.shape) if x.shape else _equal(m, axis), params, state.master)
+        means, local = _means(updates, given.local, weight, axis)
+        grads = map_floats("sharded", lambda g, x: cut(x.astype(master_dtype or g.dtype), g.shape), updates, means)
+        local = map_floats("sharded", lambda x, mean: cut(mean, x.shape), given.local, local)
         leaves, treedef = jax.tree.flatten(state.inner)
         pairs = zip(leaves, state.layout.shapes, strict=False)
-        before = treedef.unflatten([_equal(x) if shape is None else shard(x, shape) for x, shape in pairs])
+        before = treedef.unflatten([_equal(x, axis) if shape is None else cut(x, shape) for x, shape in pairs])
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
         work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
-        steps, after = on_shards(work, grads, *given.marked((before, theirs)), args)
-        layout = layout_of(after, params)  # a state may get other leaves in a step
+        steps, after = on_shards(work, grads, *given.marked((before, theirs)), args, axis=axis)
+        layout = layout_of(after, params, axis)  # a state may get other leaves in a step
         after = stored(after, layout)
         if master_dtype is None:
-            return _gathered(steps), ShardedState.of((after, ()), layout)
+            return _meant(_gathered(steps), axis), ShardedState.of((after, ()), layout)
         master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
-        master = optax.apply_updates(master, jax.tree.map(part, steps, is_leaf=is_shard))
-        rounded = map_floats("sharded", lambda m, p: shard(m.astype(p.dtype), p.shape), master, params)
+        master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
+        rounded = map_floats("sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params)
         there = _gathered(rounded)
         out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, there)
-        return out, ShardedState.of((after, master), layout)
+        return _meant(out, axis), ShardedState.of((after, master), layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _means(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
+def _means(updates: PyTree, local: Any, weight: Any, axis: Axis) -> tuple[PyTree, PyTree]:
     """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
-    if session.size() == 1:
-        return mean("sharded", updates, weight), local
-    means = weighted_mean("sharded", (updates, local) if local else updates, weight, _mean_shards)
+    if size_along(axis) == 1:
+        return mean("sharded", updates, weight, axis), local
+    means = weighted_mean("sharded", (updates, local) if local else updates, weight, _mean_shards(axis), axis=axis)
     return means if local else (means, {})
 
 
-def _mean_shards(function: str, tree: PyTree) -> Any:
-    """This rank's shards of the mean over the ranks, and the whole mean of a scalar, which has the same bits on all."""
-    size = session.size()
-    if size == 1:
-        return tree
-    leaves, treedef = jax.tree.flatten(tree)
-    scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
-    stacks = map_floats(function, lambda x: rows(x, size), {i: x for i, x in enumerate(leaves) if i not in scalars})
-    means = _no_floats(tree_reduce_scatter, stacks, op="mean") | tree_allreduce(scalars, op="mean")
-    return treedef.unflatten([means[i] for i in range(len(leaves))])
+@cache  # as what a mean has compiled is kept with this
+def _mean_shards(axis: Axis) -> MeanOverRanks:
+    """This rank's shards of the mean along an axis, and the whole mean of a scalar, which has the same bits on all."""
+
+    def means_of(function: str, tree: PyTree) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
+        arrays = {i: x for i, x in enumerate(leaves) if i not in scalars}
+        stacks = map_floats(function, lambda x: rows(x, size_along(axis)), arrays)
+        shards = _no_floats(tree_reduce_scatter, stacks, op="mean", axis=axis)
+        means = shards | tree_allreduce(scalars, op="mean", axis=axis)
+        return treedef.unflatten([means[i] for i in range(len(leaves))])
+
+    return means_of
 
 
-def _equal(x: Any) -> Any:
-    """A part of the state that is no shard: it is equal on all ranks, although it stands in a `PerRankState`."""
-    return x if session.size() == 1 else equal_on_all_ranks(x)
+def _equal(x: Any, axis: Axis) -> Any:
+    """A part of the state that is no shard: it is equal on all ranks of the axis, although it stands in a `PerRankState`."""
+    return x if session.size() == 1 or axis != AXIS else equal_on_all_ranks(x)
+
+
+def _meant(updates: PyTree, axis: Axis) -> Any:
+    """Updates, which may differ between the groups along an axis."""
+    return updates if axis == AXIS else may_differ(updates)
 
 
 def _gathered(tree: PyTree) -> Any:
