@@ -29,6 +29,7 @@ def check_in_a_job(ranks, way, seeds):
     assert "refused" in output and "right" in output, output
 
 
+@pytest.mark.mpi4jax
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_some_programs_on_the_other_transport(ranks):
     check_in_a_job(ranks, OTHER, range(2 * SOME, 3 * SOME))
