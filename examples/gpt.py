@@ -5,6 +5,7 @@
     jaxmpi run -n 2 examples/gpt.py --sharded --accumulate 2
     jaxmpi run -n 2 examples/gpt.py --fully-sharded
     jaxmpi run -n 2 examples/gpt.py --local-every 50 --diloco
+    jaxmpi run -n 4 examples/gpt.py --local-every 50 --diloco --islands 2 --sharded
 
 The layers are one `scan` over their stacked parameters, and each is computed again in the backward pass (`remat`), so that
 memory does not grow with their number.
@@ -35,6 +36,7 @@ parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batc
 parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)")
 parser.add_argument("--fully-sharded", action="store_true", help="and the parameters, one layer at a time whole (FSDP)")
 parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
+parser.add_argument("--islands", type=int, metavar="N", help="with --local-every: of ranks that take each step together")
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
 parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
 parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that step")
@@ -43,12 +45,14 @@ parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.sharded and args.fully_sharded:
     parser.error("--fully-sharded shares the optimizer's state out, too: leave out --sharded")
-if args.local_every is not None and (args.local_every < 1 or args.sharded or args.fully_sharded):
-    parser.error("--local-every is 1 or more, and each rank then has a state of its own: not with --sharded, --fully-sharded")
-if args.diloco and args.local_every is None:
-    parser.error("--diloco goes with --local-every")
+if args.local_every is not None and (args.local_every < 1 or args.fully_sharded):
+    parser.error("--local-every is 1 or more, and not with --fully-sharded")
+if (args.diloco or args.islands) and args.local_every is None:
+    parser.error("--diloco and --islands go with --local-every")
+if args.local_every and args.sharded and not args.islands:
+    parser.error("--local-every lets each rank have a state of its own: --sharded needs --islands, whose ranks share it out")
 
-jaxmpi.init(verbose=True)
+jaxmpi.init(verbose=True, axes={"island": args.islands, "member": -1} if args.islands else None)
 log = jaxmpi.get_logger("gpt")
 
 
@@ -114,7 +118,8 @@ schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, min(100, updates_of_
 adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 if args.local_every:
     outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True) if args.diloco else None
-    optimizer = jaxmpi.local_sgd(adamw, args.local_every, outer)
+    inner = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member") if args.islands else adamw
+    optimizer = jaxmpi.local_sgd(inner, args.local_every, outer, axis="island" if args.islands else jaxmpi.AXIS)
 elif args.fully_sharded:
     optimizer = adamw
 else:

@@ -72,13 +72,14 @@ GPT = ("examples/gpt.py", *SMALL.split())
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held out, with the optimizer's state whole and shared out, and the parameters, too."""
-    *same, diloco = run_all(
+    *same, diloco, islands = run_all(
         on_ranks(ranks, *GPT, *options.split())
         for ranks, options in (
             (1, "--sample 20"),
             (3, "--sample 20 --sharded"),
             (2, "--sample 20 --fully-sharded"),
             (2, "--sample 0 --local-every 3 --diloco"),
+            (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
         )
     )
     one, *others = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
@@ -86,7 +87,7 @@ def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     for other in others:
         np.testing.assert_allclose(other, one, atol=2e-3)
     assert one[-1] < 0.95 * one[0]
-    assert "held out" in diloco
+    assert "held out" in diloco and "held out" in islands
 
 
 def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():

@@ -25,9 +25,17 @@ def test_simulated_ranks_train_as_one(variant, optimizer):
         check(f"fully {variant}", optimizer)
 
 
-@run_ranks(1, 2, 3, 4)
+@run_ranks(2, 3)
 @TABLE
 def test_ranks_train_as_one(variant):
+    for optimizer in ELEMENTWISE:
+        check(f"fully {variant}", optimizer)
+
+
+@pytest.mark.slow
+@run_ranks(1, 4)
+@TABLE
+def test_one_rank_and_four_do_too(variant):
     for optimizer in ELEMENTWISE:
         check(f"fully {variant}", optimizer)
 
