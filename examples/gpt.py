@@ -36,7 +36,9 @@ parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batc
 parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)")
 parser.add_argument("--fully-sharded", action="store_true", help="and the parameters, one layer at a time whole (FSDP)")
 parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
-parser.add_argument("--islands", type=int, metavar="N", help="with --local-every: of ranks that take each step together")
+parser.add_argument(
+    "--islands", type=int, metavar="N", help="with --local-every: N groups of ranks, of which each takes its steps together"
+)
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
 parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
 parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that step")
@@ -47,6 +49,8 @@ if args.sharded and args.fully_sharded:
     parser.error("--fully-sharded shares the optimizer's state out, too: leave out --sharded")
 if args.local_every is not None and (args.local_every < 1 or args.fully_sharded):
     parser.error("--local-every is 1 or more, and not with --fully-sharded")
+if args.islands is not None and args.islands < 1:
+    parser.error("--islands is 1 or more")
 if (args.diloco or args.islands) and args.local_every is None:
     parser.error("--diloco and --islands go with --local-every")
 if args.local_every and args.sharded and not args.islands:
@@ -126,7 +130,9 @@ else:
     optimizer = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
 state = optimizer.init(params)
-equal = (1,) if args.local_every else (0, 1)  # with --local-every the ranks' parameters differ between their meetings
+# With --local-every the ranks' parameters differ between their meetings. What is equal on all ranks only because it is along
+# each of two axes cannot be declared yet.
+equal = () if args.islands else (1,) if args.local_every else (0, 1)
 
 
 def losses(params, text):

@@ -70,24 +70,31 @@ SMALL = "--steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabyte
 GPT = ("examples/gpt.py", *SMALL.split())
 
 
+def losses_in(output):
+    return [float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)]
+
+
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held out, with the optimizer's state whole and shared out, and the parameters, too."""
-    *same, diloco, islands = run_all(
+    *same, diloco, islands, sharded = run_all(
         on_ranks(ranks, *GPT, *options.split())
         for ranks, options in (
             (1, "--sample 20"),
             (3, "--sample 20 --sharded"),
             (2, "--sample 20 --fully-sharded"),
             (2, "--sample 0 --local-every 3 --diloco"),
+            (4, "--sample 0 --local-every 3 --diloco --islands 2"),
             (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
         )
     )
-    one, *others = ([float(x) for x in re.findall(r"(?:train|held out) (\d\S+)", output)] for output in same)
+    one, *others = map(losses_in, same)
     assert len(one) == 12 and all("def main(arguments):" in output for output in same)
     for other in others:
         np.testing.assert_allclose(other, one, atol=2e-3)
     assert one[-1] < 0.95 * one[0]
-    assert "held out" in diloco and "held out" in islands
+    for output in (islands, sharded):  # two islands of two ranks train as two ranks
+        np.testing.assert_allclose(losses_in(output), losses_in(diloco), atol=2e-3)
+    assert losses_in(diloco)[-1] < 0.99 * losses_in(diloco)[0]
 
 
 def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
