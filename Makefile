@@ -1,6 +1,6 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
 # make test    set everything up in .venv and run the tests
-# make test-slow   the tests that take longest, such as every optimizer of optax: quarter of an hour
+# make test-slow   the tests that take longest, such as every optimizer of optax: three quarters of an hour
 # make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
 # make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
@@ -59,7 +59,7 @@ train: $(VENV)/.installed
 	@$(BIN)/jaxmpi run -n $(RANKS) examples/digits.py
 
 test: $(VENV)/.test-installed
-	@echo "== running the tests (RANKS 1 to 4; 3 and 4 share the cores of this machine where it has fewer)"
+	@echo "== running the tests, most of them on 3 ranks, which share the cores of this machine where it has fewer"
 	@$(SUITE) $(TESTS)
 
 test-slow: $(VENV)/.test-installed
@@ -77,7 +77,7 @@ test-mpi4jax: $(VENV)/.test-installed $(VENV)/.mpi4jax
 test-loaders: $(VENV)/.test-installed
 	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"
 	@$(PIP) torch tensorflow-cpu datasets || { $(FAILED); }
-	@$(BIN)/python -m pytest tests/data/test_loaders.py
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/data/test_loaders.py
 
 matrix: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"

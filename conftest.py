@@ -1,6 +1,7 @@
 """Doctests run on one rank, after `jaxmpi.init()`; what one rank has compiled, those that tests start later find."""
 
 import os
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import jaxmpi
 
+ON_ALL_RANKS = "collectives"  # the folder whose tests are quick on every number of ranks
 COMPILED = Path(__file__).parent / "build" / "compiled"
 
 
@@ -25,10 +27,27 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of as many ranks stand beside each other within a file, so that these ranks are started once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
+    _mark_repeated(items)
     if find_spec("mpi4jax") is None:
         for item in items:
             if "mpi4jax" in _parameters(item).values() or item.get_closest_marker("mpi4jax"):
                 item.add_marker(pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax"))
+
+
+def _mark_repeated(items: list[pytest.Item]) -> None:
+    """Of a test on several numbers of ranks, that on 3 is quick, where least is taken for granted; the others are slow."""
+    numbers = defaultdict(set)
+    for item in items:
+        numbers[_test(item)].add(_ranks(item))
+    for item in items:
+        if item.path.parent.name != ON_ALL_RANKS and 3 in numbers[_test(item)] - {_ranks(item)}:
+            item.add_marker(pytest.mark.slow)
+
+
+def _test(item: pytest.Item) -> tuple[str, str]:
+    """A test without its number of ranks."""
+    others = {name: repr(value) for name, value in _parameters(item).items() if name != "ranks"}
+    return str(item.path), f"{getattr(item, 'originalname', item.name)} {others}"
 
 
 def _ranks(item: pytest.Item) -> int:

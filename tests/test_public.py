@@ -533,6 +533,7 @@ def test_on_ranks_of_mpi():
     check_all()
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_on_ranks_of_xla():
     check_all()

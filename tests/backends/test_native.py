@@ -286,7 +286,9 @@ jaxmpi.print("fine on", me, w.node, w.local_rank)
 """
 
 
-@pytest.mark.parametrize(("ranks", "on_a_node"), [(2, 1), (3, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "on_a_node"), [(3, 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(2, 1), (4, 2), (4, 3)])]
+)
 def test_several_nodes(ranks, on_a_node, tmp_path):
     """Pretended ones, of equal and of other sizes."""
     done = run(ranks, NODES, tmp_path, JAXMPI_NODE_RANKS=str(on_a_node))
@@ -303,6 +305,7 @@ def run(ranks, code, folder, *, timeout=120, **environ):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores(tmp_path):
     """Nobody starves: eight ranks, which on most machines of these tests share two cores."""
     code = """

@@ -192,6 +192,7 @@ def run(function, ranks, backend, directory):
         pool(ranks, backend).run(Task(__file__, function.__name__, {"directory": directory}, 120.0))
 
 
+@pytest.mark.slow
 def test_saved_in_one_way_and_restored_in_another(tmp_path):
     """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:

@@ -130,7 +130,7 @@ def check_on_ranks(directory):
             jaxmpi.restore(directory, run_of("island", False))
 
 
-@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
 def test_on_ranks(tmp_path, backend):
     pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_on_ranks", {"directory": str(tmp_path)}, 120.0))
 

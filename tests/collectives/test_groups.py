@@ -147,7 +147,11 @@ def compare(got, want):
         np.testing.assert_allclose(x, y, 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("axes", [{"island": 2, "member": 2}, {"island": 2, "member": 3}], ids=["2x2", "2x3"])
+@pytest.mark.parametrize(
+    "axes",
+    [{"island": 2, "member": 2}, pytest.param({"island": 2, "member": 3}, marks=pytest.mark.slow)],
+    ids=["2x2", "2x3"],
+)
 def test_all_collectives_simulated(axes):
     weights, want = expectations(axes)
     with jax.enable_x64(True), jaxmpi.simulate(len(values(axes)), axes=axes):
@@ -167,7 +171,7 @@ def mpi4jax_ranks():
     ranks.end()
 
 
-@pytest.mark.parametrize("row", ["native", "mpi4jax", "xla"])
+@pytest.mark.parametrize("row", ["native", "mpi4jax", pytest.param("xla", marks=pytest.mark.slow)])
 def test_all_collectives(row, request):
     weights, want = expectations(AXES)
     ranks = (

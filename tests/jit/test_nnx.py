@@ -73,6 +73,7 @@ def test_n_ranks_train_as_one_on_mpi():
     check(own_rows)
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_n_ranks_train_as_one_on_xla():
     check(own_rows)

@@ -153,6 +153,7 @@ jaxmpi.print("end of", rank, float(total))
 """
 
 
+@pytest.mark.slow
 def test_a_slow_rank_at_the_end_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FINE)

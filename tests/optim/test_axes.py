@@ -176,6 +176,7 @@ def test_as_distributed_simulated(name):
         CHECKS[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "names"),
     [
@@ -198,8 +199,12 @@ def check_named(names):
 
 @pytest.mark.parametrize(
     ("backend", "names"),
-    [("auto", ["sharded", "sharded over the columns", "whole states"]), ("auto", ["hybrid", "local_sgd"]), ("xla", ["hybrid"])],
-    ids=["sharded", "hybrid", "xla"],
+    [
+        ("auto", ["hybrid", "local_sgd"]),
+        pytest.param("auto", ["sharded", "sharded over the columns", "whole states"], marks=pytest.mark.slow),
+        pytest.param("xla", ["hybrid"], marks=pytest.mark.slow),
+    ],
+    ids=["hybrid", "sharded", "xla"],
 )
 def test_as_distributed(backend, names):
     pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_named", {"names": names}, 240.0))

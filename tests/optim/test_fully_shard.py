@@ -26,26 +26,27 @@ def test_simulated_ranks_train_as_one(variant, optimizer):
 
 
 @run_ranks(2, 3)
-@TABLE
+@pytest.mark.parametrize("variant", ["plain", "accumulate"])
 def test_ranks_train_as_one(variant):
+    check(f"fully {variant}", "adamw")
+
+
+@pytest.mark.slow
+@run_ranks(1, 2, 3, 4)
+@TABLE
+def test_ranks_train_as_one_with_every_optimizer(variant):
     for optimizer in ELEMENTWISE:
         check(f"fully {variant}", optimizer)
 
 
 @pytest.mark.slow
-@run_ranks(1, 4)
-@TABLE
-def test_one_rank_and_four_do_too(variant):
-    for optimizer in ELEMENTWISE:
-        check(f"fully {variant}", optimizer)
-
-
 @run_ranks(3)
 @TABLE
 def test_ranks_train_as_one_under_plain_jit(variant):
     check(f"fully {variant}", "adamw", jit=jax.jit)
 
 
+@pytest.mark.slow
 @run_ranks(2, 3, backend="xla")
 @TABLE
 def test_ranks_of_xla_train_as_one(variant):

@@ -103,6 +103,7 @@ def test_functions():
     check(FUNCTIONS)
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_functions_of_xla():
     check(FUNCTIONS)
@@ -217,7 +218,7 @@ def equal_to_distributed():
             np.testing.assert_allclose(a, b, 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_decides_by_whole_arrays_is_right_on_shards(ranks):
     with jaxmpi.simulate(ranks):
         equal_to_distributed()

@@ -108,6 +108,7 @@ def test_the_cache_folder_cannot_be_made(job):
     assert errors.count(f"jaxmpi: what is compiled is not kept in {job.folder}: ") == 1, errors
 
 
+@pytest.mark.slow
 def test_damaged_entries_are_compiled_anew(job):
     assert job()[0] == 0
     for path in job.folder.iterdir():
@@ -128,11 +129,13 @@ def test_a_rank_that_is_killed_while_it_compiles_ends_the_job(job, backend):
     assert re.match(r"jaxmpi run: the job failed: rank 0 \(pid \d+ on \S+\) was killed by signal 9", errors.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_restart_after_a_kill_while_compiling_goes_on(job):
     code, counts, errors = job("--restarts", 1, fault="kill", ranks=3, JAXMPI_BACKEND="mpi")
     assert code == 0 and len(counts) == 3, errors
 
 
+@pytest.mark.slow
 def test_the_watchdog_knows_why_the_others_wait(job):
     limits = {"JAXMPI_STALL_SECONDS": "1", "JAXMPI_STALL_END_SECONDS": "2"}
     code, counts, errors = job(fault="5", ranks=3, JAXMPI_BACKEND="mpi", **limits)
