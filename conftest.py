@@ -38,7 +38,8 @@ def _mark_repeated(items: list[pytest.Item]) -> None:
     """Of a test on several numbers of ranks, that on 3 is quick, where least is taken for granted; the others are slow."""
     numbers = defaultdict(set)
     for item in items:
-        numbers[_test(item)].add(_ranks(item))
+        if not item.get_closest_marker("slow"):
+            numbers[_test(item)].add(_ranks(item))
     for item in items:
         if item.path.parent.name != ON_ALL_RANKS and 3 in numbers[_test(item)] - {_ranks(item)}:
             item.add_marker(pytest.mark.slow)

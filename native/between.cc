@@ -54,7 +54,7 @@ BetweenNodes::BetweenNodes(const Place& place, const Node& node, Lanes& lanes, c
   alone_ = at_.size == nodes_;
   direct_ = nodes_ <= lanes_.tuning.direct_nodes;
   if (operation_.kind == Kind::Bcast) root_node_ = at_.node_of(operation_.source, root_local_);
-  if (operation_.kind == Kind::Allreduce && chunks_.size() == 1) {
+  if (operation_.kind == Kind::Allreduce && chunks_.size() == 1 && !operation_.bucket) {
     at_once_ = count(chunks_[0]) * size_of(wide(chunks_[0].stream->type)) <= lanes_.tuning.small_bytes;
   }
   if (at_once_) owners_ = 1;

@@ -16,6 +16,7 @@
 #include <tuple>
 #include <utility>
 
+#include "courier.h"
 #include "gpu_staging.h"
 #include "schedule.h"
 #include "transport.h"
@@ -33,6 +34,7 @@ namespace {
 std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::unique_ptr<Transport>>;
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 std::mutex& one_at_a_time = *new std::mutex;
+Courier& courier = *new Courier;      // of messages that are on their way while a program computes
 PyObject* on_disagreement = nullptr;  // (word, group) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
@@ -44,6 +46,7 @@ struct Event {
 constexpr int64_t kEvents = 4096;
 struct Record {
   std::atomic<int64_t> started, ended;  // messages
+  std::atomic<int64_t> exposed;         // nanoseconds for which programs have waited for messages, and done nothing else
   Event events[kEvents];
 };
 
@@ -60,7 +63,7 @@ Record& make_record() {
   return *new Record{};
 }
 Record& record = make_record();
-std::atomic<int64_t>&started = record.started, &ended = record.ended;
+std::atomic<int64_t>&started = record.started, &ended = record.ended, &exposed = record.exposed;
 Event* const events = record.events;
 
 constexpr int kAll = 0;  // the transport of all ranks
@@ -124,15 +127,24 @@ std::string explain(int64_t word, int32_t group) {
   }
 }
 
-std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+// Adds the time for which a program waits.
+class Exposed {
+ public:
+  ~Exposed() { exposed += now() - start_; }
+
+ private:
+  const int64_t start_ = now();
+};
+
+std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets, size_t first_out = 0) {
   const int64_t rows = kind == Kind::Alltoall ? size : 1;  // of both
   std::vector<Array> arrays;
   arrays.reserve(args.size());
   for (size_t i = 0; i < args.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>(i);
-    auto out = rets.get<ffi::AnyBuffer>(i);
+    if (in && in->element_type() == ffi::DataType::TOKEN) continue;
+    auto out = rets.get<ffi::AnyBuffer>(first_out + i);
     if (!in || !out) throw std::runtime_error("an operand is no array");
-    if (in->element_type() == ffi::DataType::TOKEN) continue;
     const auto type = type_of(in->element_type());
     if (!type) throw std::runtime_error("an array of a type that the transport does not know");
     const int64_t items = std::min<int64_t>(in->element_count(), (*out)->element_count());  // of an array, or of a row of it
@@ -144,23 +156,65 @@ std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::
   return arrays;
 }
 
-// run(transport, arrays, begin): it calls `begin` when this rank is ready to communicate.
+// Ranks that are about to do different things, in one message.
+struct Refused : std::runtime_error {
+  Refused(int64_t word, int32_t group) : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
+  const int64_t word;
+  const int32_t group;
+};
+
+// run(begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
+void carry_out(const Transport& transport, int32_t group, int64_t word, int64_t bytes, Run run) {
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  std::optional<Entered> entered;
   try {
-    Transport& transport = current(group);
-    std::vector<Array> arrays = arrays_of(kind, transport.size(), args, rets);
-    int64_t bytes = 0;
-    for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
-    const std::lock_guard<std::mutex> lock(one_at_a_time);
-    std::optional<Entered> entered;
-    run(transport, std::move(arrays), [&] { entered.emplace(transport, word, bytes); });
-    return ffi::Error::Success();
+    run([&] { entered.emplace(transport, word, bytes); });
   } catch (const Disagreement&) {
+    throw Refused(word, group);
+  }
+}
+
+// What XLA is told of what is thrown.
+template <class Body>
+ffi::Error reported(Body body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const Refused& refused) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(refused.word, refused.group));
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
   }
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, explain(word, group));
+}
+
+int64_t bytes_of(const std::vector<Array>& arrays) {
+  int64_t bytes = 0;
+  for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
+  return bytes;
+}
+
+// Waits until nothing is on its way any more.
+void drain() {
+  const Exposed exposed;
+  courier.drain();
+}
+
+// run(transport, arrays, begin), as in `carry_out`
+template <class Run>
+ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
+  return reported([&] {
+    drain();
+    Transport& transport = current(group);
+    std::vector<Array> arrays = arrays_of(kind, transport.size(), args, rets);
+    std::optional<Exposed> exposed;
+    carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
+      run(transport, std::move(arrays), [&] {
+        begin();
+        exposed.emplace();
+      });
+    });
+  });
 }
 
 // From and to which rank of a group each one's arrays go: the programs of all ranks are the same.
@@ -181,6 +235,47 @@ ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t gro
                       begin();
                       transport.run(operation, word, std::move(arrays));
                     });
+}
+
+// A message that its `wait_on_host` ends. The first results are the operands, in place. In an allreduce they are what the wait
+// returns, too; otherwise the others are. `first`: of those that are started before any wait.
+ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                         int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
+  return reported([&] {
+    if (first) courier.forget();  // what a program has left that failed before its waits
+    try {
+      Transport& transport = current(group);
+      Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+      operation.bucket = bucket;
+      const size_t arrays_in = args.size() - 1;  // the last one is a token
+      const size_t first_out = operation.kind == Kind::Allreduce ? 0 : arrays_in;
+      std::vector<Array> arrays = arrays_of(operation.kind, transport.size(), args, rets, first_out);
+      Courier::Memory memory;
+      for (size_t i = 0; i + 1 < rets.size(); ++i) memory.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
+      courier.start(
+          [=, &transport] {
+            std::vector<Array> mine = arrays;
+            carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
+              begin();
+              transport.run(operation, word, std::move(mine));
+            });
+          },
+          std::move(memory));
+    } catch (...) {
+      courier.forget();
+      throw;
+    }
+  });
+}
+
+// `started`: how many of its operands are those of the start; others are arrays that are to be computed before.
+ffi::Error wait_on_host(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
+  return reported([&] {
+    const Exposed exposed;
+    Courier::Memory memory;
+    for (int32_t i = 0; i < started; ++i) memory.push_back(args.get<ffi::AnyBuffer>(i)->untyped_data());
+    courier.wait(memory);
+  });
 }
 
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
@@ -219,12 +314,18 @@ auto operands(Binding binding) {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(start_handler, start_on_host,
+                              operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait_on_host,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int32_t>("started"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
 
 nb::capsule handler(const std::string& name) {
   if (name == "host") return nb::capsule(reinterpret_cast<void*>(host_handler));
+  if (name == "start") return nb::capsule(reinterpret_cast<void*>(start_handler));
+  if (name == "wait") return nb::capsule(reinterpret_cast<void*>(wait_handler));
   if (name == "gpu") return nb::capsule(reinterpret_cast<void*>(gpu_handler));
   if (name == "rehearsal") return nb::capsule(reinterpret_cast<void*>(rehearsal_handler));
   if (name == "rank") return nb::capsule(reinterpret_cast<void*>(rank_handler));
@@ -251,6 +352,7 @@ void connect(size_t group, const std::string& library, intptr_t comm, intptr_t b
 void close() {
   Py_CLEAR(on_disagreement);
   nb::gil_scoped_release release;
+  courier.forget();
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   transports.clear();
 }
@@ -276,6 +378,8 @@ auto last_events() {
 
 std::pair<int64_t, int64_t> meet(int64_t word) {
   nb::gil_scoped_release release;
+  drain();
+  const Exposed exposed;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   Transport& transport = current(kAll);
   const Entered entered(transport, word, 0);
@@ -307,7 +411,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 4;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 5;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;
@@ -327,6 +431,7 @@ NB_MODULE(_native, m) {
   m.def("on_disagreement", [](nb::callable f) { Py_XDECREF(std::exchange(on_disagreement, f.release().ptr())); });
   m.def("meet", &meet);
   m.def("messages", &messages);
+  m.def("exposed_ns", [] { return exposed.load(); });
   m.def("word", &word);
   m.def("events", &last_events);
   m.def("close", &close);

@@ -7,6 +7,7 @@ single           one rank
 simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
+native_calls     its calls in a program: at once, or a start and a wait
 tuning           sizes and algorithms of the messages between nodes
 mpi              mpi4jax, and the start of MPI
 xla              backend "xla": NCCL or gloo

@@ -5,7 +5,7 @@ Python, outside of it. The layers above know nothing else of how ranks talk to e
 """
 
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmpi._backends.groups import described
 
-__all__ = ["Backend", "Collective", "Place", "Registry", "fingerprint_of", "long_operation"]
+__all__ = ["Backend", "Collective", "Overlap", "Place", "Registry", "Wait", "fingerprint_of", "long_operation"]
 
 
 def fingerprint_of(text: str) -> int:
@@ -60,6 +60,20 @@ class Collective(NamedTuple):
         return shape[1:] if self.kind == "reduce_scatter" else shape
 
 
+# In traced code: takes arrays that are to be computed before, and returns what a message has brought, and these arrays.
+Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
+
+
+class Overlap(NamedTuple):
+    """How messages are carried out while a program goes on."""
+
+    small_bytes: int  # up to here, a message is not cut
+    bucket_bytes: int  # of the messages that a large one is cut into
+    carries: Callable[[Collective], bool]  # whether such a collective can be started
+    # in traced code; whether it is one of several buckets, and the first message that is started before any is waited for
+    start: Callable[[Collective, Sequence[jax.Array], bool, bool], Wait]
+
+
 class Place(NamedTuple):
     """Where this process stands among the others."""
 
@@ -102,6 +116,10 @@ class Backend(Protocol):
     @property
     def effects(self) -> frozenset[Hashable]:
         """The JAX effects of `run`."""
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How it carries collectives out while a program computes; None where it does not."""
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call` on every array of `xs`, in traced code."""

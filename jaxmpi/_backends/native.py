@@ -22,13 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends import extension
-from jaxmpi._backends.base import Collective, fingerprint_of
+from jaxmpi._backends import extension, native_calls
+from jaxmpi._backends.base import Collective, Overlap, Wait, fingerprint_of
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
@@ -39,10 +36,6 @@ from jaxmpi._process import settings
 
 __all__ = ["SHARED_MEMORY", "Native", "on_host"]
 
-# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
-# "mean" is a sum with a divisor.
-KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
-OPS = ("sum", "max", "min", "prod")
 TYPES = (
     *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
     *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
@@ -71,12 +64,13 @@ class Native(Mpi):
         self._shared: list[tuple[int, mmap.mmap]] = []
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()
-        jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("host"), platform="cpu")  # also in a job of GPUs
+        for target, handler in (("collective", "host"), ("start", "start"), ("wait", "wait")):  # also in a job of GPUs
+            jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="cpu")
         if not host:
             jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
         self.network: Network | None = None  # between nodes, if it was measured
         self.description = ""  # of how messages travel between nodes
-        self._tuning: Tuning | None = None  # of messages between nodes
+        self._tuning, self._nodes = Tuning(), 1  # of messages between nodes, and how many there are
         self._open(self._programs, ())
 
     def _connect(self, groups: Groups) -> None:
@@ -107,11 +101,31 @@ class Native(Mpi):
 
     def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
         """One message; the ranks compare what it is for, as text."""
-        carried = [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
+        outs = native_calls.run(_carried(call, xs), call, self, self._statement(call, text))
+        return _received(call, xs, outs)
+
+    def _statement(self, call: Collective, text: str) -> int:
         statement = fingerprint_of(f"{call.fingerprint} {text}")
         self._statements[statement] = call.fingerprint, text
-        outs = native_p.bind(*carried, call=call, backend=self, fingerprint=statement)
-        return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
+        return statement
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """A thread carries messages out while a program computes: by default between nodes, where they take long."""
+        asked, tuning = settings.get("JAXMPI_OVERLAP"), self._tuning
+        if asked == "0" or not on_host() or (asked == "auto" and self._nodes == 1):
+            return None
+        return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start)
+
+    def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Wait:
+        statement = self._statement(call, _text(call, xs))
+        wait = native_calls.start(_carried(call, xs), call, self, statement, bucket=bucket, first=first)
+
+        def received(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            outs = wait(before)
+            return _received(call, xs, outs[: len(xs)]), outs[len(xs) :]
+
+        return received
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
@@ -157,6 +171,10 @@ class Native(Mpi):
         """The last messages, as `MpiProcessGroup` has them."""
         return self._native.events()
 
+    def exposed_ns(self) -> int | None:
+        """As that of `MpiProcessGroup`."""
+        return self._native.exposed_ns()
+
     def described(self, fingerprint: int) -> tuple[int, str]:
         """As that of `MpiProcessGroup`."""
         return self._statements.get(fingerprint) or super().described(fingerprint)
@@ -185,9 +203,10 @@ class Native(Mpi):
         nodes = sorted({number for number, _, _ in places})
         ranks = [sum(number == each for number, _, _ in places) for each in nodes]
         if not self._members:
+            self._nodes = len(ranks)
             self._crowded = len(set().union(*node.allgather(os.sched_getaffinity(0)))) < place.local_size
             self._tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
-        tuning: Any = self._tuning
+        tuning = self._tuning
         several = len(ranks) > 1
         slots, slot_bytes = (tuning.chunks, tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
         file, memory = _shared_memory(mpi.COMM_WORLD, node, self._native.layout_bytes(node.size, slot_bytes, slots))
@@ -217,10 +236,10 @@ class Native(Mpi):
         """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
         world, asked = self._mpi.COMM_WORLD, settings.get("JAXMPI_TUNE")
         if len(firsts) == 1:
-            return tuned(None, 0, asked or {})
+            return tuned(None, 1, 0, asked or {})
         self.network = probe(world, firsts) if asked is None else None
         room = world.allreduce(free_bytes(SHARED_MEMORY, self.place.local_size), self._mpi.MIN)
-        tuning = tuned(self.network, room, asked or {})
+        tuning = tuned(self.network, len(firsts), room, asked or {})
         found = (
             self.network and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
         )
@@ -234,6 +253,14 @@ class Native(Mpi):
 
 def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
     return f"{call.title} of {', '.join(f'{x.dtype}{list(x.shape)}' for x in xs)}"
+
+
+def _carried(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
+
+
+def _received(call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Array]) -> list[jax.Array]:
+    return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
 
 
 def _carrier(call: Collective) -> Collective:
@@ -290,41 +317,3 @@ def _libmpi() -> str:
     if not named:
         raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
     return min(named, key=len)
-
-
-# the primitive
-
-native_p = Primitive("jaxmpi_native")
-native_p.multiple_results = True
-
-
-def _abstract(*xs: Any, call: Collective, backend: Native, fingerprint: int) -> tuple[list[ShapedArray], Any]:
-    return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
-
-
-def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
-    """From and to which rank each one's arrays go; -1 for none."""
-    to, of = dict(call.pairs), {q: p for p, q in call.pairs}
-    sources = [call.root if call.kind == "bcast" else of.get(rank, -1) for rank in range(size)]
-    return sources, [to.get(rank, -1) for rank in range(size)]
-
-
-def _lower(ctx: Any, *xs: Any, call: Collective, backend: Native, fingerprint: int) -> Any:
-    size = call.count(backend.place.size)
-    sources, dests = _peers(call, size)
-    attributes = {
-        "group": np.int32(backend.transport_of(call)),
-        "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
-        "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
-        "divisor": np.int32(size if call.op == "mean" else 1),
-        "sources": np.array(sources, np.int32),
-        "dests": np.array(dests, np.int32),
-        "word": np.int64(fingerprint),
-    }
-    (effect,) = backend.effects
-    in_place = range(len(xs)) if call.kind == "allreduce" else ()
-    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_collective", xs, effect, in_place, attributes)
-
-
-native_p.def_effectful_abstract_eval(_abstract)
-mlir.register_lowering(native_p, _lower)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
-from jaxmpi._backends.base import Collective, Place, Registry
+from jaxmpi._backends.base import Collective, Overlap, Place, Registry
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir, settings
 from jaxmpi._process.communicating_thread import Turn
@@ -71,6 +71,11 @@ class MpiProcessGroup:
     def combines(self) -> bool:
         """Whether collectives that can travel together do."""
         return True
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """How it carries collectives out while a program computes; None where it does not."""
+        return None
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""
@@ -228,6 +233,10 @@ class MpiProcessGroup:
         Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
         """
         return [*self._events]
+
+    def exposed_ns(self) -> int | None:
+        """For how long programs and calls have waited for messages, since this process began; None where nobody counts it."""
+        return None
 
     def described(self, fingerprint: int) -> tuple[int, str]:
         """Of a word that was sent: that of its program, and what it was."""

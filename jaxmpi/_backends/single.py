@@ -24,6 +24,7 @@ class OneProcess:
     long_operation = ""  # with what takes long, for those who watch
     simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
     takes_references = combines = True
+    overlap = None
 
     def carries(self, call: Collective) -> bool:
         """Whether the ranks compare what they send when they carry it out."""

@@ -1,7 +1,7 @@
 """Sizes and algorithms of the messages between nodes, and a probe of the network.
 
-The probe decides how many chunks are on their way at once, and nothing else: the other fields decide in which order sums are
-formed, and a job must give the same bits whenever it runs.
+The probe decides how many chunks are on their way at once and, up to `direct_nodes`, how large buckets are. Nothing else: the
+rest decides in which order sums are formed, and a job must give the same bits whenever it runs.
 """
 
 import os
@@ -17,6 +17,8 @@ __all__ = ["Network", "Tuning", "free_bytes", "probe", "tuned"]
 
 LATENCIES = 8  # of a chunk, from when it is begun until it is there: the rendezvous of its messages, twice
 CHUNKS = 16, 64  # at least and at most
+BUCKET_LATENCIES = 20  # of a bucket: what it costs to begin one is then a twentieth of it
+BUCKET_BYTES = 1 << 20, 1 << 24  # at least and at most
 LARGE_BYTES = 1 << 20
 TAG = 1
 
@@ -35,22 +37,36 @@ class Tuning(NamedTuple):
     chunks: int = CHUNKS[0]  # on their way at once
     small_bytes: int = 1 << 15  # up to here, an allreduce is one message, which also compares the programs
     direct_nodes: int = 8  # up to so many nodes, each sends to each; above, there are ceil(log2 nodes) rounds
+    bucket_bytes: int = 1 << 22  # of what is sent while a step computes, in one message
 
 
-def tuned(network: Network | None, room_bytes: int, asked: Mapping[str, int]) -> Tuning:
+def tuned(network: Network | None, nodes: int, room_bytes: int, asked: Mapping[str, int]) -> Tuning:
     """The sizes for a network, or the defaults.
 
     Args:
       network: what `probe` has found.
+      nodes: how many there are.
       room_bytes: of shared memory for each rank.
       asked: what JAXMPI_TUNE sets.
     """
     tuning = Tuning()._replace(**asked)
-    if network is None or "chunks" in asked:
+    if network is None:
         return tuning
-    wanted = ceil(LATENCIES * network.latency_seconds * network.bytes_per_second / tuning.chunk_bytes)
+    on_the_way = network.latency_seconds * network.bytes_per_second
     most = min(CHUNKS[1], room_bytes // 2 // tuning.chunk_bytes)
-    return tuning._replace(chunks=max(CHUNKS[0], min(wanted, most)))
+    chunks = max(CHUNKS[0], min(ceil(LATENCIES * on_the_way / tuning.chunk_bytes), most))
+    found = {"chunks": chunks}
+    if nodes <= tuning.direct_nodes:
+        found["bucket_bytes"] = _bucket_bytes(BUCKET_LATENCIES * on_the_way)
+    return tuning._replace(**{name: value for name, value in found.items() if name not in asked})
+
+
+def _bucket_bytes(wanted: float) -> int:
+    """A power of 4, so that a program that was compiled in one job is found again in the next, which measures a bit less."""
+    size, most = BUCKET_BYTES
+    while size < min(wanted, most):
+        size *= 4
+    return size
 
 
 def probe(world: Any, firsts: list[int]) -> Network:

@@ -32,6 +32,7 @@ class Here:
 
     def __init__(self) -> None:
         self._readers: dict[int, live_record.Reader] = {}
+        self._exposed: dict[int, tuple[int, int]] = {}  # at the last look: when, and for how long it had waited
         self._found = -FIND_SECONDS
 
     def look(self) -> list[Look]:
@@ -57,8 +58,17 @@ class Here:
                 self._readers.pop(reader.pid).close()
             return
         if about:
-            now = {"now_ns": time.monotonic_ns(), "state": state, "events": reader.events(EVENTS)}
+            now = {"now_ns": time.monotonic_ns(), "state": state, "events": reader.events(EVENTS), "waits": self._waits(reader)}
             yield {**about, **now, "memory_bytes": _memory_bytes(reader.pid), "gpu_bytes": gpu_bytes.get(reader.pid)}
+
+    def _waits(self, reader: live_record.Reader) -> float | None:
+        """The share of the time since the last look for which its programs have waited for messages; None at the first one."""
+        now_ns, exposed_ns = time.monotonic_ns(), reader.exposed()
+        if exposed_ns is None:
+            return None
+        before = self._exposed.get(reader.pid)
+        self._exposed[reader.pid] = now_ns, exposed_ns
+        return min(1.0, (exposed_ns - before[1]) / max(1, now_ns - before[0])) if before else None
 
 
 class Remote:

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     pid: int
     steps_per_second: float | None  # how often its largest message recurs
     samples_per_second: float | None  # that `Throughput` counts
-    communication: float | None  # share of the time inside of collectives, waiting included
+    communication: float | None  # share of the time for which it waits for collectives
     last: float | None  # share of the collectives to which it came last
     memory_bytes: int
     gpu_bytes: int | None
@@ -102,6 +102,8 @@ def _steps(look: Look) -> tuple[float | None, float | None]:
 
 
 def _communication(look: Look) -> float | None:
+    if look["waits"] is not None:
+        return float(look["waits"])
     events, now = look["events"], look["now_ns"]
     if not events:
         return None

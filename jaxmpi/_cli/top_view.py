@@ -13,7 +13,7 @@ COLORS = {"slow": "yellow", "busy": "cyan", "": "none"}
 METRICS = {
     "steps_per_second": "How often the largest message of the rank recurs.",
     "samples_per_second": "Samples that jaxmpi.Throughput has counted.",
-    "communication": "Share of the time in collectives, waiting for other ranks included.",
+    "communication": "Share of the time for which it waits for collectives, and so for other ranks.",
     "last": "Share of the collectives to which the rank came last.",
     "memory_bytes": "Resident memory.",
     "gpu_bytes": "Memory of GPUs.",

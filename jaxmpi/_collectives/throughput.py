@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmpi._collectives.objects import agreed
@@ -25,9 +24,10 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Samples per second, and the share of the time that the ranks spend in collectives, waiting for each other included.
+    """Samples per second, and the share of the time for which the ranks wait for collectives, and so for each other.
 
-    The native transport of `mpi` records when each collective begins and ends; on `xla` and mpi4jax the share is not known.
+    What a step computes while its messages are on their way counts as computing. The native transport of `mpi` counts this; on
+    `xla` and mpi4jax the share is not known.
 
     >>> meter = Throughput()
     >>> meter.add(32)
@@ -36,7 +36,7 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._samples, self._since_ns = 0, time.monotonic_ns()
+        self._samples, self._since_ns, self._exposed_ns = 0, time.monotonic_ns(), _exposed_ns() or 0
 
     def add(self, samples: int) -> None:
         """Count samples that this rank has worked through."""
@@ -57,14 +57,12 @@ class Throughput:
           RuntimeError: called in traced code.
         """
         backend: Any = agreed("Throughput.read")
-        now_ns = time.monotonic_ns()
-        share: float | None = None
-        if backend.place.size == 1 or backend.simulates:
-            share = 0.0
-        elif backend.compares_inline:
-            share = _share(backend.events(), self._since_ns, now_ns)
+        now_ns, exposed_ns = time.monotonic_ns(), _exposed_ns()
+        share = 0.0 if backend.place.size == 1 or backend.simulates else None
+        if exposed_ns is not None:
+            share = min(1.0, (exposed_ns - self._exposed_ns) / max(1, now_ns - self._since_ns))
         ranks = backend.allgather_object((self._samples, (now_ns - self._since_ns) / 1e9, share))
-        self._samples, self._since_ns = 0, now_ns
+        self._samples, self._since_ns, self._exposed_ns = 0, now_ns, exposed_ns or 0
         samples, seconds, shares = zip(*ranks, strict=True)
         size = session.size()
         total = sum(samples) / max(seconds) * (size if backend.simulates else 1)
@@ -73,12 +71,7 @@ class Throughput:
         return Rate(total, total / size, None if None in shares else sum(shares) / len(shares))
 
 
-def _share(events: Sequence[Sequence[int | None]], since_ns: int, now_ns: int) -> float:
-    """Of the time since `since_ns`; since the oldest event that is known, where there were older ones."""
-    if not events:
-        return 0.0
-    number, *_, oldest, _, _ = events[0]
-    if number:
-        since_ns = max(since_ns, oldest or 0)
-    spans = [(max(start or now_ns, since_ns), end or now_ns) for *_, start, _, end in events]
-    return min(1.0, sum(max(0, end - start) for start, end in spans) / max(1, now_ns - since_ns))
+def _exposed_ns() -> int | None:
+    """For how long this rank has waited for messages; None where nobody counts it."""
+    watching = session.monitor()
+    return watching.backend.exposed_ns() if watching is not None else None

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax._src import core
@@ -62,7 +62,7 @@ def allow_in_checkpoint(effect: Any) -> Any:
 
 
 def ffi_call_in_order(
-    ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Iterable[int], attributes: dict[str, Any]
+    ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Mapping[int, int], attributes: dict[str, Any]
 ) -> list[Any]:
     """Lower a primitive with an ordered effect to an FFI call behind the one before.
 
@@ -71,10 +71,10 @@ def ffi_call_in_order(
       name: of the FFI target.
       xs: the operands.
       effect: the ordered effect.
-      in_place: numbers of operands whose memory the results of the same numbers take.
+      in_place: the numbers of operands, and of the results that take their memory.
       attributes: of the FFI call.
     """
-    lower = ffi_lowering(name, operand_output_aliases={i: i for i in in_place}, has_side_effect=True)
+    lower = ffi_lowering(name, operand_output_aliases=dict(in_place), has_side_effect=True)
     avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
     *outs, token = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *xs, ctx.tokens_in.get(effect), **attributes)
     ctx.set_tokens_out(mlir.TokenSet({effect: token}))

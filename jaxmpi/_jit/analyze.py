@@ -70,7 +70,7 @@ def analyze(
         jaxpr = fold(jaxpr, backend.place.size, fuses_mean=backend.fuses_mean)
     entries = [
         entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),))
-        for entry in summary(jaxpr, backend.place.size, combine=backend.combines)
+        for entry in summary(jaxpr, backend.place.size, combine=backend.combines, overlap=backend.overlap if hide else None)
     ]
     if entries and backend.same_module and not outside:
         outside = [*map(_from_outside, constants)]

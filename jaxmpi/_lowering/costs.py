@@ -27,7 +27,7 @@ def cost(entry: Entry, backend: Any) -> Cost:
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(call.kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
     sent = backend.messages(call, arrays)
-    return Cost(len(sent), share * sum(sent))
+    return Cost(max(len(sent), entry.buckets), share * sum(sent))
 
 
 def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:

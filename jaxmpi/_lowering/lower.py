@@ -73,7 +73,11 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return primitive.run(call._replace(fingerprint=fingerprint), xs, backend)
 
-    program = rewrite(jaxpr, Target(backend.place.size, run, backend.index))
+    overlap = backend.overlap if hide else None  # what is differentiated yet cannot be started: a start has no derivative
+    if overlap is not None:
+        begin = overlap.start
+        overlap = overlap._replace(start=lambda call, *rest: begin(call._replace(fingerprint=fingerprint), *rest))
+    program = rewrite(jaxpr, Target(backend.place.size, run, backend.index, overlap=overlap))
     if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
         program = _behind_a_comparison(program, backend, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)

@@ -1,6 +1,6 @@
 """The same program with a backend's collectives in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +8,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Collective, Overlap
+from jaxmpi._lowering.buckets import Bucket, messages_of
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
 from jaxmpi._lowering.order_loops import Order, in_order
@@ -25,6 +26,7 @@ class Target(NamedTuple):
     run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]  # carries out a collective, in traced code
     rank: Callable[[], Any]  # this rank's number, in traced code
     combine: bool = True  # whether collectives that can travel together do
+    overlap: Overlap | None = None  # how messages are on their way while the program computes
     keeps_order: bool = True  # whether what carries the program out keeps collectives, and loops that have some, in order
 
 
@@ -47,7 +49,13 @@ def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list
         for eqn in level.local:
             xs = read(eqn.invars)
             read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
-        for group in level.groups:
+        sent = messages_of(level, target.overlap)
+        arrivals = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
+        before = sent.before_waits
+        for arrive in arrivals:
+            arrive(before)
+            before = []
+        for group in sent.at_once:
             _carry_out(group, target, order, read)
         for eqn in level.loops:
             read.write(eqn, _loop(eqn, target, order, read(eqn.invars)))
@@ -78,18 +86,46 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
             return [x * translation.call.count(target.size) if eqn.primitive.name == "psum" else x]
 
 
+def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callable[[list[Any]], None]:
+    """Start a message, and return the function that waits for it, behind variables of the program."""
+    overlap: Any = target.overlap
+    group = bucket.group
+    with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
+        same, operands = _operands(group, bucket.numbers, target, read)
+        wait = overlap.start(group.call, operands, bucket.is_part, first)
+
+    def arrive(before: list[Any]) -> None:
+        with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
+            outs, values = wait(read(before))
+            read.values.update(zip(before, values, strict=True))
+            _write(group, same, outs, read)
+
+    return arrive
+
+
 def _carry_out(group: Group, target: Target, order: Order | None, read: Env) -> None:
     with _jaxcompat.at_source(group.eqns[0]):
-        same: dict[Any, list[int]] = {}  # an array that several equations reduce is sent once
-        for i, eqn in enumerate(group.eqns):
-            same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
-        operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
+        same, operands = _operands(group, range(len(group.eqns)), target, read)
         outs = target.run(group.call, order.after(operands) if order else operands)
         if order:
             order.received(outs)
-        for indices, out in zip(same.values(), outs, strict=True):
-            for i in indices:
-                eqn = group.eqns[i]
-                y = group.translations[i].after(out)
-                dtype = eqn.outvars[0].aval.dtype
-                read.write(eqn, [y if y.dtype == dtype else y.astype(dtype)])
+        _write(group, same, outs, read)
+
+
+def _operands(group: Group, numbers: Iterable[int], target: Target, read: Env) -> tuple[list[list[int]], list[jax.Array]]:
+    """What is sent for some equations of a group, each array once, and the numbers of the equations that take it."""
+    same: dict[Any, list[int]] = {}
+    for i in numbers:
+        eqn = group.eqns[i]
+        same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
+    operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
+    return [*same.values()], operands
+
+
+def _write(group: Group, same: list[list[int]], outs: Sequence[jax.Array], read: Env) -> None:
+    for numbers, out in zip(same, outs, strict=True):
+        for i in numbers:
+            eqn = group.eqns[i]
+            y = group.translations[i].after(out)
+            dtype = eqn.outvars[0].aval.dtype
+            read.write(eqn, [y if y.dtype == dtype else y.astype(dtype)])

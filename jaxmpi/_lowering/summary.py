@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Collective, Overlap
+from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.classify import subjaxprs
 from jaxmpi._lowering.combine import schedule
 
@@ -35,6 +36,7 @@ class Entry(NamedTuple):
       source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
       order: the places of its collectives in the order in which the function calls them, behind those of the loops around it.
       params: JAX's primitives, each with its parameters.
+      buckets: how many messages are on their way while the program computes; 0: it is sent at once.
     """
 
     call: Collective
@@ -44,6 +46,7 @@ class Entry(NamedTuple):
     source: tuple[str, ...]
     order: tuple[int, ...] = ()
     params: tuple[str, ...] = ()
+    buckets: int = 0  # messages that are on their way while the program computes
 
     @property
     def name(self) -> str:
@@ -58,22 +61,26 @@ class Entry(NamedTuple):
         return f"{self.name} of {first}{more}{where}{lines}"
 
 
-def summary(jaxpr: Any, size: int, *, combine: bool = True, around: Around = AT_THE_TOP) -> Iterator[Entry]:
+def summary(
+    jaxpr: Any, size: int, *, combine: bool = True, overlap: Overlap | None = None, around: Around = AT_THE_TOP
+) -> Iterator[Entry]:
     """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
     levels = schedule(jaxpr, size, combine)
     sent = {id(eqn) for level in levels for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))}
     place = {key: i for i, key in enumerate(id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent)}
     for level in levels:
-        for group in level.groups:
+        messages = messages_of(level, overlap)
+        for group in messages.groups:
+            buckets = sum(bucket.group is group for bucket in messages.started)
             distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
             avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
             source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
             order = (*around.order, *(place[id(eqn)] for eqn in group.eqns))
             params = tuple(map(_params, group.eqns))
-            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params)
+            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params, buckets)
         for eqn in level.loops:
-            yield from _inside(eqn, size, combine, around._replace(order=(*around.order, place[id(eqn)])))
+            yield from _inside(eqn, size, combine, overlap, around._replace(order=(*around.order, place[id(eqn)])))
 
 
 def _params(eqn: JaxprEqn) -> str:
@@ -82,11 +89,11 @@ def _params(eqn: JaxprEqn) -> str:
     return " ".join([eqn.primitive.name, *given])
 
 
-def _inside(eqn: JaxprEqn, size: int, combine: bool, around: Around) -> Iterator[Entry]:
+def _inside(eqn: JaxprEqn, size: int, combine: bool, overlap: Overlap | None, around: Around) -> Iterator[Entry]:
     name = eqn.primitive.name
     for i, inner in enumerate(subjaxprs(eqn)):
         step, times = f"{name}:{i}" if name == "cond" else name, None
         if name == "scan":
             step, times = f"scan[{eqn.params['length']}]", around.times and around.times * eqn.params["length"]
         path = f"{around.path}/{step}" if around.path else step
-        yield from summary(inner, size, combine=combine, around=Around(path, times, around.order))
+        yield from summary(inner, size, combine=combine, overlap=overlap, around=Around(path, times, around.order))

@@ -18,6 +18,7 @@ __all__ = ["Event", "Reader", "Writer", "processes"]
 
 RANK, EVENTS = "jaxmpi-rank", "jaxmpi-events"
 TEXT_BYTES = 1 << 14  # of the JSON object
+HEAD = 3  # numbers before the ring: messages started, ended, and nanoseconds of waiting for them
 KEPT = 4096  # events in the ring
 FIELDS = 5  # of an event
 WORD = 8  # bytes
@@ -65,7 +66,7 @@ class Reader:
         with contextlib.suppress(OSError, ValueError):
             file = os.open(names.get(EVENTS, ""), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                self._ring = mmap.mmap(file, (2 + KEPT * FIELDS) * WORD, prot=mmap.PROT_READ)
+                self._ring = mmap.mmap(file, (HEAD + KEPT * FIELDS) * WORD, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
 
@@ -86,6 +87,13 @@ class Reader:
             numbers = range(max(0, started - min(most, KEPT // 2)), started)
             return [_event(words, i) for i in numbers]
 
+    def exposed(self) -> int | None:
+        """For how many nanoseconds its programs have waited for messages; None on a transport that does not count it."""
+        if self._ring is None:
+            return None
+        with memoryview(self._ring) as memory, memory.cast("q") as words:
+            return words[2]
+
     def close(self) -> None:
         """Close the files."""
         os.close(self._text)
@@ -99,7 +107,7 @@ def processes() -> list[int]:
 
 
 def _event(words: "memoryview[int]", number: int) -> Event:
-    word, bytes_, start, met, end = words[2 + number % KEPT * FIELDS :][:FIELDS].tolist()
+    word, bytes_, start, met, end = words[HEAD + number % KEPT * FIELDS :][:FIELDS].tolist()
     return number, word, bytes_, start, met, end
 
 

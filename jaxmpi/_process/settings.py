@@ -48,14 +48,15 @@ def _switch(text: str) -> bool:
     return _one_of("0", "1")(text) == "1"
 
 
-_TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes")  # the fields of `_backends.tuning.Tuning`
+_TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes")  # the fields of `_backends.tuning.Tuning`
+_POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
 
 
 def _tuning(text: str) -> dict[str, int]:
     values: dict[str, int] = {}
     for pair in text.split(",") if text != "0" else ():
         name, _, value = pair.partition("=")
-        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name.startswith("chunk")), MOST)(value))
+        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name in _POSITIVE), MOST)(value))
     return values
 
 
@@ -92,6 +93,13 @@ SETTINGS: Mapping[str, Setting] = {
         f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}",
         "",
         "sizes and algorithms of the native transport between nodes; 0: the defaults. Unset, `init` probes the network",
+        same=True,
+    ),
+    "JAXMPI_OVERLAP": Setting(
+        _one_of("auto", "0", "1"),
+        "one of auto, 0, 1",
+        "auto",
+        "whether a step's messages are on their way while it computes; auto: between nodes, on the native transport",
         same=True,
     ),
     "JAXMPI_STALL_SECONDS": _seconds("60", "how long a rank waits in a collective before it reports who is missing; 0: never"),

@@ -28,12 +28,27 @@ ROOM = 1 << 30
     ],
 )
 def test_chunks_on_their_way_cover_the_latency(network, room, asked, chunks):
-    assert tuned(network, room, asked).chunks == chunks
+    assert tuned(network, 2, room, asked).chunks == chunks
 
 
 def test_a_probe_decides_nothing_that_changes_the_bits_of_a_sum():
     for latency, rate in itertools.product((1e-6, 1e-3, 1.0), (1e6, 1e9, 1e12)):
-        assert tuned(Network(latency, rate), ROOM, {})._replace(chunks=CHUNKS[0]) == Tuning()
+        assert tuned(Network(latency, rate), 9, ROOM, {})._replace(chunks=CHUNKS[0]) == Tuning()
+        assert tuned(Network(latency, rate), 8, ROOM, {})._replace(chunks=CHUNKS[0], bucket_bytes=4 << 20) == Tuning()
+
+
+@pytest.mark.parametrize(
+    ("network", "asked", "size"),
+    [
+        (None, {}, 4 << 20),
+        (Network(1e-5, 1e9), {}, 1 << 20),
+        (Network(1e-3, 1.25e8), {}, 4 << 20),  # 20 · 1 ms · 125 MB/s = 2.5 MB
+        (Network(1e-1, 1.25e9), {}, 16 << 20),
+        (Network(1e-3, 1.25e8), {"bucket_bytes": 5}, 5),
+    ],
+)
+def test_beginning_a_bucket_costs_a_twentieth_of_it(network, asked, size):
+    assert tuned(network, 2, ROOM, asked).bucket_bytes == size
 
 
 def test_predictions_lie_on_the_lines_between_what_was_measured():

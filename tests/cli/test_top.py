@@ -33,7 +33,7 @@ def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
     events = [(i, 7, 100, end - wait * MS - MS, end - MS, end) for i, (end, wait) in enumerate(zip(ends, waits, strict=True))]
     now = {"now_ns": ends[-1], "written_ns": ends[-1], "since_ns": ends[-1], "events": events, "entered": len(events)}
     place = {"job": "1@node", "rank": rank, "size": 2, "host": "node", "hosts": ["node"], "pid": 10 + rank}
-    rest = {"inside": False, "doing": "", "busy": False, "state": "runs", "samples_per_second": None}
+    rest = {"inside": False, "doing": "", "busy": False, "state": "runs", "samples_per_second": None, "waits": None}
     return {**place, **now, **rest, "memory_bytes": 1, "gpu_bytes": None, **changed}
 
 

@@ -1,0 +1,118 @@
+"""The calls of `jaxmpi._native` in a program: a message that is carried out at once, or is started and waited for.
+
+A start returns the arrays that it sends, in place, and a wait takes them: so XLA neither changes nor moves them while the
+message is on its way. What arrives is, in an allreduce, in the same memory; otherwise it is in arrays that the start returns,
+too, with nothing in them yet. The tokens keep all calls of a program in order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Collective
+
+__all__ = ["run", "start"]
+
+# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
+# "mean" is a sum with a divisor.
+KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
+OPS = ("sum", "max", "min", "prod")
+
+
+def run(xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int) -> list[jax.Array]:
+    """Carry out `call` on arrays of the types that the transport knows: one message."""
+    return native_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)
+
+
+def start(
+    xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int, *, bucket: bool, first: bool
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """Start the same, and return the function that waits for it.
+
+    That function takes arrays that are to be computed before, and returns them behind the results.
+
+    Args:
+      xs: the arrays.
+      call: the collective.
+      backend: that of the native transport.
+      fingerprint: of what the message says.
+      bucket: whether it is a part of a large message, and gives the bits that this would give.
+      first: whether it is the first of those that are started before any is waited for.
+    """
+    started = start_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint, bucket=bucket, first=first)
+    return lambda before: wait_p.bind(*started, *before, started=len(started), arrays=len(xs), backend=backend)
+
+
+def _abstract(*xs: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+    return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
+
+
+def _abstract_start(
+    *xs: Any, call: Collective, backend: Any, fingerprint: int, bucket: bool, first: bool
+) -> tuple[list[Any], Any]:
+    sent = [ShapedArray(x.shape, x.dtype) for x in xs]
+    outs, effects = _abstract(*xs, call=call, backend=backend, fingerprint=fingerprint)
+    return (sent if call.kind == "allreduce" else [*sent, *outs]), effects
+
+
+def _abstract_wait(*xs: Any, started: int, arrays: int, backend: Any) -> tuple[list[ShapedArray], Any]:
+    return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], backend.effects
+
+
+def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
+    """From and to which rank each one's arrays go; -1 for none."""
+    to, of = dict(call.pairs), {q: p for p, q in call.pairs}
+    sources = [call.root if call.kind == "bcast" else of.get(rank, -1) for rank in range(size)]
+    return sources, [to.get(rank, -1) for rank in range(size)]
+
+
+def _attributes(call: Collective, backend: Any, fingerprint: int) -> dict[str, Any]:
+    size = call.count(backend.place.size)
+    sources, dests = _peers(call, size)
+    return {
+        "group": np.int32(backend.transport_of(call)),
+        "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
+        "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
+        "divisor": np.int32(size if call.op == "mean" else 1),
+        "sources": np.array(sources, np.int32),
+        "dests": np.array(dests, np.int32),
+        "word": np.int64(fingerprint),
+    }
+
+
+def _lower(ctx: Any, *xs: Any, call: Collective, backend: Any, fingerprint: int) -> Any:
+    (effect,) = backend.effects
+    in_place = {i: i for i in range(len(xs))} if call.kind == "allreduce" else {}
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_collective", xs, effect, in_place, _attributes(call, backend, fingerprint))
+
+
+def _lower_start(ctx: Any, *xs: Any, call: Collective, backend: Any, fingerprint: int, bucket: bool, first: bool) -> Any:
+    (effect,) = backend.effects
+    attributes = _attributes(call, backend, fingerprint) | {"bucket": np.bool_(bucket), "first": np.bool_(first)}
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_start", xs, effect, {i: i for i in range(len(xs))}, attributes)
+
+
+def _lower_wait(ctx: Any, *xs: Any, started: int, arrays: int, backend: Any) -> Any:
+    (effect,) = backend.effects
+    first = started - arrays
+    in_place = {first + i: i for i in range(len(xs) - first)}
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_wait", xs, effect, in_place, {"started": np.int32(started)})
+
+
+def _primitive(name: str, abstract: Callable[..., Any], lower: Callable[..., Any]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(abstract)
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+native_p = _primitive("jaxmpi_native", _abstract, _lower)
+start_p = _primitive("jaxmpi_start", _abstract_start, _lower_start)
+wait_p = _primitive("jaxmpi_wait", _abstract_wait, _lower_wait)

@@ -1,0 +1,302 @@
+"""Messages that are on their way while a step computes: the same bits, whatever the ranks' timing; every failure is everyone's.
+
+The nodes are pretended (JAXMPI_NODE_RANKS), and even the smallest messages are started (JAXMPI_TUNE).
+"""
+
+import itertools
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from test_native import run
+
+import jaxmpi
+from jaxmpi._backends.base import Overlap
+from jaxmpi._lowering.buckets import messages_of
+from jaxmpi._lowering.combine import schedule
+from jaxmpi._lowering.trace import opened
+
+pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
+EVERYTHING = {"JAXMPI_OVERLAP": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
+PROGRAMS = """
+import os, sys, time
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax import lax
+import jaxmpi
+from jaxmpi import codecs
+
+w = jaxmpi.init(axes={"half": -1, "pair": 2} if int(os.environ["JAXMPI_TEST_PAIRS"]) else None)
+n, steps, delay, names = w.size, int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+rng = np.random.default_rng(w.rank)
+WIDTH, LAYERS, R = 48, 4, jaxmpi.AXIS
+ring = [(p, (p + 1) % n) for p in range(n)]
+
+
+def waits(x):  # another time on each rank, before and between the starts of messages
+    if not delay:
+        return x
+    return jax.pure_callback(lambda x: (time.sleep(rng.uniform(0, delay) * (1 + w.rank)), x)[1], x, x)
+
+
+@jax.custom_vjp
+def late(x):
+    return waits(x)
+
+
+late.defvjp(lambda x: (waits(x), None), lambda _, ct: (waits(ct),))
+
+
+def loss(params, x, norm):
+    for layer in params:
+        x = norm(jnp.tanh(late(x) @ layer["w"] + layer["b"].astype(x.dtype)))
+    return jnp.mean(x**2)
+
+
+def training(transform, norm=lambda x: x, dtype=jnp.float32, **options):
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    layer = lambda key: {"w": jax.random.normal(key, (WIDTH, WIDTH), dtype) / 7, "b": jnp.zeros(WIDTH, jnp.bfloat16)}
+    params = [*map(layer, keys)]
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x.astype(dtype), norm)
+        updates, state = transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, lax.pmean(value, R)
+
+    return lambda: (jaxmpi.jit(step, donate_argnums=(0, 1)), (jax.tree.map(jnp.copy, params), transform.init(params)))
+
+
+def on_array(f):
+    u = jnp.asarray(np.random.default_rng(7 + w.rank).normal(size=(WIDTH, WIDTH)), jnp.float32)
+    return lambda: (jaxmpi.jit(lambda u, unused, x: (f(u), unused, jnp.sum(x))), (u, 0))
+
+
+def work(u):
+    return jnp.tanh(late(u) @ u.T) @ u
+
+
+def halo(u):
+    above, below = lax.ppermute(u[-1], R, ring), lax.ppermute(u[0], R, [(q, p) for p, q in ring])
+    return work(u).at[0].add(above).at[-1].add(below) / 9
+
+
+def moved(u):
+    rows = jnp.tile(u[None], (n, 1, 1)) * (1 + lax.axis_index(R))
+    y = lax.all_to_all(rows, R, 0, 0).sum(0) + lax.all_gather(u[:3], R).sum()
+    return (y + lax.psum_scatter(rows, R) + jaxmpi.tree_bcast(u, root=n - 1) + lax.pmax(u, R) + work(u)) / (9 * n)
+
+
+def branch(u):
+    total = jnp.sum(lax.psum(u, R))
+    y = lax.cond(total > 0, lambda u: lax.psum(u, R) + work(u), lambda u: u - lax.psum(2 * u, R) * work(u), u)
+    return y / jnp.max(jnp.abs(y))
+
+
+def pairs(u):
+    return (lax.psum(u, "pair") + lax.pmean(u.T, R) + work(u)) / 9
+
+
+adam = optax.adam(1e-3)
+PROGRAMS = {
+    "adam": training(jaxmpi.distributed(adam)),
+    "bfloat16": training(jaxmpi.distributed(adam), dtype=jnp.bfloat16),
+    "int8": training(jaxmpi.distributed(adam, codec=codecs.int8())),
+    "accumulate": training(optax.MultiSteps(jaxmpi.distributed(adam), 2)),
+    "batch norm": training(jaxmpi.distributed(adam), lambda x: (x - lax.pmean(jnp.mean(x, 0), R)) * 1.1),
+    "clipped": training(jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.chain(optax.clip_by_global_norm(1.0), adam)))),
+    "sharded": training(jaxmpi.sharded(adam)),
+    "halo": on_array(halo),
+    "scan": on_array(lambda u: lax.fori_loop(0, 3, lambda _, u: halo(u), u)),
+    "moved": on_array(moved),
+    "branch": on_array(branch),
+    **({"pairs": on_array(pairs)} if "pair" in w.axes else {}),
+}
+PROGRAMS = {name: build for name, build in PROGRAMS.items() if name in names or not names}
+x = jnp.asarray(rng.normal(size=(16, WIDTH)), jnp.float32)
+runs = {}
+for mode in "01":
+    os.environ["JAXMPI_OVERLAP"] = mode
+    for name, build in PROGRAMS.items():
+        step, state = build()
+        if mode == "1":
+            assert "jaxmpi_start" in step.lower(*state, x).as_text(), name
+        runs[mode, name] = step, step(*state, x)
+for turn in range(steps):
+    for name in PROGRAMS:
+        for mode in "01":
+            step, (params, state, _) = runs[mode, name]
+            runs[mode, name] = step, step(params, state, x)
+        got, want = (jax.tree.leaves(runs[mode, name][1]) for mode in "10")
+        for a, b in zip(got, want, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (name, turn)
+jaxmpi.print("equal on", w.rank)
+"""
+
+
+def bits(ranks, on_a_node, tmp_path, *arguments):
+    environ = {**EVERYTHING, "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TEST_PAIRS": str(int(ranks % 2 == 0))}
+    code = f"import sys\nsys.argv[1:] = {[*map(str, arguments)]}\n{PROGRAMS}"
+    done = run(ranks, code, tmp_path, timeout=3000, **environ)
+    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
+
+
+def test_bits_are_those_without_overlap(tmp_path):
+    bits(2, 1, tmp_path, 3, 0.002, "adam", "sharded", "scan", "moved", "pairs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "on_a_node"), [(3, 1), (3, 2), (4, 2)])
+def test_bits_of_all_programs(ranks, on_a_node, tmp_path):
+    bits(ranks, on_a_node, tmp_path, 3, 0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "on_a_node"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_bits_in_a_thousand_steps(ranks, on_a_node, tmp_path):
+    bits(ranks, on_a_node, tmp_path, 1000, 0.0002)
+
+
+FAULTS = """
+import os, signal
+import jax, jax.numpy as jnp, numpy as np
+import jaxmpi
+
+w = jaxmpi.init()
+fault = FAULT
+happens = False
+
+
+def hit(ct):
+    if happens and w.rank == w.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL) if fault == "kill" else 1 / 0
+    return ct
+
+
+@jax.custom_vjp
+def middle(x):
+    return x
+
+
+middle.defvjp(lambda x: (x, None), lambda _, ct: (jax.pure_callback(hit, ct, ct),))
+
+
+def loss(params, x):
+    for i, w in enumerate(params):
+        x = jnp.tanh((middle(x) if i == 2 else x) @ w)
+    return jnp.mean(x**2)
+
+
+step = jaxmpi.jit(lambda params, x: jaxmpi.tree_allreduce(jax.grad(loss)(params, x)))
+params, x = [jnp.eye(64)] * 5, jnp.ones((8, 64))
+assert "jaxmpi_start" in step.lower(params, x).as_text()
+want = np.asarray(step(params, x)[0])
+if fault == "differ":
+    for _ in range(2):
+        try:
+            step(params[: 5 - (w.rank == 0)], x)
+        except jaxmpi.RankMismatchError as error:
+            assert "float32[64, 64]" in str(error) and "rank 1" in str(error)
+        else:
+            raise AssertionError("ranks that differ")
+        np.testing.assert_array_equal(step(params, x)[0], want)
+    jaxmpi.finalize()
+    jaxmpi.init()
+    np.testing.assert_array_equal(step(params, x)[0], want)
+    print("went on", flush=True)
+else:
+    happens = True
+    jax.block_until_ready(step(params, x))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["differ", "kill", "raise"])
+def test_faults_between_start_and_wait(fault, ranks, tmp_path):
+    start = time.monotonic()
+    done = run(ranks, FAULTS.replace("FAULT", repr(fault), 1), tmp_path, JAXMPI_NODE_RANKS="1", **EVERYTHING)
+    said = done.stdout + done.stderr
+    if fault == "differ":
+        assert done.returncode == 0 and done.stdout.count("went on") == ranks, said
+        return
+    assert done.returncode and time.monotonic() - start < 60
+    words = f"rank {ranks - 1} (pid" if fault == "kill" else "ZeroDivisionError"
+    assert words in said and "Traceback" not in said.replace("Traceback", "", 4 * ranks), said
+
+
+# which messages, in which pieces
+
+
+def sent(f, *args, bucket_bytes=1000, small_bytes=2000):
+    """For each round of `f`, the shapes in each bucket."""
+    jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
+    overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: lambda before: ([], []))
+    return [
+        [[bucket.group.eqns[i].outvars[0].aval.shape for i in bucket.numbers] for bucket in messages_of(level, overlap).started]
+        for level in schedule(jaxpr, 2, True)
+        if level.groups
+    ]
+
+
+def gradients(sizes, scale=lambda g: g):
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def step(params, x):
+        return jax.tree.map(lambda g: lax.pmean(scale(g), jaxmpi.AXIS), jax.grad(loss)(params, x))
+
+    return step, [jnp.ones(shape) for shape in itertools.pairwise(sizes)], jnp.ones((4, sizes[0]))
+
+
+SIZES = [20, 21, 22, 23, 24]
+
+
+@pytest.mark.parametrize("scale", [lambda g: g, lambda g: (g * 2).astype(jnp.bfloat16)])
+def test_buckets_follow_the_backward_pass(scale):
+    """Whatever is done to the gradients behind it, in the order of the tree."""
+    (buckets,) = sent(*gradients(SIZES, scale), bucket_bytes=800)
+    assert buckets == [[(23, 24)], [(22, 23)], [(21, 22)], [(20, 21)]]
+
+
+def test_a_bucket_has_the_bytes_that_are_worth_a_message():
+    (buckets,) = sent(*gradients(SIZES), bucket_bytes=4 * 1000)
+    assert buckets == [[(23, 24), (22, 23)], [(21, 22), (20, 21)]]
+
+
+def test_gradients_that_are_there_together_are_one_bucket():
+    def loss(params, x):
+        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
+
+    def step(params, x):
+        grads = jax.grad(loss)(params["stacked"], jnp.tanh(x @ params["first"]))
+        first = jax.grad(lambda w: jnp.sum((x @ w) @ params["stacked"][0]))(params["first"])
+        return [lax.pmean(g, jaxmpi.AXIS) for g in (grads, first)]
+
+    params = {"stacked": jnp.ones((3, 20, 20)), "first": jnp.ones((7, 20))}
+    (buckets,) = sent(step, params, jnp.ones((4, 7)))
+    assert len(buckets) == 2
+    (together,) = sent(
+        lambda x, y: (lax.pmean(x @ y, jaxmpi.AXIS), lax.pmean(jnp.tanh(x), jaxmpi.AXIS)), *[jnp.ones((30, 30))] * 2
+    )
+    assert together == [[(30, 30)], [(30, 30)]]
+
+
+def test_nothing_is_started_that_has_nothing_to_hide_behind():
+    mean = lambda x: lax.pmean(x * 2, jaxmpi.AXIS)
+    assert sent(mean, jnp.ones(1000)) == [[]]
+    assert sent(lambda x, y: (mean(x), y * 2), jnp.ones(1000), jnp.ones((50, 50))) == [[]]  # next to nothing
+    assert sent(lambda x, y: (mean(x), y * 2), jnp.ones(1000), jnp.ones((50, 500))) == [[[(1000,)]]]
+    assert sent(lambda x, y: (mean(x), y @ y), jnp.ones(10), jnp.ones((50, 50))) == [[[(10,)]]]
+    assert sent(lambda x, y: mean(x @ y), *[jnp.ones((50, 50))] * 2) == [[]]
+
+
+def test_an_array_that_is_sent_once_is_in_one_bucket():
+    def step(x, y):
+        z = jnp.tanh(y @ y)
+        return lax.psum(x, jaxmpi.AXIS), lax.psum(z, jaxmpi.AXIS), lax.psum(x, jaxmpi.AXIS) + 1
+
+    (buckets,) = sent(step, jnp.ones(1000), jnp.ones((50, 50)))
+    assert buckets == [[(1000,), (1000,)], [(50, 50)]]
