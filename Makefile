@@ -10,7 +10,7 @@
 # make environments  a job in a hundred environments: quarter of an hour
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
-# make bench-hosts   the benchmark between hosts, which are made of this one: needs root
+# make bench-hosts   the benchmarks between hosts, which are made of this one: needs root
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
 # make wheels  manylinux wheels for x86_64 and aarch64, in dist/wheels; PYTHONS="python3.11 python3.12" names others
@@ -125,8 +125,8 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 
 bench-hosts: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
-	@echo "== the benchmark between hosts: results and a plot in $(BENCH)"
-	@$(BIN)/python benchmarks/hosts.py --out $(BENCH)
+	@echo "== the benchmarks between hosts: results and plots in $(BENCH)"
+	@$(BIN)/python benchmarks/hosts.py --out $(BENCH); hosts=$$?; $(BIN)/python benchmarks/overlap.py --out $(BENCH) && exit $$hosts
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"

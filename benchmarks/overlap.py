@@ -1,0 +1,183 @@
+"""Train steps between hosts whose messages are on their way while they compute, beside the same step that waits for them.
+
+    python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--launches 3]
+
+tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine alone. Each batch is so large
+that computation and communication take about as long. With the times of the step without communication, of its backward pass
+and of the mean alone, the hidden share is what the step saves by overlap, of the smaller of backward pass and mean. Exits with
+1 when a bound is missed.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from common import Report, parser
+from step_models import MODELS
+
+import jaxmpi
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("MLP 10M", "CNN", "GPT 10M")
+SLOWER, HIDDEN = 1.2, 0.7  # a step by the longer of computation and communication at most; hidden at least
+FASTER = 1.5  # a halo exchange at once by one that is hidden, at least
+
+arguments = parser(__doc__)
+arguments.add_argument("--models", nargs="*", default=list(NAMES), choices=MODELS, help="which to train")
+arguments.add_argument("--mbit", type=float, default=1000, help="rate of each cable, in Mbit/s")
+arguments.add_argument("--delay-ms", type=float, default=1, help="one way")
+arguments.add_argument("--launches", type=int, default=3, help="of the whole")
+arguments.add_argument("--worker", action="store_true", help="be one of the ranks")
+args = arguments.parse_args()
+optimizer = optax.sgd(1e-3, momentum=0.9)
+
+
+class Trained:
+    """Calls of a step, each on the state that the last one left."""
+
+    def __init__(self, step, params, batch):
+        self.step, self.batch = step, batch
+        self.state = jax.tree.map(jax.numpy.array, (params, optimizer.init(params)))  # a copy: it is donated
+
+    def __call__(self):
+        self.state, loss = self.step(self.state, self.batch)
+        return self.state, loss
+
+
+def step_of(loss_of, average):
+    def step(state, batch):
+        params, momentum = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, momentum = optimizer.update(average(grads), momentum, params)
+        return (optax.apply_updates(params, updates), momentum), loss
+
+    return step
+
+
+def jaxmpi_step(overlap, loss_of, params, batch):
+    os.environ["JAXMPI_OVERLAP"] = overlap
+    trained = Trained(jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch)
+    jax.block_until_ready(trained())  # it is built here
+    return trained
+
+
+def mpi4jax_step(loss_of, params, batch):
+    try:
+        import mpi4jax
+    except ImportError:
+        return {}
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Clone()
+    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
+    return {"mpi4jax per leaf": Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)}
+
+
+def contenders(loss_of, params, batch):
+    """The parts of a step, and the steps."""
+    jitted = partial(jax.jit, donate_argnums=0)
+    forward, backward = jax.jit(loss_of), jax.jit(jax.value_and_grad(loss_of))
+    mean, grads = jaxmpi.jit(jaxmpi.tree_allreduce), jax.tree.map(jax.numpy.array, params)
+    return {
+        "local": Trained(jitted(step_of(loss_of, lambda grads: grads)), params, batch),
+        "forward": lambda: forward(params, batch),
+        "forward and backward": lambda: backward(params, batch),
+        "mean alone": lambda: mean(grads),
+        "jaxmpi, at once": jaxmpi_step("0", loss_of, params, batch),
+        "jaxmpi, overlap": jaxmpi_step("1", loss_of, params, batch),
+        **mpi4jax_step(loss_of, params, batch),
+    }
+
+
+def balanced(report, case):
+    """The model with a batch for which computation takes about as long as communication."""
+    loss_of, params, batch = MODELS[case]()
+    calls = contenders(loss_of, params, batch)
+    times = report.measure(f"{case}, first", {name: calls[name] for name in ("local", "mean alone")}, seconds=2.0)
+    factor = max(1, round(float(np.median(times["mean alone"]) / np.median(times["local"]))))
+    factor = jaxmpi.broadcast_object(factor)
+    return loss_of, params, jax.tree.map(lambda x: np.concatenate([x] * factor), batch)
+
+
+class Heat:
+    """Turns of the heat equation on a plate, of which each rank has some rows: calls, each on what the last one left."""
+
+    def __init__(self, size, overlap=None):
+        if overlap is not None:
+            os.environ["JAXMPI_OVERLAP"] = overlap
+        self.u = jax.numpy.asarray(np.random.default_rng(jaxmpi.rank()).normal(size=(size, size)), np.float32)
+        self.turn = (
+            jax.jit(partial(self.heat, lambda row, way: row)) if overlap is None else jaxmpi.jit(partial(self.heat, self.moved))
+        )
+        jax.block_until_ready(self())
+
+    def __call__(self):
+        self.u = self.turn(self.u)
+        return self.u
+
+    @staticmethod
+    def moved(row, way):
+        n = jaxmpi.size()
+        return jax.lax.ppermute(row, jaxmpi.AXIS, [(r, (r + way) % n) for r in range(n)])
+
+    @staticmethod
+    def heat(moved, u):
+        above, below = moved(u[-1], 1), moved(u[0], -1)
+        rows = jax.numpy.pad(u, ((1, 1), (0, 0)))
+        around = rows[:-2] + rows[2:] + jax.numpy.roll(u, 1, 1) + jax.numpy.roll(u, -1, 1) - 4 * u
+        return (u + 0.1 * around).at[0].add(0.1 * above).at[-1].add(0.1 * below)
+
+
+def measure_heat(report):
+    """On a plate for which computation takes about as long as the halo's message."""
+    size, case = 1024, "heat"
+    times = report.measure(f"{case}, first", {"at once": Heat(size, "0"), "local": Heat(size)}, seconds=1.0)
+    local = float(np.median(times["local"]))
+    size = jaxmpi.broadcast_object(
+        int(size * (max(local, float(np.median(times["at once"])) - local) / local) ** 0.5) // 64 * 64
+    )
+    once, overlap = Heat(size, "0"), Heat(size, "1")
+    times = report.measure(f"{case} {size}", {"local": Heat(size), "at once": once, "overlap": overlap}, seconds=8.0)
+    turns = [jax.device_get(plate.turn(jax.numpy.ones((size, size)) * jaxmpi.rank())) for plate in (once, overlap)]
+    np.testing.assert_array_equal(*turns)
+    report.ratio(f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER)
+
+
+def work():
+    report = Report("overlap", args)
+    measure_heat(report)
+    for case in report.progress(args.models):
+        times = report.measure(case, contenders(*balanced(report, case)), seconds=8.0)
+        middle = {name: np.median(values, axis=1, keepdims=True) for name, values in times.items()}
+        longer = np.maximum(middle["local"], middle["mean alone"])
+        backward = middle["forward and backward"] - middle["forward"]
+        saved = middle["jaxmpi, at once"] - middle["jaxmpi, overlap"]
+        report.ratio(case, "step / longer of computation and mean", middle["jaxmpi, overlap"], longer, at_most=SLOWER)
+        report.ratio(case, "step at once / longer of computation and mean", middle["jaxmpi, at once"], longer)
+        report.ratio(
+            case, "hidden / smaller of backward and mean", saved, np.minimum(backward, middle["mean alone"]), at_least=HIDDEN
+        )
+        if "mpi4jax per leaf" in middle:
+            added = [middle[name] - middle["local"] for name in ("jaxmpi, overlap", "mpi4jax per leaf")]
+            report.ratio(case, "added by jaxmpi / by mpi4jax per leaf", *added, at_most=1.0)
+    report.finish()
+
+
+def main():
+    words = [2, 1, args.delay_ms, args.mbit, 0, __file__, "--worker", "--rounds", args.rounds, "--models", *args.models]
+    words += [*["--quick"] * args.quick, *(["--out", args.out] if args.out else [])]
+    command = [str(HERE.parent / "tests" / "network.sh"), *map(str, words)]
+    codes = [
+        subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}).returncode
+        for _ in range(1 if args.quick else args.launches)
+    ]
+    print(f"overlap: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
+    sys.exit(max(codes))
+
+
+work() if args.worker else main()
