@@ -59,10 +59,10 @@ def messages_of(level: Level, overlap: Overlap | None) -> Messages:
     ready = _ready(level.local)
     cut = [bucket for group in carried for bucket in _cut(group, ready, overlap)]
     started = sorted(cut, key=lambda bucket: max(_when(bucket.group.eqns[i], ready) for i in bucket.numbers))
-    if not _beside(level.local, started[:1], overlap):
+    if not _beside(level.local, started[:1], overlap)[0]:
         return Messages([], level.groups, [])
     at_once = [group for group in level.groups if not any(group is other for other in carried)]
-    return Messages(started, at_once, _beside(level.local, started, overlap))
+    return Messages(started, at_once, _beside(level.local, started, overlap)[1])
 
 
 def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucket]:
@@ -103,10 +103,11 @@ def _takes_time(eqn: JaxprEqn) -> bool:
     return name in PRODUCTS or name in LOOPS or any(_takes_time(inner) for part in subjaxprs(eqn) for inner in part.eqns)
 
 
-def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], overlap: Overlap) -> list[Any]:
-    """The values that a round computes beside what the buckets need, if that is worth a message; without what leads to them.
+def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], overlap: Overlap) -> tuple[bool, list[Any]]:
+    """Whether what a round computes beside what the buckets need is worth a message, and values that it ends with.
 
-    That is all that follows from a product, convolution or loop; where there is none, all if it is large beside the message.
+    It is where it has a product, convolution or loop, or is large beside the message. Of the former, only the results of these
+    are named: to part what follows from them would change how XLA rounds it.
     """
     needed = {v for bucket in buckets for i in bucket.numbers for v in bucket.group.eqns[i].invars if _is_value(v)}
     sent_bytes = sum(map(_bytes_of, needed))
@@ -125,10 +126,11 @@ def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], overlap: Overlap) 
         for v in operands:
             left.pop(v, None)
         left.update(dict.fromkeys(eqn.outvars))
-    left = dict.fromkeys(v for v in left if _is_number(v) and (v in late or not late))
     if late:
-        return [*left]
-    return [*left] if sum(map(_bytes_of, left)) > WORTH * max(sent_bytes, overlap.small_bytes) else []
+        products = {v for eqn in beside if _takes_time(eqn) for v in eqn.outvars}
+        return True, [v for v in left if v in products and _is_number(v)]
+    worth = sum(map(_bytes_of, left)) > WORTH * max(sent_bytes, overlap.small_bytes)
+    return worth, [v for v in left if worth and _is_number(v)]
 
 
 def _when(eqn: JaxprEqn, ready: Mapping[Any, int]) -> int:
