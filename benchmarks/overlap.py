@@ -16,9 +16,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 from common import Report, parser
 from step_models import MODELS
+from trained import Trained, step_of
 
 import jaxmpi
 
@@ -34,29 +34,6 @@ arguments.add_argument("--delay-ms", type=float, default=1, help="one way")
 arguments.add_argument("--launches", type=int, default=3, help="of the whole")
 arguments.add_argument("--worker", action="store_true", help="be one of the ranks")
 args = arguments.parse_args()
-optimizer = optax.sgd(1e-3, momentum=0.9)
-
-
-class Trained:
-    """Calls of a step, each on the state that the last one left."""
-
-    def __init__(self, step, params, batch):
-        self.step, self.batch = step, batch
-        self.state = jax.tree.map(jax.numpy.array, (params, optimizer.init(params)))  # a copy: it is donated
-
-    def __call__(self):
-        self.state, loss = self.step(self.state, self.batch)
-        return self.state, loss
-
-
-def step_of(loss_of, average):
-    def step(state, batch):
-        params, momentum = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, momentum = optimizer.update(average(grads), momentum, params)
-        return (optax.apply_updates(params, updates), momentum), loss
-
-    return step
 
 
 def jaxmpi_step(overlap, loss_of, params, batch):

@@ -9,13 +9,12 @@ when a bound is missed. torch is a contender where it is installed.
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import peers
 from common import Report, parser
 from mpi4py import MPI
 from step_models import MODELS, torch_models
+from trained import Trained, step_of
 
 import jaxmpi
 
@@ -27,30 +26,7 @@ report = Report("train_step", args)
 torch = peers.start_torch()
 if torch is None:
     report.show("torch is not installed: that contender is left out")
-optimizer = optax.sgd(1e-3, momentum=0.9)
 NOISE = 0.02
-
-
-class Trained:
-    """Calls of a step, each on the state that the last one left."""
-
-    def __init__(self, step, params, batch, put=lambda x: x):
-        self.step, self.batch = step, jax.tree.map(put, batch)
-        self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))  # a copy: it is donated
-
-    def __call__(self):
-        self.state, loss = self.step(self.state, self.batch)
-        return self.state, loss
-
-
-def step_of(loss_of, average):
-    def step(state, batch):
-        params, momentum = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, momentum = optimizer.update(average(grads), momentum, params)
-        return (optax.apply_updates(params, updates), momentum), loss
-
-    return step
 
 
 def contenders_of(loss_of, params, batch):
