@@ -16,7 +16,7 @@
 #include <tuple>
 #include <utility>
 
-#include "courier.h"
+#include "communication_thread.h"
 #include "gpu_staging.h"
 #include "schedule.h"
 #include "transport.h"
@@ -34,8 +34,8 @@ namespace {
 std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::unique_ptr<Transport>>;
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 std::mutex& one_at_a_time = *new std::mutex;
-Courier& courier = *new Courier;      // of messages that are on their way while a program computes
-PyObject* on_disagreement = nullptr;  // (word, group) -> str, or null
+CommunicationThread& communication = *new CommunicationThread;  // of messages that are on their way while a program computes
+PyObject* on_disagreement = nullptr;                            // (word, group) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
@@ -197,7 +197,7 @@ int64_t bytes_of(const std::vector<Array>& arrays) {
 // Waits until nothing is on its way any more.
 void drain() {
   const Exposed exposed;
-  courier.drain();
+  communication.drain();
 }
 
 // run(transport, arrays, begin), as in `carry_out`
@@ -242,7 +242,7 @@ ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t gro
 ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                          int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
   return reported([&] {
-    if (first) courier.forget();  // what a program has left that failed before its waits
+    if (first) communication.forget();  // what a program has left that failed before its waits
     try {
       Transport& transport = current(group);
       Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
@@ -250,9 +250,9 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
       const size_t arrays_in = args.size() - 1;  // the last one is a token
       const size_t first_out = operation.kind == Kind::Allreduce ? 0 : arrays_in;
       std::vector<Array> arrays = arrays_of(operation.kind, transport.size(), args, rets, first_out);
-      Courier::Memory memory;
+      CommunicationThread::Memory memory;
       for (size_t i = 0; i + 1 < rets.size(); ++i) memory.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
-      courier.start(
+      communication.start(
           [=, &transport] {
             std::vector<Array> mine = arrays;
             carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
@@ -262,7 +262,7 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
           },
           std::move(memory));
     } catch (...) {
-      courier.forget();
+      communication.forget();
       throw;
     }
   });
@@ -272,9 +272,9 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
 ffi::Error wait_on_host(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
   return reported([&] {
     const Exposed exposed;
-    Courier::Memory memory;
+    CommunicationThread::Memory memory;
     for (int32_t i = 0; i < started; ++i) memory.push_back(args.get<ffi::AnyBuffer>(i)->untyped_data());
-    courier.wait(memory);
+    communication.wait(memory);
   });
 }
 
@@ -352,7 +352,7 @@ void connect(size_t group, const std::string& library, intptr_t comm, intptr_t b
 void close() {
   Py_CLEAR(on_disagreement);
   nb::gil_scoped_release release;
-  courier.forget();
+  communication.forget();
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   transports.clear();
 }

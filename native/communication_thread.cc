@@ -1,4 +1,4 @@
-#include "courier.h"
+#include "communication_thread.h"
 
 #include <unistd.h>
 
@@ -9,9 +9,9 @@
 namespace jaxmpi {
 
 // A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must not wait for any.
-bool Courier::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
+bool CommunicationThread::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
 
-void Courier::start(std::function<void()> carry, Memory memory) {
+void CommunicationThread::start(std::function<void()> carry, Memory memory) {
   if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   const Lock lock(mutex_);
   if (thread_of_ == 0) {
@@ -23,7 +23,7 @@ void Courier::start(std::function<void()> carry, Memory memory) {
   started_.notify_one();
 }
 
-void Courier::run() {
+void CommunicationThread::run() {
   Lock lock(mutex_);
   for (;;) {
     started_.wait(lock, [this] { return begun_ < messages_.size() && !failure_; });
@@ -44,7 +44,7 @@ void Courier::run() {
   }
 }
 
-void Courier::wait(const Memory& memory) {
+void CommunicationThread::wait(const Memory& memory) {
   Lock lock(mutex_);
   if (messages_.empty()) throw std::logic_error("a program waits for a message that it has not started");
   ended_.wait(lock, [this] { return messages_.front().done; });
@@ -59,20 +59,20 @@ void Courier::wait(const Memory& memory) {
   }
 }
 
-void Courier::drain() {
+void CommunicationThread::drain() {
   if (count_ == 0 || forked()) return;
   Lock lock(mutex_);
   ended_.wait(lock, [this] { return failure_ || (!carrying_ && begun_ == messages_.size()); });
   if (failure_) fail(lock);
 }
 
-void Courier::forget() {
+void CommunicationThread::forget() {
   if (count_ == 0 || forked()) return;
   Lock lock(mutex_);
   forget(lock);
 }
 
-void Courier::forget(Lock& lock) {
+void CommunicationThread::forget(Lock& lock) {
   messages_.erase(messages_.begin() + begun_, messages_.end());  // nothing behind the one that is on its way begins any more
   ended_.wait(lock, [this] { return !carrying_; });
   messages_.clear();
@@ -81,7 +81,7 @@ void Courier::forget(Lock& lock) {
   failure_ = nullptr;
 }
 
-void Courier::fail(Lock& lock) {
+void CommunicationThread::fail(Lock& lock) {
   const std::exception_ptr failure = failure_;
   forget(lock);
   std::rethrow_exception(failure);

@@ -14,7 +14,7 @@ namespace jaxmpi {
 
 // A program starts its messages in one order, the same on all ranks; they are carried out in that order, and waited for in it.
 // Once one has failed, those behind it are not begun: the other ranks do the same, or the job ends.
-class Courier {
+class CommunicationThread {
  public:
   using Memory = std::vector<const void*>;
 
