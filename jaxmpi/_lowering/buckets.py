@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
 from jaxmpi._lowering.classify import LOOPS, subjaxprs
 from jaxmpi._lowering.combine import Group, Level
@@ -21,6 +21,13 @@ __all__ = ["Bucket", "Messages", "messages_of"]
 
 WORTH = 8  # arrays so much larger than a message take about as long to make
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ffi_call", "pallas_call")
+# What only places numbers: XLA rounds a sum in the same way whether it is computed in one loop with these or by itself.
+PLACES = ("concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n")
+# What may end with a multiplication, which XLA rounds in another way in one loop with a sum.
+SCALED = (
+    *("mul", "neg", "integer_pow", "square", "convert_element_type", "copy", "copy_p"),
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice"),
+)
 
 
 class Bucket(NamedTuple):
@@ -46,11 +53,12 @@ class Messages(NamedTuple):
         return [*{id(bucket.group): bucket.group for bucket in self.started}.values(), *self.at_once]
 
 
-def messages_of(level: Level, overlap: Overlap | None) -> Messages:
+def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
     """How the groups of a round are sent.
 
     Args:
       level: the round.
+      jaxpr: the program that it is of.
       overlap: of the backend; None where all messages are carried out at once.
     """
     carried = [group for group in level.groups if overlap and overlap.carries(group.call)]
@@ -59,10 +67,11 @@ def messages_of(level: Level, overlap: Overlap | None) -> Messages:
     ready = _ready(level.local)
     cut = [bucket for group in carried for bucket in _cut(group, ready, overlap)]
     started = sorted(cut, key=lambda bucket: max(_when(bucket.group.eqns[i], ready) for i in bucket.numbers))
-    if not _beside(level.local, started[:1], overlap)[0]:
+    takers = _takers(jaxpr)
+    if not _beside(level.local, started[:1], takers, overlap)[0]:
         return Messages([], level.groups, [])
     at_once = [group for group in level.groups if not any(group is other for other in carried)]
-    return Messages(started, at_once, _beside(level.local, started, overlap)[1])
+    return Messages(started, at_once, _beside(level.local, started, takers, overlap)[1])
 
 
 def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucket]:
@@ -103,11 +112,24 @@ def _takes_time(eqn: JaxprEqn) -> bool:
     return name in PRODUCTS or name in LOOPS or any(_takes_time(inner) for part in subjaxprs(eqn) for inner in part.eqns)
 
 
-def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], overlap: Overlap) -> tuple[bool, list[Any]]:
+@_jaxcompat.kept_with_jaxpr
+def _takers(jaxpr: Any) -> dict[Any, set[str]]:
+    """The names of the primitives that take each value of a program; "" for the program's results."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    takers: dict[Any, set[str]] = {v: {""} for v in inner.outvars if _is_value(v)}
+    for eqn in inner.eqns:
+        for v in filter(_is_value, eqn.invars):
+            takers.setdefault(v, set()).add(eqn.primitive.name)
+    return takers
+
+
+def _beside(
+    local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Any, set[str]], overlap: Overlap
+) -> tuple[bool, list[Any]]:
     """Whether what a round computes beside what the buckets need is worth a message, and values that it ends with.
 
-    It is where it has a product, convolution or loop, or is large beside the message. Of the former, only the results of these
-    are named: to part what follows from them would change how XLA rounds it.
+    It is where it has a product, convolution or loop, or is large beside the message. The values are those that can be parted
+    from what follows without XLA rounding that in another way.
     """
     needed = {v for bucket in buckets for i in bucket.numbers for v in bucket.group.eqns[i].invars if _is_value(v)}
     sent_bytes = sum(map(_bytes_of, needed))
@@ -117,20 +139,14 @@ def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], overlap: Overlap) 
             beside.append(eqn)
         else:
             needed.update(v for v in eqn.invars if _is_value(v))
-    late: set[Any] = set()  # what takes time
-    left: dict[Any, None] = {}  # what no other equation takes
-    for eqn in reversed(beside):
-        operands = [v for v in eqn.invars if _is_value(v)]
-        if _takes_time(eqn) or not late.isdisjoint(operands):
-            late.update(eqn.outvars)
-        for v in operands:
-            left.pop(v, None)
-        left.update(dict.fromkeys(eqn.outvars))
-    if late:
-        products = {v for eqn in beside if _takes_time(eqn) for v in eqn.outvars}
-        return True, [v for v in left if v in products and _is_number(v)]
-    worth = sum(map(_bytes_of, left)) > WORTH * max(sent_bytes, overlap.small_bytes)
-    return worth, [v for v in left if worth and _is_number(v)]
+    taken = {v for eqn in beside for v in eqn.invars if _is_value(v)}
+    left = [(v, eqn) for eqn in reversed(beside) for v in eqn.outvars if v in takers and v not in taken and _is_parted(v)]
+    products = [v for v, eqn in left if _takes_time(eqn)]
+    if products or any(map(_takes_time, beside)):
+        return True, products
+    placed = [v for v, eqn in left if takers[v] <= ({""} if eqn.primitive.name in SCALED else {"", *PLACES})]
+    worth = sum(map(_bytes_of, placed)) > WORTH * max(sent_bytes, overlap.small_bytes)
+    return worth, placed if worth else []
 
 
 def _when(eqn: JaxprEqn, ready: Mapping[Any, int]) -> int:
@@ -155,6 +171,6 @@ def _bytes_of(v: Any) -> int:
     return v.aval.size * v.aval.dtype.itemsize if hasattr(v.aval, "dtype") else 0
 
 
-def _is_number(v: Any) -> bool:
-    dtype = getattr(v.aval, "dtype", None)
-    return isinstance(dtype, np.dtype) and (dtype.kind in "biufc" or dtype == jnp.bfloat16)
+def _is_parted(v: Any) -> bool:
+    """Whether XLA keeps a value as it is between two loops; those of 16 bits it may keep in 32 within one."""
+    return getattr(v.aval, "dtype", None) in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)

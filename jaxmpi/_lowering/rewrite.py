@@ -49,7 +49,7 @@ def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list
         for eqn in level.local:
             xs = read(eqn.invars)
             read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
-        sent = messages_of(level, target.overlap)
+        sent = messages_of(level, jaxpr, target.overlap)
         arrivals = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
         before = sent.before_waits
         for arrive in arrivals:

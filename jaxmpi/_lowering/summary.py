@@ -69,7 +69,7 @@ def summary(
     sent = {id(eqn) for level in levels for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))}
     place = {key: i for i, key in enumerate(id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent)}
     for level in levels:
-        messages = messages_of(level, overlap)
+        messages = messages_of(level, jaxpr, overlap)
         for group in messages.groups:
             buckets = sum(bucket.group is group for bucket in messages.started)
             distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
