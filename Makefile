@@ -126,7 +126,8 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 bench-hosts: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
 	@echo "== the benchmarks between hosts: results and plots in $(BENCH)"
-	@$(BIN)/python benchmarks/hosts.py --out $(BENCH); hosts=$$?; $(BIN)/python benchmarks/overlap.py --out $(BENCH) && exit $$hosts
+	@failed=0; for command in "hosts.py --out $(BENCH)" "overlap.py --out $(BENCH)" diloco.py; do \
+	  echo "== benchmarks/$$command"; $(BIN)/python benchmarks/$$command || failed=1; done; exit $$failed
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"

@@ -5,6 +5,7 @@
     jaxmpi run -n 2 examples/gpt.py --sharded --accumulate 2
     jaxmpi run -n 2 examples/gpt.py --fully-sharded
     jaxmpi run -n 2 examples/gpt.py --local-every 50 --diloco
+    jaxmpi run -n 2 examples/gpt.py --local-every 50 --diloco --fragments 3 --delay 5 --int8
     jaxmpi run -n 4 examples/gpt.py --local-every 50 --diloco --islands 2 --sharded
 
 The layers are one `scan` over their stacked parameters, and each is computed again in the backward pass (`remat`), so that
@@ -42,6 +43,9 @@ parser.add_argument(
 parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
 parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
 parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that step")
+parser.add_argument("--fragments", type=int, default=1, metavar="N", help="with --local-every: exchange 1/N at a time")
+parser.add_argument("--delay", type=int, default=0, metavar="N", help="with --local-every: go on for N steps meanwhile")
+parser.add_argument("--int8", action="store_true", help="with --local-every: send 8 bits for each number")
 parser.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
@@ -51,8 +55,8 @@ if args.local_every is not None and (args.local_every < 1 or args.fully_sharded)
     parser.error("--local-every is 1 or more, and not with --fully-sharded")
 if args.islands is not None and args.islands < 1:
     parser.error("--islands is 1 or more")
-if (args.diloco or args.islands) and args.local_every is None:
-    parser.error("--diloco and --islands go with --local-every")
+if (args.diloco or args.islands or args.fragments != 1 or args.delay or args.int8) and args.local_every is None:
+    parser.error("--diloco, --islands, --fragments, --delay and --int8 go with --local-every")
 if args.local_every and args.sharded and not args.islands:
     parser.error("--local-every lets each rank have a state of its own: --sharded needs --islands, whose ranks share it out")
 
@@ -123,7 +127,15 @@ adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weigh
 if args.local_every:
     outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True) if args.diloco else None
     inner = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member") if args.islands else adamw
-    optimizer = jaxmpi.local_sgd(inner, args.local_every, outer, axis="island" if args.islands else jaxmpi.AXIS)
+    optimizer = jaxmpi.local_sgd(
+        inner,
+        args.local_every,
+        outer,
+        codec=jaxmpi.codecs.int8() if args.int8 else None,
+        axis="island" if args.islands else jaxmpi.AXIS,
+        fragments=args.fragments,
+        delay=args.delay,
+    )
 elif args.fully_sharded:
     optimizer = adamw
 else:
@@ -182,8 +194,8 @@ for number, text in zip(range(1, args.steps + 1), endless(), strict=False):
     meter.add(len(text) * args.length)
     if number % every == 0 or number == args.steps:
         mean = jaxmpi.average_metrics(np.mean(jax.device_get(recent)))
-        rate = meter.read().per_second
-        log.info(f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  {rate:.0f} bytes/s")
+        rate = meter.read()
+        log.info(f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  bytes: {rate}")
         recent, meter = [], jaxmpi.Throughput()
 
 params = jaxmpi.local(jaxmpi.unshard(whole(params)))

@@ -18,6 +18,7 @@
 
 #include "communication_thread.h"
 #include "gpu_staging.h"
+#include "messages_ahead.h"
 #include "schedule.h"
 #include "transport.h"
 #include "xla/ffi/api/ffi.h"
@@ -28,13 +29,12 @@ namespace ffi = xla::ffi;
 namespace jaxmpi {
 namespace {
 
-// One of each per process, and for as long as it lives: a program may still run when Python ends. The mutex keeps the messages
-// of two threads apart; the counters are for those who only look.
+// One of each per process, and for as long as it lives: a program may still run when Python ends.
 // The first transport is that of all ranks, and there is one more for each way to part them into groups: that of this rank's.
 std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::unique_ptr<Transport>>;
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
-std::mutex& one_at_a_time = *new std::mutex;
 CommunicationThread& communication = *new CommunicationThread;  // of messages that are on their way while a program computes
+MessagesAhead& ahead = *new MessagesAhead;                      // and of those from one of its calls to a later one
 PyObject* on_disagreement = nullptr;                            // (word, group) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
@@ -65,6 +65,7 @@ Record& make_record() {
 Record& record = make_record();
 std::atomic<int64_t>&started = record.started, &ended = record.ended, &exposed = record.exposed;
 Event* const events = record.events;
+std::mutex& entering = *new std::mutex;
 
 constexpr int kAll = 0;  // the transport of all ranks
 
@@ -75,16 +76,10 @@ Transport& current(size_t group) {
   return *transports[group];
 }
 
-// Marks a message as the last one, from when this rank is ready to communicate; under the mutex.
+// Marks a message as the last one, from when this rank is ready to communicate; under the transport's mutex.
 class Entered {
  public:
-  Entered(const Transport& transport, int64_t word, int64_t bytes) : transport_(transport), event_(events[started % kEvents]) {
-    event_.word = word;
-    event_.bytes = bytes;
-    event_.met = event_.end = 0;
-    event_.start = now();
-    ++started;
-  }
+  Entered(const Transport& transport, int64_t word, int64_t bytes) : transport_(transport), event_(next(word, bytes)) {}
   ~Entered() {
     event_.end = now();
     if (transport_.met() >= event_.start) event_.met = transport_.met();
@@ -92,6 +87,17 @@ class Entered {
   }
 
  private:
+  static Event& next(int64_t word, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(entering);
+    Event& event = events[started % kEvents];
+    event.word = word;
+    event.bytes = bytes;
+    event.met = event.end = 0;
+    event.start = now();
+    ++started;
+    return event;
+  }
+
   const Transport& transport_;
   Event& event_;
 };
@@ -136,13 +142,14 @@ class Exposed {
   const int64_t start_ = now();
 };
 
-std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets, size_t first_out = 0) {
+// `others`: how many operands follow the arrays; the last one is a token.
+std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets, size_t first_out = 0,
+                             size_t others = 1) {
   const int64_t rows = kind == Kind::Alltoall ? size : 1;  // of both
   std::vector<Array> arrays;
   arrays.reserve(args.size());
-  for (size_t i = 0; i < args.size(); ++i) {
+  for (size_t i = 0; i + others < args.size(); ++i) {
     const auto in = args.get<ffi::AnyBuffer>(i);
-    if (in && in->element_type() == ffi::DataType::TOKEN) continue;
     auto out = rets.get<ffi::AnyBuffer>(first_out + i);
     if (!in || !out) throw std::runtime_error("an operand is no array");
     const auto type = type_of(in->element_type());
@@ -165,8 +172,8 @@ struct Refused : std::runtime_error {
 
 // run(begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-void carry_out(const Transport& transport, int32_t group, int64_t word, int64_t bytes, Run run) {
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
+void carry_out(Transport& transport, int32_t group, int64_t word, int64_t bytes, Run run) {
+  const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<Entered> entered;
   try {
     run([&] { entered.emplace(transport, word, bytes); });
@@ -194,27 +201,30 @@ int64_t bytes_of(const std::vector<Array>& arrays) {
   return bytes;
 }
 
-// Waits until nothing is on its way any more.
-void drain() {
+// Waits until nothing is on its way any more that another message of a group must stay behind.
+void drain(int32_t group) {
   const Exposed exposed;
   communication.drain();
+  ahead.drain(group);
 }
 
 // run(transport, arrays, begin), as in `carry_out`
 template <class Run>
-ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
-  return reported([&] {
-    drain();
-    Transport& transport = current(group);
-    std::vector<Array> arrays = arrays_of(kind, transport.size(), args, rets);
-    std::optional<Exposed> exposed;
-    carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
-      run(transport, std::move(arrays), [&] {
-        begin();
-        exposed.emplace();
-      });
+void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t word, Run run) {
+  drain(group);
+  Transport& transport = current(group);
+  std::optional<Exposed> exposed;
+  carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
+    run(transport, std::move(arrays), [&] {
+      begin();
+      exposed.emplace();
     });
   });
+}
+
+template <class Run>
+ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t word, Run run) {
+  return reported([&] { carry_out_now(group, arrays_of(kind, current(group).size(), args, rets), word, run); });
 }
 
 // From and to which rank of a group each one's arrays go: the programs of all ranks are the same.
@@ -252,6 +262,10 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
       std::vector<Array> arrays = arrays_of(operation.kind, transport.size(), args, rets, first_out);
       CommunicationThread::Memory memory;
       for (size_t i = 0; i + 1 < rets.size(); ++i) memory.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
+      {
+        const Exposed exposed;
+        ahead.drain(group);
+      }
       communication.start(
           [=, &transport] {
             std::vector<Array> mine = arrays;
@@ -278,6 +292,64 @@ ffi::Error wait_on_host(ffi::RemainingArgs args, ffi::RemainingRets, int32_t sta
   });
 }
 
+constexpr size_t kNumberAndToken = 2;  // operands behind the arrays, or the token and the number's result
+
+// The number of a message in two halves: 64-bit integers are not on by default in JAX.
+using Number = ffi::BufferR1<ffi::DataType::U32>;
+
+// A message that `take_on_host` takes, in a later call of a program.
+ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> number, ffi::RemainingRets, int32_t group,
+                              int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
+  return reported([&] {
+    {
+      const Exposed exposed;
+      communication.drain();
+    }
+    Transport& transport = current(group);
+    const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+    if (operation.kind != Kind::Allreduce && operation.kind != Kind::Allgather) {
+      throw std::runtime_error("a message of this kind cannot be sent ahead");
+    }
+    std::vector<Array> arrays;
+    for (size_t i = 0; i + 1 < args.size(); ++i) {
+      const auto in = args.get<ffi::AnyBuffer>(i);
+      if (!in || !type_of(in->element_type())) throw std::runtime_error("an array of a type that the transport does not know");
+      if (!in->element_count()) continue;
+      const auto columns = static_cast<int64_t>(in->element_count());
+      arrays.push_back({*type_of(in->element_type()), static_cast<const char*>(in->untyped_data()), nullptr, columns});
+    }
+    const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
+    const int64_t sent = ahead.start(group, arrays, rows, [=, &transport](std::vector<Array> copies) {
+      carry_out(transport, group, word, bytes_of(copies), [&](auto begin) {
+        begin();
+        transport.run(operation, word, std::move(copies));
+      });
+    });
+    number->typed_data()[0] = static_cast<uint32_t>(sent);
+    number->typed_data()[1] = static_cast<uint32_t>(sent >> 32);
+  });
+}
+
+// What a message that was sent ahead has brought. Where there is none, it is sent now.
+ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                        int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
+  return reported([&] {
+    std::vector<Array> arrays = arrays_of(static_cast<Kind>(kind), current(group).size(), args, rets, 0, kNumberAndToken);
+    const auto number = args.get<Number>(args.size() - kNumberAndToken);
+    if (!number) throw std::runtime_error("no number of a message");
+    const int64_t sent = static_cast<int64_t>(number->typed_data()[0] | uint64_t{number->typed_data()[1]} << 32);
+    {
+      const Exposed exposed;
+      if (ahead.take(sent, arrays)) return;
+    }
+    carry_out_now(group, std::move(arrays), word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+      const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+      begin();
+      transport.run(operation, word, std::move(arrays));
+    });
+  });
+}
+
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                   int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
   return collective(static_cast<Kind>(kind), group, args, rets, word,
@@ -300,10 +372,8 @@ ffi::Error rank_value(ffi::Result<ffi::BufferR0<ffi::DataType::S32>> out) {
 }
 
 template <class Binding>
-auto operands(Binding binding) {
+auto operation(Binding binding) {
   return std::move(binding)
-      .RemainingArgs()
-      .RemainingRets()
       .template Attr<int32_t>("group")
       .template Attr<int32_t>("kind")
       .template Attr<int32_t>("op")
@@ -313,11 +383,19 @@ auto operands(Binding binding) {
       .template Attr<int64_t>("word");
 }
 
+template <class Binding>
+auto operands(Binding binding) {
+  return operation(std::move(binding).RemainingArgs().RemainingRets());
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(start_handler, start_on_host,
                               operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait_on_host,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int32_t>("started"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(send_ahead_handler, send_ahead_on_host,
+                              operation(ffi::Ffi::Bind().RemainingArgs().Ret<Number>().RemainingRets()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
@@ -326,6 +404,8 @@ nb::capsule handler(const std::string& name) {
   if (name == "host") return nb::capsule(reinterpret_cast<void*>(host_handler));
   if (name == "start") return nb::capsule(reinterpret_cast<void*>(start_handler));
   if (name == "wait") return nb::capsule(reinterpret_cast<void*>(wait_handler));
+  if (name == "send_ahead") return nb::capsule(reinterpret_cast<void*>(send_ahead_handler));
+  if (name == "take") return nb::capsule(reinterpret_cast<void*>(take_handler));
   if (name == "gpu") return nb::capsule(reinterpret_cast<void*>(gpu_handler));
   if (name == "rehearsal") return nb::capsule(reinterpret_cast<void*>(rehearsal_handler));
   if (name == "rank") return nb::capsule(reinterpret_cast<void*>(rank_handler));
@@ -335,7 +415,6 @@ nb::capsule handler(const std::string& name) {
 // Returns the number of the transport; that of all ranks is the first.
 size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, std::vector<int> local_names,
             int64_t slot_bytes, int slots, bool crowded, intptr_t memory, int file) {
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
   const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded, std::move(local_names)};
   auto shared = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
   transports.push_back(std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(shared)));
@@ -344,7 +423,6 @@ size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, 
 
 void connect(size_t group, const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
              int direct_nodes) {
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
   auto network = std::make_unique<Network>(library, Network::Handles{comm, byte, request_bytes});
   current(group).connect(std::move(network), Tuning{small_bytes, direct_nodes});
 }
@@ -353,7 +431,8 @@ void close() {
   Py_CLEAR(on_disagreement);
   nb::gil_scoped_release release;
   communication.forget();
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  ahead.forget();
+  for (auto& transport : transports) const std::lock_guard<std::mutex> until_its_message_has_ended(transport->one_at_a_time);
   transports.clear();
 }
 
@@ -378,10 +457,10 @@ auto last_events() {
 
 std::pair<int64_t, int64_t> meet(int64_t word) {
   nb::gil_scoped_release release;
-  drain();
+  drain(kAll);
   const Exposed exposed;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
   Transport& transport = current(kAll);
+  const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   const Entered entered(transport, word, 0);
   const Extremes words = transport.meet(word);
   return {words.smallest, words.largest};
@@ -411,7 +490,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 5;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 6;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;
@@ -428,6 +507,7 @@ NB_MODULE(_native, m) {
         nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,
         nb::arg("root") = 0);
+  m.def("count_ahead_from", [](int64_t first) { ahead.count_from(first); });
   m.def("on_disagreement", [](nb::callable f) { Py_XDECREF(std::exchange(on_disagreement, f.release().ptr())); });
   m.def("meet", &meet);
   m.def("messages", &messages);

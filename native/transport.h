@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -35,6 +36,8 @@ class Transport {
 
   // Only compare.
   Extremes meet(int64_t word);
+
+  std::mutex one_at_a_time;  // keeps the messages of two threads apart
 
  private:
   Place place_;

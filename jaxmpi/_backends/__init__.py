@@ -7,7 +7,7 @@ single           one rank
 simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
-native_calls     its calls in a program: at once, or a start and a wait
+native_calls     its calls in a program: at once, a start and a wait, or a start that a later call takes
 tuning           sizes and algorithms of the messages between nodes
 mpi              mpi4jax, and the start of MPI
 xla              backend "xla": NCCL or gloo
@@ -16,6 +16,7 @@ handover         messages that ranks wait for asleep
 extension        the native extension, if it is the one that belongs to these sources
 primitive        one JAX primitive for all collectives of backend "mpi"
 lax_collectives  collectives by JAX's own, where the axis is bound
+sent_ahead       messages from one call of a program to a later one, in JAX's own words
 on_axis          the same, with what XLA's backends on CPUs cannot do
 packing          several small arrays in one of XLA's collectives
 bucketing        which leaves travel together

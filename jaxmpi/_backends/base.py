@@ -60,6 +60,10 @@ class Collective(NamedTuple):
         return shape[1:] if self.kind == "reduce_scatter" else shape
 
 
+# In traced code, of the arrays of a message that a program has sent ahead: its number; or, with that, what it has brought.
+SendAhead = Callable[[Collective, Sequence[jax.Array]], jax.Array]
+Take = Callable[[Collective, Sequence[jax.Array], jax.Array], list[jax.Array]]
+
 # In traced code: takes arrays that are to be computed before, and returns what a message has brought, and these arrays.
 Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 
@@ -72,6 +76,8 @@ class Overlap(NamedTuple):
     carries: Callable[[Collective], bool]  # whether such a collective can be started
     # in traced code; whether it is one of several buckets, and the first message that is started before any is waited for
     start: Callable[[Collective, Sequence[jax.Array], bool, bool], Wait]
+    send_ahead: SendAhead | None = None  # where messages may be on their way from one call of a program to the next
+    take: Take | None = None
 
 
 class Place(NamedTuple):

@@ -12,6 +12,7 @@ ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every
 import ctypes
 import mmap
 import os
+import random
 import re
 import uuid
 from collections.abc import Callable, Hashable, Sequence
@@ -64,7 +65,8 @@ class Native(Mpi):
         self._shared: list[tuple[int, mmap.mmap]] = []
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         host = on_host()
-        for target, handler in (("collective", "host"), ("start", "start"), ("wait", "wait")):  # also in a job of GPUs
+        for target in ("collective", "start", "wait", "send_ahead", "take"):  # also in a job of GPUs
+            handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="cpu")
         if not host:
             jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
@@ -72,6 +74,7 @@ class Native(Mpi):
         self.description = ""  # of how messages travel between nodes
         self._tuning, self._nodes = Tuning(), 1  # of messages between nodes, and how many there are
         self._open(self._programs, ())
+        _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))  # a number of another job is none of this one
 
     def _connect(self, groups: Groups) -> None:
         """The shared memory of this rank's group, and its connections to other nodes."""
@@ -115,7 +118,8 @@ class Native(Mpi):
         asked, tuning = settings.get("JAXMPI_OVERLAP"), self._tuning
         if asked == "0" or not on_host() or (asked == "auto" and self._nodes == 1):
             return None
-        return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start)
+        ahead = (self._send_ahead, self._take) if self.concurrent else ()
+        return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
 
     def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Wait:
         statement = self._statement(call, _text(call, xs))
@@ -126,6 +130,13 @@ class Native(Mpi):
             return _received(call, xs, outs[: len(xs)]), outs[len(xs) :]
 
         return received
+
+    def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
+        return native_calls.send_ahead(_carried(call, xs), call, self, self._statement(call, _text(call, xs)))
+
+    def _take(self, call: Collective, xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
+        outs = native_calls.take(_carried(call, xs), number, call, self, self._statement(call, _text(call, xs)))
+        return _received(call, xs, outs)
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""

@@ -2,10 +2,12 @@
 
 A start returns the arrays that it sends, in place, and a wait takes them: so XLA neither changes nor moves them while the
 message is on its way. What arrives is, in an allreduce, in the same memory; otherwise it is in arrays that the start returns,
-too, with nothing in them yet. The tokens keep all calls of a program in order.
+too, with nothing in them yet. A message that is sent ahead, for a later call of the program, is one of copies. The tokens keep
+all calls of a program in order.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +18,9 @@ from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
+from jaxmpi._backends.sent_ahead import NUMBER
 
-__all__ = ["run", "start"]
+__all__ = ["run", "send_ahead", "start", "take"]
 
 # By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
 # "mean" is a sum with a divisor.
@@ -49,6 +52,16 @@ def start(
     return lambda before: wait_p.bind(*started, *before, started=len(started), arrays=len(xs), backend=backend)
 
 
+def send_ahead(xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int) -> jax.Array:
+    """Start the same with copies of the arrays, and return the message's number, for `take` in a later call of the program."""
+    return send_ahead_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)[0]
+
+
+def take(xs: Sequence[jax.Array], number: jax.Array, call: Collective, backend: Any, fingerprint: int) -> list[jax.Array]:
+    """What the message of this number has brought for `xs`; where there is none, `run`."""
+    return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
+
+
 def _abstract(*xs: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
     return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
 
@@ -63,6 +76,14 @@ def _abstract_start(
 
 def _abstract_wait(*xs: Any, started: int, arrays: int, backend: Any) -> tuple[list[ShapedArray], Any]:
     return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], backend.effects
+
+
+def _abstract_send_ahead(*xs: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+    return [ShapedArray(NUMBER.shape, NUMBER.dtype)], backend.effects
+
+
+def _abstract_take(*args: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+    return _abstract(*args[:-1], call=call, backend=backend, fingerprint=fingerprint)
 
 
 def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
@@ -86,10 +107,10 @@ def _attributes(call: Collective, backend: Any, fingerprint: int) -> dict[str, A
     }
 
 
-def _lower(ctx: Any, *xs: Any, call: Collective, backend: Any, fingerprint: int) -> Any:
+def _lower(ctx: Any, *xs: Any, target: str, call: Collective, backend: Any, fingerprint: int) -> Any:
     (effect,) = backend.effects
-    in_place = {i: i for i in range(len(xs))} if call.kind == "allreduce" else {}
-    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_collective", xs, effect, in_place, _attributes(call, backend, fingerprint))
+    in_place = {i: i for i in range(len(ctx.avals_out))} if call.kind == "allreduce" and target != "send_ahead" else {}
+    return _jaxcompat.ffi_call_in_order(ctx, f"jaxmpi_{target}", xs, effect, in_place, _attributes(call, backend, fingerprint))
 
 
 def _lower_start(ctx: Any, *xs: Any, call: Collective, backend: Any, fingerprint: int, bucket: bool, first: bool) -> Any:
@@ -113,6 +134,8 @@ def _primitive(name: str, abstract: Callable[..., Any], lower: Callable[..., Any
     return primitive
 
 
-native_p = _primitive("jaxmpi_native", _abstract, _lower)
+native_p = _primitive("jaxmpi_native", _abstract, partial(_lower, target="collective"))
+send_ahead_p = _primitive("jaxmpi_native_send_ahead", _abstract_send_ahead, partial(_lower, target="send_ahead"))
+take_p = _primitive("jaxmpi_native_take", _abstract_take, partial(_lower, target="take"))
 start_p = _primitive("jaxmpi_start", _abstract_start, _lower_start)
 wait_p = _primitive("jaxmpi_wait", _abstract_wait, _lower_wait)

@@ -12,6 +12,7 @@ forgotten_mean train state that parts between the ranks because a mean was forgo
 across_elements shards whose next value depends on more than their own elements
 combine        which collectives travel together
 piggyback      which numbers share the message of another collective
+ahead          which messages are taken in a later call of the program
 buckets        which messages travel while the program computes, and in which pieces
 fuse_mean      which divisions are done on the way
 summary        what will be sent, for `explain`

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
+from jaxmpi._lowering.ahead import number_of
 from jaxmpi._lowering.classify import LOOPS, subjaxprs
 from jaxmpi._lowering.combine import Group, Level
 
@@ -61,7 +62,7 @@ def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
       jaxpr: the program that it is of.
       overlap: of the backend; None where all messages are carried out at once.
     """
-    carried = [group for group in level.groups if overlap and overlap.carries(group.call)]
+    carried = [g for g in level.groups if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None]
     if overlap is None or not carried:
         return Messages([], level.groups, [])
     ready = _ready(level.local)

@@ -7,6 +7,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._backends.sent_ahead import SEND
 
 __all__ = [
     "BROADCASTS",
@@ -89,7 +90,9 @@ def map_subjaxprs(eqn: JaxprEqn, function: Callable[[Any], Any]) -> dict[str, An
 
 
 def kind(eqn: JaxprEqn) -> str:
-    """How an equation has to be treated: "" (it is local), "index", "collective", "bcast", "call" or "loop" (that contain one).
+    """How an equation has to be treated: "", "index", "collective", "ahead", "bcast", "call" or "loop".
+
+    "" is local; "ahead" starts a message for a later call; a call or a loop contains a collective.
 
     Raises:
       NotImplementedError: it communicates in a way that is not known here, with the primitive and the source line.
@@ -104,6 +107,8 @@ def kind(eqn: JaxprEqn) -> str:
             return "index"
         if name in REDUCE or name in MOVE:
             return "collective"
+        if name == SEND:
+            return "ahead"
         if name in BROADCASTS:
             return "bcast"
     elif not _names_inside(eqn):
@@ -132,7 +137,7 @@ def has_collective(jaxpr: Any) -> bool:
 
 def communicates(eqn: JaxprEqn) -> bool:
     """Whether it sends something, or contains what does; this rank's number alone is no message."""
-    return kind(eqn) == "collective" or any(map(_sends, subjaxprs(eqn)))
+    return kind(eqn) in ("collective", "ahead") or any(map(_sends, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:

@@ -35,10 +35,11 @@ class Group(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A round: first what is local, then the messages, then the loops that contain more of them."""
+    """A round: what is local, the messages, those for later calls, and the loops that contain more of them, in this order."""
 
     local: list[Any]
     groups: list[Group]
+    ahead: list[Any]
     loops: list[Any]
 
 
@@ -68,7 +69,8 @@ def schedule(jaxpr: Any, size: int, combine: bool) -> list[Level]:
         depth.update((v, level + remote) for v in eqn.outvars)
     for level in sorted(levels):
         local, remote_eqns = levels[level]
-        rounds.append(Level(local, _groups(remote_eqns, size, combine), [e for e in remote_eqns if kind(e) == "loop"]))
+        ahead, loops = ([eqn for eqn in remote_eqns if kind(eqn) == what] for what in ("ahead", "loop"))
+        rounds.append(Level(local, _groups(remote_eqns, size, combine), ahead, loops))
     return rounds
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import on_axis, packing, primitive
-from jaxmpi._backends.base import Backend, Collective
+from jaxmpi._backends.base import Backend, Collective, Overlap
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._backends.within_groups import through_all
@@ -75,8 +75,7 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
 
     overlap = backend.overlap if hide else None  # what is differentiated yet cannot be started: a start has no derivative
     if overlap is not None:
-        begin = overlap.start
-        overlap = overlap._replace(start=lambda call, *rest: begin(call._replace(fingerprint=fingerprint), *rest))
+        overlap = _of_program(overlap, fingerprint)
     program = rewrite(jaxpr, Target(backend.place.size, run, backend.index, overlap=overlap))
     if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
         program = _behind_a_comparison(program, backend, fingerprint)
@@ -93,6 +92,16 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
         )
         return _jaxcompat.as_function(program)
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
+
+
+def _of_program(overlap: Overlap, fingerprint: int) -> Overlap:
+    """The same, of messages that know which program they are part of."""
+
+    def known(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda call, *rest: f(call._replace(fingerprint=fingerprint), *rest)
+
+    given: dict[str, Any] = {name: known(f) for name in ("start", "send_ahead", "take") if (f := getattr(overlap, name))}
+    return overlap._replace(**given)
 
 
 def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:

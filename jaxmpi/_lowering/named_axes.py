@@ -16,6 +16,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._backends.lax_collectives import from_root
+from jaxmpi._backends.sent_ahead import SEND
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
 from jaxmpi._lowering.classify import BROADCASTS, REDUCE, axis_names
 from jaxmpi._lowering.refuse import refuse_groups, refuse_names, refuse_pairs
@@ -64,6 +65,9 @@ def collective(eqn: JaxprEqn, xs: Sequence[Any], axes: Axes) -> list[Any]:
         refuse_pairs(eqn, len(groups[0]))
         perm = tuple((group[p], group[q]) for group in groups for p, q in pairs)
         return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=perm)
+    if name == SEND:  # of which there is none within groups of one rank
+        given = _given(_any_order(groups) if eqn.params["op"] else groups)
+        return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=given)
     if len(groups[0]) == 1:
         with _jaxcompat.at_source(eqn):
             return [_alone(eqn, xs[0])]

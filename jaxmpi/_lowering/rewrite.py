@@ -9,6 +9,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Overlap
+from jaxmpi._backends.sent_ahead import none
+from jaxmpi._lowering.ahead import call_of, number_of
 from jaxmpi._lowering.buckets import Bucket, messages_of
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
@@ -56,7 +58,9 @@ def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list
             arrive(before)
             before = []
         for group in sent.at_once:
-            _carry_out(group, target, order, read)
+            _carry_out(group, target, order, read, number_of(group, jaxpr))
+        for eqn in level.ahead:
+            read.write(eqn, [_send_ahead(eqn, target, read(eqn.invars))])
         for eqn in level.loops:
             read.write(eqn, _loop(eqn, target, order, read(eqn.invars)))
     return read.outs()
@@ -103,9 +107,20 @@ def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callabl
     return arrive
 
 
-def _carry_out(group: Group, target: Target, order: Order | None, read: Env) -> None:
+def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[Any]) -> jax.Array:
+    if target.overlap is None or target.overlap.send_ahead is None or not target.overlap.carries(call_of(eqn)):
+        return none()
+    with _jaxcompat.at_source(eqn):
+        return target.overlap.send_ahead(call_of(eqn), xs)
+
+
+def _carry_out(group: Group, target: Target, order: Order | None, read: Env, number: Any) -> None:
+    """Carry out a message, or take what it has brought if it was sent ahead: under a number, which is a variable."""
     with _jaxcompat.at_source(group.eqns[0]):
         same, operands = _operands(group, range(len(group.eqns)), target, read)
+        if number is not None and target.overlap and target.overlap.take and len(same) == len(group.eqns):
+            _write(group, same, target.overlap.take(group.call, operands, read([number])[0]), read)
+            return
         outs = target.run(group.call, order.after(operands) if order else operands)
         if order:
             order.received(outs)

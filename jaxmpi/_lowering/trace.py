@@ -88,7 +88,7 @@ def _needs_opening(jaxpr: Any) -> bool:
         what = kind(eqn)
         if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):
             return True
-        if what in ("index", "collective") and named_axes.has_groups(eqn):
+        if what in ("index", "collective", "ahead") and named_axes.has_groups(eqn):
             return True
         if what == "loop" and any(map(_needs_opening, subjaxprs(eqn))):
             return True
@@ -116,7 +116,7 @@ def _open(jaxpr: Any, axes: Mapping[str, int], *args: Any) -> list[Any]:
             case "index" if named_axes.has_groups(eqn):
                 with _jaxcompat.at_source(eqn):
                     return [named_axes.index(eqn, axes)]
-            case "collective" if named_axes.has_groups(eqn):
+            case "collective" | "ahead" if named_axes.has_groups(eqn):
                 return named_axes.collective(eqn, xs, axes)
             case _:
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)

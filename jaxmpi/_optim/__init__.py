@@ -7,6 +7,7 @@ zero1         the optimizer's state shared out over the ranks (ZeRO-1)
 sharded_state which arrays of that state are shards
 fsdp          the parameters shared out over the ranks, too (ZeRO-3)
 local_sgd     steps of each rank's own, averaged now and then (local SGD, DiLoCo)
+streaming     the same, a part of the parameters at a time, while the ranks go on
 adasum        sums that know when gradients point the same way
 deterministic the same bits for any number of ranks
 nonfinite     skipping what is not finite, loss scales, votes

@@ -16,16 +16,35 @@ from jaxmpi._world import session
 __all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
 
 
+class OneMessage(NamedTuple):
+    """A mean that takes one message: what a rank sends follows from its own updates alone.
+
+    Attributes:
+      init: params -> state, of arrays like them.
+      encode: (updates, state) -> (arrays to send, state).
+      decode: (arrays, like) -> the mean over ranks, in the structure and dtypes of `like`. The arrays are the means of what was
+        sent, or, if not `averages`, those of all ranks, `[size, ...]` each.
+      averages: whether the arrays are averaged on the way.
+    """
+
+    init: Callable[[Any], Any]
+    encode: Callable[[Any, Any], tuple[list[jax.Array], Any]]
+    decode: Callable[[list[jax.Array], Any], Any]
+    averages: bool
+
+
 class Codec(NamedTuple):
     """What is sent for a mean.
 
     Attributes:
       init: params -> state, of arrays like them.
       mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced code, on all ranks.
+      one_message: the same in one message, for `local_sgd` with a delay; None where there is no such way.
     """
 
     init: Callable[[Any], Any]
     mean: Callable[[Any, Any], tuple[Any, Any]]
+    one_message: OneMessage | None = None
 
 
 def check_codec(function: str, codec: Any) -> None:
@@ -54,12 +73,19 @@ def f16() -> Codec:
 def _cast(name: str, dtype: Any) -> Codec:
     largest = float(jnp.finfo(dtype).max)
 
-    def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        leaves, put = floats(name, with_parameters(updates, name))
-        means = tree_allreduce([jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], op="mean")
-        return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)]), state
+    def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
+        leaves, _ = floats(name, with_parameters(updates, name))
+        return [jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], state
 
-    return Codec(lambda params: (), mean)
+    def decode(means: list[jax.Array], like: PyTree) -> PyTree:
+        leaves, put = floats(name, like)
+        return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)])
+
+    def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        coded, state = encode(updates, state)
+        return decode(tree_allreduce(coded, op="mean"), updates), state
+
+    return Codec(lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True))
 
 
 class Residual(NamedTuple):
@@ -79,7 +105,8 @@ def int8(block: int = 256) -> Codec:
 
     x ≈ s·q with s = max|x| / 127 over a block and q rounded to an int8. Every rank receives its part of all ranks' numbers
     (alltoall), adds them in float32, rounds the mean in the same way and gives it to all (allgather). What both roundings
-    leave is kept and added to the next mean. (Tang et al. 2019, "DoubleSqueeze".)
+    leave is kept and added to the next mean. (Tang et al. 2019, "DoubleSqueeze".) In one message, for `local_sgd` with a delay,
+    every rank gets all ranks' numbers and there is one rounding: on many ranks, more bytes.
 
     Args:
       block: how many numbers share a scale.
@@ -114,17 +141,41 @@ def int8(block: int = 256) -> Codec:
     def mean(updates: PyTree, state: Residual) -> tuple[Any, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
         size, k = session.size(), columns(leaves)
-        flat = jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
+        flat = _flat(leaves)
         mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
         coded = encode(mine)
         part = jnp.sum(decode(tree_alltoall(coded), k), axis=0) / size + state.summed
         answer = encode(part)
         whole = decode(tree_allgather(answer), k).reshape(-1)
-        ends = [sum(x.size for x in leaves[: i + 1]) for i in range(len(leaves))]
-        outs = [whole[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
-        return put(outs), Residual(mine - decode(coded, k), part - decode(answer, k))
+        return put(_cut(whole, leaves)), Residual(mine - decode(coded, k), part - decode(answer, k))
 
-    return Codec(init, mean)
+    def blocks_of(leaves: list[Any]) -> int:
+        return -(-sum(x.size for x in leaves) // block) * block
+
+    def encode_all(updates: PyTree, state: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        leaves, _ = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
+        mine = jnp.pad(_flat(leaves), (0, state.size - sum(x.size for x in leaves))) + state
+        coded = encode(mine)
+        return [coded], mine - decode(coded, state.size)
+
+    def decode_all(rows: list[jax.Array], like: PyTree) -> PyTree:
+        leaves, put = floats("codecs.int8", like)
+        return put(_cut(jnp.mean(decode(rows[0], blocks_of(leaves)), axis=0), leaves))
+
+    def init_all(params: PyTree) -> jax.Array:
+        return jnp.zeros(blocks_of(floats("codecs.int8", params)[0]), jnp.float32)
+
+    return Codec(init, mean, OneMessage(init_all, encode_all, decode_all, averages=False))
+
+
+def _flat(leaves: list[Any]) -> jax.Array:
+    return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
+
+
+def _cut(flat: jax.Array, leaves: list[Any]) -> list[jax.Array]:
+    """Arrays like `leaves`, of the numbers of all of them."""
+    ends = [sum(x.size for x in leaves[: i + 1]) for i in range(len(leaves))]
+    return [flat[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
 
 
 def topk(fraction: float) -> Codec:
@@ -148,24 +199,35 @@ def topk(fraction: float) -> Codec:
     def init(params: PyTree) -> list[jax.Array]:
         return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
 
-    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-        leaves, put = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
-        size, filled = session.size(), [i for i, x in enumerate(leaves) if x.size]
-        vectors = {i: leaves[i].astype(jnp.float32).reshape(-1) + state[i] for i in filled}
-        places = {i: jax.lax.top_k(jnp.abs(v), math.ceil(fraction * v.size))[1].astype(jnp.int32) for i, v in vectors.items()}
-        values = {i: vectors[i][places[i]] for i in filled}
-        coded = {i: jnp.stack([places[i], jax.lax.bitcast_convert_type(values[i], jnp.int32)]) for i in filled}
-        outs, kept = [jnp.zeros_like(x) for x in leaves], list(state)  # of an empty array nothing is sent
-        for i, rows in tree_allgather(coded).items():
-            total = jnp.zeros_like(vectors[i])
-            for row in rows:  # in the order of the ranks, on GPUs, too
-                numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
-                total = total.at[row[0]].add(numbers, unique_indices=True)
-            outs[i] = (total / size).reshape(leaves[i].shape).astype(leaves[i].dtype)
-            kept[i] = vectors[i].at[places[i]].set(0)
-        return put(outs), kept
+    def encode(updates: PyTree, state: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        leaves, _ = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
+        coded, kept = [], list(state)
+        for i, x in enumerate(leaves):
+            if x.size:  # of an empty array nothing is sent
+                vector = x.astype(jnp.float32).reshape(-1) + state[i]
+                places = jax.lax.top_k(jnp.abs(vector), math.ceil(fraction * x.size))[1].astype(jnp.int32)
+                coded.append(jnp.stack([places, jax.lax.bitcast_convert_type(vector[places], jnp.int32)]))
+                kept[i] = vector.at[places].set(0)
+        return coded, kept
 
-    return Codec(init, mean)
+    def decode(gathered: list[jax.Array], like: PyTree) -> PyTree:
+        leaves, put = floats("codecs.topk", like)
+        of_leaf, outs = iter(gathered), [jnp.zeros_like(x) for x in leaves]
+        for i, x in enumerate(leaves):
+            if x.size:
+                rows = next(of_leaf)
+                total = jnp.zeros(x.size, jnp.float32)
+                for row in rows:  # in the order of the ranks, on GPUs, too
+                    numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
+                    total = total.at[row[0]].add(numbers, unique_indices=True)
+                outs[i] = (total / len(rows)).reshape(x.shape).astype(x.dtype)
+        return put(outs)
+
+    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        coded, kept = encode(updates, state)
+        return decode(tree_allgather(coded), updates), kept
+
+    return Codec(init, mean, OneMessage(init, encode, decode, averages=False))
 
 
 class LowRank(NamedTuple):

@@ -22,6 +22,7 @@ __all__ = [
     "equal_types",
     "floats",
     "map_floats",
+    "way",
     "wide",
 ]
 
@@ -128,3 +129,9 @@ def either(which: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: A
     if isinstance(which, jax.core.Tracer):
         return lax.cond(which, yes, no, *args)
     return (yes if which else no)(*args)
+
+
+def way(x: jax.Array, to: jax.Array) -> jax.Array:
+    """An update that leads from x to `to`: rounded once where they are far apart, and not at all otherwise."""
+    step = to - x
+    return step + (to - (x + step))

@@ -11,7 +11,8 @@ from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.compression import Codec, check_codec
-from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats
+from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, way
+from jaxmpi._optim.streaming import StreamingState, Streams
 from jaxmpi._world import session
 
 __all__ = ["LocalSGDState", "local_sgd"]
@@ -42,6 +43,8 @@ def local_sgd(
     *,
     codec: Codec | None = None,
     axis: Axis = AXIS,
+    fragments: int = 1,
+    delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Let each rank take steps of its own with `inner`, and meet the others at every `every`-th call of `update`.
 
@@ -49,9 +52,15 @@ def local_sgd(
     little"). With it (Douillard et al. 2023, "DiLoCo"), Δ = θ₀ - mean θ, the way from where they last met, is a gradient for
     it: θ ← θ₀ + outer(Δ). DiLoCo's own is `optax.sgd(0.7, momentum=0.9, nesterov=True)`, around an AdamW.
 
+    With `fragments`, the ranks exchange a part of the parameters at a time: each every `every` calls, but in turns. With
+    `delay`, what a rank has sent arrives that many calls later, and the message is on its way while the ranks go on (on the
+    native transport between nodes, see `JAXMPI_OVERLAP`; the results are the same everywhere). θ is then what all have agreed
+    on, plus this rank's own way since it sent: θ ← mean θ_then + (θ - θ_then). (Douillard et al. 2025, "Streaming DiLoCo"; for
+    the own way, Shen et al. 2019, "Computation and communication decoupled SGD".) The state is then a `StreamingState`.
+
     Between meetings the ranks' parameters differ, so they are no replicated output of a `jaxmpi.jit`; take the mean of them
-    before you evaluate or save. At a meeting they are equal but for the rounding of `optax.apply_updates`. The state of `inner`
-    stays each rank's own.
+    before you evaluate or save. At a meeting they are equal but for the rounding of `optax.apply_updates`, without a delay. The
+    state of `inner` stays each rank's own.
 
     **Collective:** every rank calls `update` equally often, with parameters.
     **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of `distributed`; with a codec, its.
@@ -63,10 +72,15 @@ def local_sgd(
       codec: one of `jaxmpi.codecs`, for Δ.
       axis: as in `tree_allreduce`: each rank meets those of its group along it. With `jaxmpi.init(axes={"island": 2,
         "member": -1})`, `local_sgd(distributed(inner, axis="member"), every, outer, axis="island")` takes every step together
-        with the ranks of its island, and meets the other islands now and then. There is no codec then.
+        with the ranks of its island, and meets the other islands now and then.
+      fragments: how many parts the leaves are dealt into, of about as many bytes.
+      delay: calls of `update` from when a part is sent to when it is used, below `every`. It takes as many bytes again as the
+        parameters and what is sent.
 
     Raises:
-      ValueError: `every` is below 1; a codec with an axis; `update` gets no parameters, or the axis is unknown.
+      ValueError: `every` or `fragments` is below 1; a delay that is negative, or not below `every`; a codec with an axis and
+        neither fragments nor a delay, or without a `one_message` and with them; `update` gets no parameters, or the axis is
+        unknown.
       TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, with its path.
     """
     check_transform("local_sgd", "inner", inner)
@@ -76,9 +90,11 @@ def local_sgd(
         check_codec("local_sgd", codec)
     if every < 1:
         raise ValueError(f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more.")
-    if codec is not None and axis != AXIS:
-        raise ValueError(f"local_sgd: axis {axis!r} and a codec do not go together. Leave one of them out.")
     inner = optax.with_extra_args_support(inner)
+    if fragments != 1 or delay != 0:
+        return _streaming(Streams(inner, every, outer, codec, axis, fragments, delay))
+    if codec is not None and axis != AXIS:
+        raise ValueError(f"local_sgd: axis {axis!r} and a codec need a delay. Leave one of them out, or pass delay=1.")
 
     def init(params: PyTree) -> LocalSGDState:
         anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
@@ -96,15 +112,15 @@ def local_sgd(
         here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
         if not outer and not codec:
             return tree_allreduce(here, op="mean", axis=axis), (), state.codec
-        way = jax.tree.map(lambda x, y: x - y, state.anchor, here)
+        delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
         if codec and session.size() > 1:
-            way, coded = codec.mean(way, state.codec.per_rank)
+            delta, coded = codec.mean(delta, state.codec.per_rank)
             coded = PerRankState(coded)
         else:
-            way, coded = tree_allreduce(way, op="mean", axis=axis), state.codec
+            delta, coded = tree_allreduce(delta, op="mean", axis=axis), state.codec
         if not outer:
-            return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, way), (), coded
-        step, outer_state = outer.update(way, state.outer, state.anchor)
+            return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta), (), coded
+        step, outer_state = outer.update(delta, state.outer, state.anchor)
         return optax.apply_updates(state.anchor, step), outer_state, coded
 
     def update(updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
@@ -117,7 +133,7 @@ def local_sgd(
         def with_the_others() -> Any:
             there, outer_state, coded = averaged(optax.apply_updates(params, own_updates), state)
             after = (there if outer or codec else (), outer_state, coded)
-            return map_floats("local_sgd", _way, params, there), equal_types(after, state[2:])
+            return map_floats("local_sgd", way, params, there), equal_types(after, state[2:])
 
         def alone() -> Any:
             return may_differ(equal_types(own_updates, params)), tuple(state[2:])
@@ -128,7 +144,23 @@ def local_sgd(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _way(x: jax.Array, to: jax.Array) -> jax.Array:
-    """An update that leads from x to `to`: rounded once where they are far apart, and not at all otherwise."""
-    way = to - x
-    return way + (to - (x + way))
+def _streaming(streams: Streams) -> optax.GradientTransformationExtraArgs:
+    if not 1 <= streams.fragments <= streams.every:
+        raise ValueError(
+            f"local_sgd: fragments is {streams.fragments}. It must be at least 1, and at most every={streams.every}."
+        )
+    if not 0 <= streams.delay < streams.every:
+        raise ValueError(f"local_sgd: delay is {streams.delay}. It must be 0 or more, and below every={streams.every}.")
+    if streams.codec and not streams.codec.one_message:
+        raise ValueError(
+            "local_sgd: this codec takes several messages, and with fragments or a delay there is one. Use bf16, f16, int8 or "
+            "topk of jaxmpi.codecs."
+        )
+
+    def update(updates: PyTree, state: StreamingState, params: PyTree = None, **extra_args: Any) -> tuple[Any, StreamingState]:
+        if params is None:
+            raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
+        check_axis("local_sgd", streams.axis, session.current("local_sgd"))
+        return streams.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(streams.init, update)

@@ -234,6 +234,102 @@ def test_faults_between_start_and_wait(fault, ranks, tmp_path):
     assert words in said and "Traceback" not in said.replace("Traceback", "", 4 * ranks), said
 
 
+# messages from one call to a later one
+
+AHEAD = """
+import os
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxmpi
+from jaxmpi import codecs
+
+w = jaxmpi.init(axes={"island": -1, "member": 2} if int(os.environ["JAXMPI_TEST_PAIRS"]) else None)
+axis = "island" if "island" in w.axes else jaxmpi.AXIS
+WIDTH, EVERY = 24, 4
+params = {name: jnp.asarray(np.random.default_rng(i).normal(size=(WIDTH, WIDTH)), jnp.float32) for i, name in enumerate("abcd")}
+x = jnp.asarray(np.random.default_rng(w.rank).normal(size=(8, WIDTH)), jnp.float32)
+
+
+def loss(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer)
+    return jnp.mean(x**2)
+
+
+def made(codec, mode, inner):
+    os.environ["JAXMPI_OVERLAP"] = mode
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if axis != jaxmpi.AXIS:
+        inner = jaxmpi.distributed(inner, axis="member")
+    tx = jaxmpi.local_sgd(inner, EVERY, outer, codec=codec, axis=axis, fragments=2, delay=2)
+
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step, state = jaxmpi.jit(step), (params, tx.init(params))
+    assert ("jaxmpi_send_ahead" in step.lower(*state, x).as_text()) == (mode == "1")
+    step(*state, x)
+    return step, state
+
+
+def equal(a, b, what):
+    numbers = lambda tree: jax.tree.leaves((tree[0], [f._replace(number=()) for f in tree[1].fragments], tree[1].inner))
+    for i, (a, b) in enumerate(zip(numbers(a), numbers(b), strict=True)):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (what, i)
+
+
+def numbers_of(state):
+    return {tuple(map(int, f.number)) for f in state[1].fragments}
+
+
+for codec in (None, codecs.bf16(), codecs.int8(), codecs.topk(0.3)):
+    (at_once, a), (ahead, b) = (made(codec, mode, optax.adam(1e-2)) for mode in "01")
+    seen = set()
+    for turn in range(18):
+        a, b = at_once(*a, x), ahead(*b, x)
+        equal(a, b, turn)
+        seen |= numbers_of(b)
+        assert numbers_of(a) == {(0, 0)}
+    assert len(seen) >= 8
+    assert len(set(map(str, jaxmpi.allgather_object(sorted(seen))))) == 1
+
+# a state that is used twice, and one that has outlived its messages
+kept = b
+assert any(map(bool, (f.on_its_way for f in b[1].fragments)))
+for again in range(2):
+    b = kept
+    for turn in range(6):
+        b = ahead(*b, x)
+    equal(b, b if not again else first, again)
+    first = b
+for _ in range(70):  # states that nobody goes on with
+    ahead(*kept, x)
+kept = jax.device_get(kept)
+jaxmpi.finalize()
+w = jaxmpi.init(axes={"island": -1, "member": 2} if int(os.environ["JAXMPI_TEST_PAIRS"]) else None)
+b = jax.tree.map(jnp.asarray, kept)
+for turn in range(6):
+    b = ahead(*b, x)
+equal(b, first, "after init")
+print("equal on", w.rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_a_node", "pairs"),
+    [
+        (2, 1, 0),
+        pytest.param(3, 2, 0, marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_messages_ahead_have_the_bits_of_those_at_once(ranks, on_a_node, pairs, tmp_path):
+    environ = {"JAXMPI_OVERLAP": "1", "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TEST_PAIRS": str(pairs)}
+    done = run(ranks, AHEAD, tmp_path, timeout=600, **environ)
+    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
+
+
 # which messages, in which pieces
 
 

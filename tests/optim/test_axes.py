@@ -106,12 +106,16 @@ def check_islands():
 
 def check_local_sgd():
     with jax.enable_x64(True):
-        for every, outer in ((1, None), (3, optax.sgd(0.7, momentum=0.9, nesterov=True))):
-            got, want = (
-                train(jaxmpi.local_sgd(wrap(clipped_adam(), axis="member"), every, outer, axis="island"))
-                for wrap in (jaxmpi.sharded, jaxmpi.distributed)
-            )
-            close(got, want)
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        wrapped = lambda wrap, *rest, **options: train(
+            jaxmpi.local_sgd(wrap(clipped_adam(), axis="member"), *rest, axis="island", **options)
+        )
+        for rest, options in [((1,), {}), ((3, outer), {}), ((3, outer), {"fragments": 2, "delay": 1})]:
+            want = wrapped(jaxmpi.distributed, *rest, **options)
+            close(wrapped(jaxmpi.sharded, *rest, **options), want)
+        coded = wrapped(jaxmpi.distributed, 3, outer, fragments=2, delay=1, codec=jaxmpi.codecs.topk(1.0))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), coded, want)
+        assert np.ptp(want["w"], axis=0).max() > 1e-6  # the islands go their own ways
 
 
 def check_branches():

@@ -96,6 +96,109 @@ def test_where_they_meet_they_are_equal():
     assert [same(x) for x in got] == [False, True, False, True]
 
 
+# fragments and delays
+
+
+def many(seed=9):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2, 3), "d": (300,)}
+
+
+def streamed(tx, steps):
+    """The parameters after each step, of this rank."""
+    step = jaxmpi.jit(lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)))
+    params, history = many(), []
+    state = tx.init(params)
+    for i in range(steps):
+        params, state = step(many([jaxmpi.rank(), i]), state, params)
+        history.append(jax.device_get(params))
+    return history, state
+
+
+def streamed_reference(inner, every, steps, outer, fragments, delay):
+    """All ranks in one process: θ = mean θ_then + (θ - θ_then), `delay` steps after each fragment's turn."""
+    n = jaxmpi.size()
+    sizes, parts = [0] * fragments, [[] for _ in range(fragments)]
+    for name in SHAPES:
+        f = sizes.index(min(sizes))
+        parts[f].append(name)
+        sizes[f] += int(np.prod(SHAPES[name]))
+    ranks = [(many(), inner.init(many())) for _ in range(n)]
+    anchors = [{name: many()[name] for name in part} for part in parts]
+    outers = [outer.init(anchor) if outer else None for anchor in anchors]
+    sent, history = {}, []
+    for i in range(steps):
+        for r, (p, s) in enumerate(ranks):
+            u, s = inner.update(many([r, i]), s, p)
+            ranks[r] = optax.apply_updates(p, u), s
+        for f, part in enumerate(parts):
+            first = f * every // fragments
+            if (i + 1) % every == first and not delay:
+                sent[f] = [{name: p[name] for name in part} for p, _ in ranks]
+            if (i + 1) % every == (first + delay) % every and f in sent:
+                left = sent.pop(f)
+                mean = jax.tree.map(lambda *x: sum(x) / n, *left)
+                if outer:
+                    way = jax.tree.map(lambda a, m: a - m, anchors[f], mean)
+                    u, outers[f] = outer.update(way, outers[f], anchors[f])
+                    mean = optax.apply_updates(anchors[f], u)
+                anchors[f] = mean
+                for r, (p, _) in enumerate(ranks):
+                    p.update({name: mean[name] + (p[name] - left[r][name]) for name in part})
+            if (i + 1) % every == first and delay:
+                sent[f] = [{name: p[name] for name in part} for p, _ in ranks]
+        history.append(jax.device_get(ranks[jaxmpi.rank()][0]))
+    return history
+
+
+def near(got, want, **tolerance):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        for name in SHAPES:
+            np.testing.assert_allclose(a[name], b[name], err_msg=f"{name} after step {i}", **tolerance)
+
+
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 2), (3, 0), (3, 2), (4, 4)])
+@pytest.mark.parametrize("diloco", [False, True])
+def test_fragments_arrive_later(fragments, delay, diloco):
+    outer = NESTEROV if diloco else None
+    tx = jaxmpi.local_sgd(optax.adam(0.1), 5, outer, fragments=fragments, delay=delay)
+    got, state = streamed(tx, 14)
+    near(got, streamed_reference(optax.adam(0.1), 5, 14, outer, fragments, delay), rtol=1e-5, atol=2e-6)
+    assert len(state.fragments) == fragments
+    for x in jax.tree.leaves([fragment.anchor for fragment in state.fragments]):
+        assert len(set(jaxmpi.allgather_object(np.asarray(x).tobytes()))) == 1
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("codec", ["bf16", "f16", "int8", "topk"])
+def test_fragments_of_fewer_bytes(codec):
+    codec = jaxmpi.codecs.topk(1.0) if codec == "topk" else getattr(jaxmpi.codecs, codec)()
+    got, _ = streamed(jaxmpi.local_sgd(optax.sgd(0.01), 4, NESTEROV, codec=codec, fragments=2, delay=1), 14)
+    want = streamed_reference(optax.sgd(0.01), 4, 14, NESTEROV, 2, 1)
+    near(got, want, rtol=0.02, atol=0.02)
+
+
+@run_ranks(2)
+def test_fragments_and_delays_that_cannot_be_are_refused():
+    sgd = optax.sgd(0.1)
+    for options, words in [
+        ({"fragments": 0}, "fragments is 0"),
+        ({"fragments": 5}, "fragments is 5. It must be at least 1, and at most every=4"),
+        ({"delay": 4}, "delay is 4. It must be 0 or more, and below every=4"),
+        ({"delay": -1}, "delay is -1"),
+        ({"delay": 1, "codec": jaxmpi.codecs.powersgd()}, "this codec takes several messages"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            jaxmpi.local_sgd(sgd, 4, **options)
+
+
 @run_ranks(2)
 def test_a_step_without_parameters_is_refused():
     tx = jaxmpi.local_sgd(optax.sgd(0.1), 2)

@@ -1,0 +1,38 @@
+"""Messages that a program starts for a later one of its calls, and takes in it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Collective
+from jaxmpi._backends.sent_ahead import SENT
+from jaxmpi._lowering.combine import Group
+
+__all__ = ["call_of", "number_of"]
+
+
+def call_of(eqn: JaxprEqn) -> Collective:
+    """The collective that an equation of kind "ahead" starts."""
+    return Collective(eqn.params["kind"], eqn.params["op"], groups=eqn.params["axis_index_groups"] or ())
+
+
+def number_of(group: Group, jaxpr: Any) -> Any:
+    """The variable with the number of the message that a group's collectives were sent ahead in; None for any others."""
+    sent = _sent(jaxpr)
+    first = sent.get(_operand(group.eqns[0]))
+    if first is None or [_operand(eqn) for eqn in group.eqns] != [id(v) for v in first.outvars]:
+        return None
+    return first.invars[-1]
+
+
+@_jaxcompat.kept_with_jaxpr
+def _sent(jaxpr: Any) -> Mapping[int, JaxprEqn]:
+    """The equations of what was sent ahead, by the ids of their results."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    return {id(v): eqn for eqn in inner.eqns if eqn.primitive.name == SENT for v in eqn.outvars}
+
+
+def _operand(eqn: JaxprEqn) -> int:
+    return id(eqn.invars[0])
