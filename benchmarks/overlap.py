@@ -8,6 +8,7 @@ and of the mean alone, the hidden share is what the step saves by overlap, of th
 1 when a bound is missed.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,12 +18,12 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import Report, parser
-from step_models import MODELS
-from trained import Trained, step_of
+from step_models import MODELS, torch_models
 
 import jaxmpi
 
 HERE = Path(__file__).resolve().parent
+COORDINATOR = "10.77.0.1"  # the first host of tests/network.sh
 NAMES = ("MLP 10M", "CNN", "GPT 10M")
 SLOWER, HIDDEN = 1.2, 0.7  # a step by the longer of computation and communication at most; hidden at least
 FASTER = 1.5  # a halo exchange at once by one that is hidden, at least
@@ -32,6 +33,7 @@ arguments.add_argument("--models", nargs="*", default=list(NAMES), choices=MODEL
 arguments.add_argument("--mbit", type=float, default=1000, help="rate of each cable, in Mbit/s")
 arguments.add_argument("--delay-ms", type=float, default=1, help="one way")
 arguments.add_argument("--launches", type=int, default=3, help="of the whole")
+arguments.add_argument("--with-gloo", action="store_true", help="beside JAX's gloo, too, which takes long")
 arguments.add_argument("--worker", action="store_true", help="be one of the ranks")
 args = arguments.parse_args()
 
@@ -43,16 +45,17 @@ def jaxmpi_step(overlap, loss_of, params, batch):
     return trained
 
 
-def mpi4jax_step(loss_of, params, batch):
-    try:
-        import mpi4jax
-    except ImportError:
-        return {}
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Clone()
-    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
-    return {"mpi4jax per leaf": Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)}
+def peers_of(case, factor, loss_of, params, batch):
+    """The steps of other libraries, those that are installed."""
+    calls = {}
+    if importlib.util.find_spec("mpi4jax"):
+        calls["mpi4jax per leaf"] = mpi4jax_step(loss_of, params, batch)
+    if args.with_gloo:
+        calls["JAX gloo"] = gloo_step(loss_of, params, batch)
+    if torch:
+        model, batch, loss_of = torch_models(torch)[case]
+        calls |= torch_steps(torch, model, times(batch, factor), loss_of)
+    return calls
 
 
 def contenders(loss_of, params, batch):
@@ -67,7 +70,6 @@ def contenders(loss_of, params, batch):
         "mean alone": lambda: mean(grads),
         "jaxmpi, at once": jaxmpi_step("0", loss_of, params, batch),
         "jaxmpi, overlap": jaxmpi_step("1", loss_of, params, batch),
-        **mpi4jax_step(loss_of, params, batch),
     }
 
 
@@ -75,10 +77,14 @@ def balanced(report, case):
     """The model with a batch for which computation takes about as long as communication."""
     loss_of, params, batch = MODELS[case]()
     calls = contenders(loss_of, params, batch)
-    times = report.measure(f"{case}, first", {name: calls[name] for name in ("local", "mean alone")}, seconds=2.0)
-    factor = max(1, round(float(np.median(times["mean alone"]) / np.median(times["local"]))))
+    took = report.measure(f"{case}, first", {name: calls[name] for name in ("local", "mean alone")}, seconds=2.0)
+    factor = max(1, round(float(np.median(took["mean alone"]) / np.median(took["local"]))))
     factor = jaxmpi.broadcast_object(factor)
-    return loss_of, params, jax.tree.map(lambda x: np.concatenate([x] * factor), batch)
+    return factor, (loss_of, params, times(batch, factor))
+
+
+def times(batch, factor):
+    return jax.tree.map(lambda x: np.concatenate([x] * factor), batch)
 
 
 class Heat:
@@ -125,12 +131,16 @@ def measure_heat(report):
     report.ratio(f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER)
 
 
+def added(middle, name, local):
+    return middle[name] - middle[local]
+
+
 def work():
-    report = Report("overlap", args)
     measure_heat(report)
     for case in report.progress(args.models):
-        times = report.measure(case, contenders(*balanced(report, case)), seconds=8.0)
-        middle = {name: np.median(values, axis=1, keepdims=True) for name, values in times.items()}
+        factor, made = balanced(report, case)
+        took = report.measure(case, {**contenders(*made), **peers_of(case, factor, *made)}, seconds=8.0)
+        middle = {name: np.median(values, axis=1, keepdims=True) for name, values in took.items()}
         longer = np.maximum(middle["local"], middle["mean alone"])
         backward = middle["forward and backward"] - middle["forward"]
         saved = middle["jaxmpi, at once"] - middle["jaxmpi, overlap"]
@@ -139,14 +149,16 @@ def work():
         report.ratio(
             case, "hidden / smaller of backward and mean", saved, np.minimum(backward, middle["mean alone"]), at_least=HIDDEN
         )
-        if "mpi4jax per leaf" in middle:
-            added = [middle[name] - middle["local"] for name in ("jaxmpi, overlap", "mpi4jax per leaf")]
-            report.ratio(case, "added by jaxmpi / by mpi4jax per leaf", *added, at_most=1.0)
+        ours = added(middle, "jaxmpi, overlap", "local")
+        for name, local in (("mpi4jax per leaf", "local"), ("JAX gloo", "local"), ("torch DDP", "torch local")):
+            if name in middle:
+                report.ratio(case, f"added by jaxmpi / by {name}", ours, added(middle, name, local), at_most=1.0)
     report.finish()
 
 
 def main():
     words = [2, 1, args.delay_ms, args.mbit, 0, __file__, "--worker", "--rounds", args.rounds, "--models", *args.models]
+    words += ["--with-gloo"] if args.with_gloo else []
     words += [*["--quick"] * args.quick, *(["--out", args.out] if args.out else [])]
     command = [str(HERE.parent / "tests" / "network.sh"), *map(str, words)]
     codes = [
@@ -157,4 +169,14 @@ def main():
     sys.exit(max(codes))
 
 
-work() if args.worker else main()
+if args.worker:
+    import peers  # which start MPI
+    from trained import Trained, gloo_step, mpi4jax_step, step_of, torch_steps
+
+    if args.with_gloo:
+        peers.start_jax(COORDINATOR)
+    torch = peers.start_torch(COORDINATOR)
+    report = Report("overlap", args)
+    work()
+else:
+    main()

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import peers
 from common import Report, parser
-from mpi4py import MPI
 from step_models import MODELS, torch_models
-from trained import Trained, step_of
+from trained import Trained, gloo_step, mpi4jax_step, step_of, torch_steps
 
 import jaxmpi
 
@@ -30,41 +29,12 @@ NOISE = 0.02
 
 
 def contenders_of(loss_of, params, batch):
-    import mpi4jax
-
-    comm = MPI.COMM_WORLD.Clone()
     jit = partial(jax.jit, donate_argnums=0)
-    mesh, sharding = peers.mesh()
-    spec = jax.sharding.PartitionSpec()
-    gloo = jax.shard_map(
-        step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads)),
-        mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False,
-    )  # fmt: skip
-    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
     return {
         "local": Trained(jit(step_of(loss_of, lambda grads: grads)), params, batch),
         "jaxmpi": Trained(jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch),
-        "mpi4jax per leaf": Trained(jit(step_of(loss_of, per_leaf)), params, batch),
-        "JAX gloo": Trained(jit(gloo), params, batch, partial(peers.global_array, sharding)),
-    }
-
-
-def torch_contenders(model, batch, loss_of):
-    inputs, targets = (torch.from_numpy(np.asarray(x)) for x in batch)
-
-    def trained(model):
-        sgd = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-
-        def call():
-            sgd.zero_grad()
-            loss_of(model(inputs), targets).backward()
-            sgd.step()
-
-        return call
-
-    return {
-        "torch local": trained(model()),
-        "torch DDP": trained(torch.nn.parallel.DistributedDataParallel(model())),
+        "mpi4jax per leaf": mpi4jax_step(loss_of, params, batch),
+        "JAX gloo": gloo_step(loss_of, params, batch),
     }
 
 
@@ -96,7 +66,7 @@ for case in report.progress(args.models):
     loss_of, params, batch = MODELS[case]()
     calls = contenders_of(loss_of, params, batch)
     if torch and case in torch_models(torch):
-        calls |= torch_contenders(*torch_models(torch)[case])
+        calls |= torch_steps(torch, *torch_models(torch)[case])
     show_added(case, report.measure(case, calls, seconds=8.0))
 
 report.finish()

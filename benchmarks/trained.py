@@ -1,8 +1,13 @@
-"""A train step and its calls, for the benchmarks that train."""
+"""A train step and its calls, and the same of other libraries, for the benchmarks that train."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import peers
+from mpi4py import MPI
 
 optimizer = optax.sgd(1e-3, momentum=0.9)
 
@@ -27,3 +32,41 @@ def step_of(loss_of, average):
         return (optax.apply_updates(params, updates), momentum), loss
 
     return step
+
+
+def mpi4jax_step(loss_of, params, batch):
+    """A message for each array."""
+    import mpi4jax
+
+    comm = MPI.COMM_WORLD.Clone()
+    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
+    return Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)
+
+
+def gloo_step(loss_of, params, batch):
+    """Of JAX's own processes, which `peers.start_jax` has started."""
+    mesh, sharding = peers.mesh()
+    spec = jax.sharding.PartitionSpec()
+    step = step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads))
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    return Trained(jax.jit(sharded, donate_argnums=0), params, batch, partial(peers.global_array, sharding))
+
+
+def torch_steps(torch, model, batch, loss_of):
+    """Its step without communication, and DDP's."""
+    inputs, targets = (torch.from_numpy(np.asarray(x)) for x in batch)
+
+    def trained(model):
+        sgd = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+        def call():
+            sgd.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            sgd.step()
+
+        return call
+
+    return {
+        "torch local": trained(model()),
+        "torch DDP": trained(torch.nn.parallel.DistributedDataParallel(model())),
+    }

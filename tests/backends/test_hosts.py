@@ -22,11 +22,13 @@ import jaxmpi
 if __name__ == "__main__":
     world = jaxmpi.init()
     assert os.environ["JAX_OF_THE_USER"] == "here"  # on the other host, too
-    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x, "sum"))
-    x, seconds = np.ones(300_000, np.float32) * (world.rank + 1), []
+    step = jaxmpi.jit(lambda x, y: (jaxmpi.tree_allreduce(x, "sum"), y @ y))
+    x, y, seconds = np.ones(300_000, np.float32) * (world.rank + 1), np.ones((200, 200), np.float32), []
+    starts = "jaxmpi_start" in step.lower(x, y).as_text()
+    assert starts == (world.backend == "mpi" and os.environ.get("JAXMPI_OVERLAP") != "0")
     for i in range(int(sys.argv[2])):
         start = time.monotonic()
-        total = step(x * i)
+        total, _ = step(x * i, y)
         assert float(total[7]) == float(total[-1]) == world.size * (world.size + 1) // 2 * i, (i, total)
         seconds.append(time.monotonic() - start)
         time.sleep(0.02)
@@ -73,17 +75,21 @@ def run_on(hosts, tmp_path, steps, **environ):
     return job.returncode, output, time.monotonic() - start
 
 
-def test_a_cable_that_is_cut_for_five_seconds(tmp_path):
+@pytest.mark.parametrize("overlap", ["auto", "0"])
+def test_a_cable_that_is_cut_for_five_seconds(overlap, tmp_path):
     """TCP sends again what was lost, the watch says who is missing meanwhile, and the job goes on."""
-    code, output, _ = run(tmp_path, 5, 100, JAXMPI_STALL_SECONDS="2", JAXMPI_STALL_END_SECONDS="60")
+    limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "60"}
+    code, output, _ = run(tmp_path, 5, 100, JAXMPI_OVERLAP=overlap, **limits)
     longest = re.search(r"done, the longest step took ([\d.]+) s", output)
     assert code == 0 and longest and float(longest[1]) > 4, output
     assert re.search(r"stalled: has waited \d+ s in (<lambda> \()?allreduce", output), output
 
 
-def test_a_cable_that_is_cut_for_ever(tmp_path):
+@pytest.mark.parametrize("overlap", ["auto", "0"])
+def test_a_cable_that_is_cut_for_ever(overlap, tmp_path):
     """The job ends, and the other host is named."""
-    code, output, seconds = run(tmp_path, "forever", 10_000, JAXMPI_STALL_SECONDS="2", JAXMPI_STALL_END_SECONDS="8")
+    limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "8"}
+    code, output, seconds = run(tmp_path, "forever", 10_000, JAXMPI_OVERLAP=overlap, **limits)
     assert code and seconds < 60, output
     assert re.search(r"missing: rank [23] \(pid \d+ on jaxmpi-b\)", output), output
     assert re.search(r"\[rank [01]/4 on jaxmpi-a\] stalled for \d+ s: .*on jaxmpi-b did not come\. The job ends\.", output), (
