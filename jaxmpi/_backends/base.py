@@ -41,6 +41,7 @@ class Collective(NamedTuple):
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
     fingerprint: int = 0  # of the program that it is part of, for transports that compare it on the way
     groups: tuple[tuple[int, ...], ...] = ()  # within each of these, whose ranks count from 0; () for all ranks as one group
+    place: int = 0  # which message of its program it is, from 1, for the same transports
 
     @property
     def title(self) -> str:

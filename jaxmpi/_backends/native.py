@@ -64,6 +64,7 @@ class Native(Mpi):
         self._members: list[Sequence[int]] = []  # of this rank's group, by the number of the transport; () for all
         self._shared: list[tuple[int, mmap.mmap]] = []
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
+        self._places: dict[int, int] = {}  # which message of its program each is
         host = on_host()
         for target in ("collective", "start", "wait", "send_ahead", "take"):  # also in a job of GPUs
             handler = "host" if target == "collective" else target
@@ -108,8 +109,9 @@ class Native(Mpi):
         return _received(call, xs, outs)
 
     def _statement(self, call: Collective, text: str) -> int:
-        statement = fingerprint_of(f"{call.fingerprint} {text}")
+        statement = fingerprint_of(f"{call.fingerprint} {call.place} {text}")
         self._statements[statement] = call.fingerprint, text
+        self._places[statement] = call.place
         return statement
 
     @property
@@ -154,7 +156,8 @@ class Native(Mpi):
 
         def handler(fingerprint: int, transport: int) -> str:
             program, text = self._statements.get(fingerprint, (fingerprint, "a program of an earlier init"))
-            return explain(program, text, self._members[transport])
+            place = self._places.get(fingerprint, 0)
+            return explain(program, f"{text}, message {place} of the program" if place else text, self._members[transport])
 
         self._native.on_disagreement(handler)
 

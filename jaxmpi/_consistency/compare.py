@@ -42,8 +42,8 @@ BRANCH = (
     "function, or follow from jaxmpi.rank()."
 )
 PLACES = (
-    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside. The predicate must "
-    "be equal on all ranks."
+    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside: the predicate must "
+    "be equal on all ranks. Or one of them has caught an error of a step that the others go on with: let it end the job."
 )
 
 

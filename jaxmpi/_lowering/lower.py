@@ -8,6 +8,7 @@
 | simulate | a `vmap` over the ranks, with JAX's reductions in one process |
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import on_axis, packing, primitive
-from jaxmpi._backends.base import Backend, Collective, Overlap
+from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._backends.within_groups import through_all
@@ -70,13 +71,21 @@ def build(
 
 
 def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
+    places = itertools.count(1)
+
+    def of_program(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda call, *rest: f(call._replace(fingerprint=fingerprint, place=next(places)), *rest)
+
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return primitive.run(call._replace(fingerprint=fingerprint), xs, backend)
+        return primitive.run(call, xs, backend)
 
     overlap = backend.overlap if hide else None  # what is differentiated yet cannot be started: a start has no derivative
     if overlap is not None:
-        overlap = _of_program(overlap, fingerprint)
-    program = rewrite(jaxpr, Target(backend.place.size, run, backend.index, overlap=overlap))
+        known: dict[str, Any] = {
+            name: of_program(f) for name in ("start", "send_ahead", "take") if (f := getattr(overlap, name))
+        }
+        overlap = overlap._replace(**known)
+    program = rewrite(jaxpr, Target(backend.place.size, of_program(run), backend.index, overlap=overlap))
     if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
         program = _behind_a_comparison(program, backend, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)
@@ -92,16 +101,6 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
         )
         return _jaxcompat.as_function(program)
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
-
-
-def _of_program(overlap: Overlap, fingerprint: int) -> Overlap:
-    """The same, of messages that know which program they are part of."""
-
-    def known(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda call, *rest: f(call._replace(fingerprint=fingerprint), *rest)
-
-    given: dict[str, Any] = {name: known(f) for name in ("start", "send_ahead", "take") if (f := getattr(overlap, name))}
-    return overlap._replace(**given)
 
 
 def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:

@@ -399,6 +399,33 @@ def held(value):
     return jaxmpi.jit(lambda x: lax.psum(x, R) + array), jaxmpi.jit(lambda x: lax.psum(x, R) + jnp.sum(x[0] * large))
 
 
+@run_ranks(2, 3)
+def test_a_rank_that_has_caught_an_error_in_the_middle_of_a_step_is_found():
+    """Its next step begins with a message that looks like that which the others are at."""
+    last = jaxmpi.rank() == jaxmpi.size() - 1
+    if session.current("test").transport != "native":
+        pytest.skip("the other transport compares programs, and not each message")
+    fails = [last]
+
+    def look(x):
+        if fails and fails.pop():
+            raise ValueError("once")
+        return x
+
+    @jaxmpi.jit
+    def two_sums(x):
+        x = lax.psum(x, R)
+        return lax.psum(jax.pure_callback(look, x, x), R)
+
+    if last:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="once"):
+            jax.block_until_ready(two_sums(X))
+    sides = r"two_sums.* caught an error.*message \d of the program.*message \d of the program"
+    with pytest.raises(RankMismatchError, match=f"(?s){sides}"):
+        jax.block_until_ready(two_sums(X))
+    np.testing.assert_allclose(two_sums(X), jaxmpi.size() ** 2 * X, rtol=1e-6)
+
+
 @run_ranks(2, backend="xla")
 def test_xla_runs_one_program_on_all_ranks():
     x = cells(jaxmpi.rank())[:3]
