@@ -37,12 +37,14 @@ class Bucket(NamedTuple):
     group: Group
     numbers: list[int]  # of its equations
     is_part: bool
+    ready: int  # after which equation of the round its arrays are there
 
 
 class Messages(NamedTuple):
     """The messages of a round."""
 
     started: list[Bucket]  # in this order, and waited for when all are
+    busy_until: int  # the last equation of the round that takes time
     at_once: list[Group]  # behind these
     # Values that are computed before the first wait. XLA would compute them in one loop with what comes behind the waits or,
     # where a rank has one thread, behind a wait.
@@ -52,6 +54,11 @@ class Messages(NamedTuple):
     def groups(self) -> list[Group]:
         """In the order of their first message."""
         return [*{id(bucket.group): bucket.group for bucket in self.started}.values(), *self.at_once]
+
+    def counts(self, group: Group) -> tuple[int, int]:
+        """Of a group: its messages that are started, and those of them beside which the program computes something."""
+        mine = [bucket for bucket in self.started if bucket.group is group]
+        return len(mine), sum(bucket.ready < self.busy_until for bucket in mine)
 
 
 def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
@@ -64,21 +71,23 @@ def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
     """
     carried = [g for g in level.groups if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None]
     if overlap is None or not carried:
-        return Messages([], level.groups, [])
+        return Messages([], -1, level.groups, [])
     ready = _ready(level.local)
     cut = [bucket for group in carried for bucket in _cut(group, ready, overlap)]
-    started = sorted(cut, key=lambda bucket: max(_when(bucket.group.eqns[i], ready) for i in bucket.numbers))
+    started = sorted(cut, key=lambda bucket: bucket.ready)
     takers = _takers(jaxpr)
     if not _beside(level.local, started[:1], takers, overlap)[0]:
-        return Messages([], level.groups, [])
+        return Messages([], -1, level.groups, [])
     at_once = [group for group in level.groups if not any(group is other for other in carried)]
-    return Messages(started, at_once, _beside(level.local, started, takers, overlap)[1])
+    busy_until = max((i for i, eqn in enumerate(level.local) if _takes_time(eqn)), default=len(level.local))
+    return Messages(started, busy_until, at_once, _beside(level.local, started, takers, overlap)[1])
 
 
 def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucket]:
     """The buckets of a group. One ends where it is large enough and what comes next is there later."""
     if _bytes(group) <= overlap.small_bytes:
-        return [Bucket(group, [*range(len(group.eqns))], False)]
+        everything = [*range(len(group.eqns))]
+        return [Bucket(group, everything, False, _last(group, everything, ready))]
     same: dict[Any, list[int]] = {}  # what is sent once stays together
     for i, eqn in enumerate(group.eqns):
         same.setdefault(id(eqn.invars[0]), []).append(i)
@@ -94,7 +103,11 @@ def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucke
         buckets[-1] += numbers
         size += _array_bytes(eqn)
         last = when
-    return [Bucket(group, numbers, len(buckets) > 1) for numbers in buckets]
+    return [Bucket(group, numbers, len(buckets) > 1, _last(group, numbers, ready)) for numbers in buckets]
+
+
+def _last(group: Group, numbers: Iterable[int], ready: Mapping[Any, int]) -> int:
+    return max(_when(group.eqns[i], ready) for i in numbers)
 
 
 def _ready(local: Iterable[JaxprEqn]) -> dict[Any, int]:

@@ -27,7 +27,7 @@ def cost(entry: Entry, backend: Any) -> Cost:
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(call.kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
     sent = backend.messages(call, arrays)
-    return Cost(max(len(sent), entry.buckets), share * sum(sent))
+    return Cost(max(len(sent), entry.started), share * sum(sent))
 
 
 def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:
@@ -48,7 +48,8 @@ def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[
         where = " ".join(filter(None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))))
         took = f"{seconds(each):.1e}" if seconds else ""
         times = "?" if entry.times is None else str(entry.times)
-        rows.append((entry.name, _arrays(entry), _bytes(each.sent_bytes), str(each.messages), times, where, took))
+        beside = f" ({entry.beside} beside computation)" if entry.beside else ""
+        rows.append((entry.name, _arrays(entry), _bytes(each.sent_bytes), f"{each.messages}{beside}", times, where, took))
     known = [(entry.times, each) for entry, each in zip(entries, costs, strict=True) if entry.times is not None]
     messages, sent = (sum(times * each[i] for times, each in known) for i in (0, 1))
     total = f"{sum(times * seconds(each) for times, each in known):.1e}" if seconds else ""

@@ -36,7 +36,8 @@ class Entry(NamedTuple):
       source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
       order: the places of its collectives in the order in which the function calls them, behind those of the loops around it.
       params: JAX's primitives, each with its parameters.
-      buckets: how many messages are on their way while the program computes; 0: it is sent at once.
+      started: how many messages are started and waited for later; 0: it is sent at once.
+      beside: how many of these have computation beside them.
     """
 
     call: Collective
@@ -46,7 +47,8 @@ class Entry(NamedTuple):
     source: tuple[str, ...]
     order: tuple[int, ...] = ()
     params: tuple[str, ...] = ()
-    buckets: int = 0  # messages that are on their way while the program computes
+    started: int = 0
+    beside: int = 0
 
     @property
     def name(self) -> str:
@@ -71,14 +73,13 @@ def summary(
     for level in levels:
         messages = messages_of(level, jaxpr, overlap)
         for group in messages.groups:
-            buckets = sum(bucket.group is group for bucket in messages.started)
             distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
             avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
             source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
             order = (*around.order, *(place[id(eqn)] for eqn in group.eqns))
             params = tuple(map(_params, group.eqns))
-            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params, buckets)
+            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params, *messages.counts(group))
         for eqn in level.loops:
             yield from _inside(eqn, size, combine, overlap, around._replace(order=(*around.order, place[id(eqn)])))
 

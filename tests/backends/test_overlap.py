@@ -367,6 +367,11 @@ def test_buckets_follow_the_backward_pass(scale):
     assert buckets == [[(23, 24)], [(22, 23)], [(21, 22)], [(20, 21)]]
 
 
+def test_the_last_bucket_has_nothing_beside_it():
+    (messages,) = rounds(*gradients(SIZES), bucket_bytes=800)
+    assert messages.counts(messages.groups[0]) == (4, 3)
+
+
 def test_a_bucket_has_the_bytes_that_are_worth_a_message():
     (buckets,) = sent(*gradients(SIZES), bucket_bytes=4 * 1000)
     assert buckets == [[(23, 24), (22, 23)], [(21, 22), (20, 21)]]
