@@ -77,7 +77,7 @@ def main():
 
     def loss(params, batch):
         mean = lax.stop_gradient(jaxmpi.tree_allreduce(batch))  # so what is sent has the shape and the dtype of the batch, too
-        return jnp.mean(((batch - mean) @ params["w"]) ** 2)
+        return jnp.mean((jnp.tanh((batch - mean) @ params["v"]) @ params["w"]) ** 2)
 
     @jaxmpi.jit
     def step(params, state, batch):
@@ -95,14 +95,14 @@ def main():
     def eager(params, state, batch):
         mean = jaxmpi.tree_allreduce(batch)
         grads = jaxmpi.tree_allreduce({"w": params["w"] * jnp.mean(batch - mean)})
-        return {"w": params["w"] - 0.1 * jnp.nan_to_num(grads["w"])}, state
+        return {**params, "w": params["w"] - 0.1 * jnp.nan_to_num(grads["w"])}, state
 
     @jaxmpi.jit
     def total_loss(params, batch):
         return jaxmpi.tree_allreduce(loss(params, batch), op="sum")
 
     def evaluation(params, state, batch):
-        return {"w": params["w"] + jnp.nan_to_num(total_loss(params, batch))}, state
+        return {**params, "w": params["w"] + jnp.nan_to_num(total_loss(params, batch))}, state
 
     def save(params, state, batch):
         jaxmpi.save(directory, len(saved), {"params": params, "batch": batch})
@@ -112,8 +112,11 @@ def main():
     saved = []
     function = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}[mode]
     function = inject(function)
-    params = {"w": jnp.ones(4)}
+    params = {"w": jnp.ones(4), "v": jnp.eye(4)}
     state = tx.init(params)
+    if os.environ.get("JAXMPI_OVERLAP") == "1" and mode in ("jit", "scan"):
+        program = (step if mode == "jit" else scan).lower(params, state, jnp.ones((3, 4)))
+        assert "jaxmpi_start" in program.as_text()
     for i in range(CALLS):
         jax.block_until_ready(params)
         if i == CALL:
