@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._collectives.arrays import check_axis
+from jaxmpi._collectives.arrays import axis_size, check_axis
 from jaxmpi._collectives.trees import OPS, tree_allreduce
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState, PyTree
@@ -150,12 +150,12 @@ def distributed(
       micro_batches: M, for the same bits on any number of ranks: the gradients have another first axis, of this rank's M/p
         micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their mean, and the sums of `inner`, are formed in one
         order; an `inner` that multiplies matrices, such as Muon, is refused.
-      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and stay equal within it. Then
-        there is no codec, no `micro_batches` and no function for `update`.
+      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and stay equal within it. A
+        codec has the same axis, and M is the number of a group. There is no function for `update` then.
 
     Raises:
       ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; an axis
-        with a codec, micro-batches or a function; a function with micro-batches or another op than "mean" and "sum"; an
+        with a function, or a codec for another one; a function with micro-batches or another op than "mean" and "sum"; an
         `inner` that takes the gradients of single samples; when called, an unknown axis; when called with micro-batches, an
         `inner` that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is not one finite number
         of 0 or more. In a traced step it makes NaN of everything, on all ranks.
@@ -171,7 +171,7 @@ def distributed(
         raise ValueError(f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum.")
     check_transform("distributed", "inner", inner)
     if codec is not None:
-        check_codec("distributed", codec)
+        check_codec("distributed", codec, axis)
     if micro_batches is not None and micro_batches < 1:
         raise ValueError(f"distributed: micro_batches is {micro_batches}. It is how many all ranks have together: 1 or more.")
     special = [name for name, given in (("a codec", codec), ("micro_batches", micro_batches)) if given is not None]
@@ -179,8 +179,6 @@ def distributed(
         raise ValueError(
             f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op 'mean', and one of them."
         )
-    if special and axis != AXIS:
-        raise ValueError(f"distributed: axis {axis!r} and {special[0]} do not go together. Leave one of them out.")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Any:
@@ -194,7 +192,7 @@ def distributed(
             return grads, tree_allreduce(local, op="mean", axis=axis)
         tree = (updates, local) if local else updates  # errors name the leaf by its path
         if micro_batches:
-            tree = canonical_mean(tree, micro_batches)
+            tree = canonical_mean(tree, micro_batches, axis)
         else:
             tree = mean("distributed", tree, weight, axis) if op == "mean" else tree_allreduce(tree, op="sum", axis=axis)
         return tree if local else (tree, {})
@@ -214,7 +212,7 @@ def distributed(
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
         if codec:
             grads, sent = _coded(codec, updates, sent, weight)
-            local = mean("distributed", given.local, weight) if given.local else {}
+            local = mean("distributed", given.local, weight, axis) if given.local else {}
         else:
             grads, local = reduced(updates, given.local, weight)
         total = partial(tree_allreduce, op="sum")
@@ -252,14 +250,14 @@ def _rounded(function: str, means: Any, like: PyTree) -> Any:
 
 def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Any) -> tuple[PyTree, PyTree]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
-    if session.size() == 1:
-        return mean("distributed", updates, weight), state
+    if axis_size(codec.axis, session.current("distributed")) == 1:
+        return mean("distributed", updates, weight, codec.axis), state
     check_in_step("distributed")
     if weight is None:
         return codec.mean(updates, state)
     w, problem = as_weight("distributed", weight, updates)
-    total = tree_allreduce(w, op="mean")
+    total = tree_allreduce(w, op="mean", axis=codec.axis)
     means, sent = codec.mean(scaled("distributed", updates, w), state)
-    check_total("distributed", total, problem)
+    check_total("distributed", total, problem, codec.axis)
     kept = jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), sent, state)
     return _rounded("distributed", divided("distributed", means, total), updates), kept

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmpi._axis import with_parameters
+from jaxmpi._axis import AXIS, Axis, names, with_parameters
+from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats
@@ -40,37 +41,52 @@ class Codec(NamedTuple):
       init: params -> state, of arrays like them.
       mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced code, on all ranks.
       one_message: the same in one message, for `local_sgd` with a delay; None where there is no such way.
+      axis: of the ranks that the mean is over.
     """
 
     init: Callable[[Any], Any]
     mean: Callable[[Any, Any], tuple[Any, Any]]
     one_message: OneMessage | None = None
+    axis: Axis = AXIS
 
 
-def check_codec(function: str, codec: Any) -> None:
-    """Raise a TypeError unless it is a codec."""
+def check_codec(function: str, codec: Any, axis: Axis) -> None:
+    """Raise unless it is a codec for means along an axis.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it is one for another axis.
+    """
     if not isinstance(codec, Codec):
         raise TypeError(f"{function}: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+    if names(codec.axis) != names(axis):
+        raise ValueError(
+            f"{function}: the mean is along axis {axis!r}, and the codec's along {codec.axis!r}. Give the codec the axis, too, "
+            f"as in codecs.bf16(axis={axis!r})."
+        )
 
 
-def bf16() -> Codec:
+def bf16(*, axis: Axis = AXIS) -> Codec:
     """Send bfloat16: half of float32's bytes, 8 bits of precision, its whole range.
 
     The sum is formed in float32 and rounded once more. On the native transport half of the bytes travel; the others carry
     short floats as float32. No state.
+
+    Args:
+      axis: of the ranks that the mean is over, as in `tree_allreduce`: that of the transform that gets the codec.
     """
-    return _cast("codecs.bf16", jnp.bfloat16)
+    return _cast("codecs.bf16", jnp.bfloat16, axis)
 
 
-def f16() -> Codec:
+def f16(*, axis: Axis = AXIS) -> Codec:
     """Send float16: 11 bits of precision; what is beyond ±65504 is sent as that, and what is below 3e-8 as zero.
 
     As `bf16` otherwise.
     """
-    return _cast("codecs.f16", jnp.float16)
+    return _cast("codecs.f16", jnp.float16, axis)
 
 
-def _cast(name: str, dtype: Any) -> Codec:
+def _cast(name: str, dtype: Any, axis: Axis) -> Codec:
     largest = float(jnp.finfo(dtype).max)
 
     def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
@@ -83,9 +99,9 @@ def _cast(name: str, dtype: Any) -> Codec:
 
     def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         coded, state = encode(updates, state)
-        return decode(tree_allreduce(coded, op="mean"), updates), state
+        return decode(tree_allreduce(coded, op="mean", axis=axis), updates), state
 
-    return Codec(lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True))
+    return Codec(lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True), axis)
 
 
 class Residual(NamedTuple):
@@ -100,7 +116,7 @@ class Residual(NamedTuple):
     summed: jax.Array
 
 
-def int8(block: int = 256) -> Codec:
+def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     """Send 8 bits for a number, and one float32 for each block of them: about a quarter of float32's bytes.
 
     x ≈ s·q with s = max|x| / 127 over a block and q rounded to an int8. Every rank receives its part of all ranks' numbers
@@ -110,6 +126,7 @@ def int8(block: int = 256) -> Codec:
 
     Args:
       block: how many numbers share a scale.
+      axis: as of `bf16`.
 
     Raises:
       ValueError: block is below 1.
@@ -118,12 +135,12 @@ def int8(block: int = 256) -> Codec:
 
     def columns(leaves: list[Any]) -> int:
         """How many numbers of each rank's part, in whole blocks."""
-        return -(-sum(x.size for x in leaves) // (session.size() * block)) * block
+        return -(-sum(x.size for x in leaves) // (_size(axis) * block)) * block
 
     def init(params: PyTree) -> Residual:
         leaves, _ = floats("codecs.int8", params)
         k = columns(leaves)
-        return Residual(jnp.zeros((session.size(), k), jnp.float32), jnp.zeros(k, jnp.float32))
+        return Residual(jnp.zeros((_size(axis), k), jnp.float32), jnp.zeros(k, jnp.float32))
 
     def encode(x: jax.Array) -> jax.Array:
         """`[.., k]` float32 as `[.., k + 4·k/block]` int8: the numbers, then the bytes of the scales."""
@@ -140,13 +157,13 @@ def int8(block: int = 256) -> Codec:
 
     def mean(updates: PyTree, state: Residual) -> tuple[Any, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
-        size, k = session.size(), columns(leaves)
+        size, k = _size(axis), columns(leaves)
         flat = _flat(leaves)
         mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
         coded = encode(mine)
-        part = jnp.sum(decode(tree_alltoall(coded), k), axis=0) / size + state.summed
+        part = jnp.sum(decode(tree_alltoall(coded, axis=axis), k), axis=0) / size + state.summed
         answer = encode(part)
-        whole = decode(tree_allgather(answer), k).reshape(-1)
+        whole = decode(tree_allgather(answer, axis=axis), k).reshape(-1)
         return put(_cut(whole, leaves)), Residual(mine - decode(coded, k), part - decode(answer, k))
 
     def blocks_of(leaves: list[Any]) -> int:
@@ -165,7 +182,7 @@ def int8(block: int = 256) -> Codec:
     def init_all(params: PyTree) -> jax.Array:
         return jnp.zeros(blocks_of(floats("codecs.int8", params)[0]), jnp.float32)
 
-    return Codec(init, mean, OneMessage(init_all, encode_all, decode_all, averages=False))
+    return Codec(init, mean, OneMessage(init_all, encode_all, decode_all, averages=False), axis)
 
 
 def _flat(leaves: list[Any]) -> jax.Array:
@@ -178,7 +195,7 @@ def _cut(flat: jax.Array, leaves: list[Any]) -> list[jax.Array]:
     return [flat[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
 
 
-def topk(fraction: float) -> Codec:
+def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
     """Send the largest numbers of each array, with their places: 8 bytes for each of them.
 
     Of n numbers, ⌈fraction·n⌉ of the largest absolute value; the others are kept and added to the next gradient. (Stich et al.
@@ -187,6 +204,7 @@ def topk(fraction: float) -> Codec:
 
     Args:
       fraction: above 0, at most 1.
+      axis: as of `bf16`.
 
     Raises:
       ValueError: a fraction out of this range.
@@ -225,9 +243,9 @@ def topk(fraction: float) -> Codec:
 
     def mean(updates: PyTree, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
         coded, kept = encode(updates, state)
-        return decode(tree_allgather(coded), updates), kept
+        return decode(tree_allgather(coded, axis=axis), updates), kept
 
-    return Codec(init, mean, OneMessage(init, encode, decode, averages=False))
+    return Codec(init, mean, OneMessage(init, encode, decode, averages=False), axis)
 
 
 class LowRank(NamedTuple):
@@ -242,7 +260,7 @@ class LowRank(NamedTuple):
     error: list[jax.Array]
 
 
-def powersgd(rank: int = 4) -> Codec:
+def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
     """Send each matrix as two thin ones: rank · (rows + columns) numbers in the place of rows · columns.
 
     An array of shape [.., m] is a matrix of m columns. With M = gradient + error: P = mean of M·Q, made orthonormal; Q = mean
@@ -251,6 +269,7 @@ def powersgd(rank: int = 4) -> Codec:
 
     Args:
       rank: of the factors.
+      axis: as of `bf16`.
 
     Raises:
       ValueError: rank is below 1.
@@ -272,9 +291,9 @@ def powersgd(rank: int = 4) -> Codec:
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]
         whole = {i: x for i, x in enumerate(leaves) if i not in chosen}
-        ps, outs = tree_allreduce(([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean")
+        ps, outs = tree_allreduce(([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean", axis=axis)
         ps = [jnp.linalg.qr(p)[0] for p in ps]
-        qs = tree_allreduce([_product(m.T, p) for m, p in zip(ms, ps, strict=True)], op="mean")
+        qs = tree_allreduce([_product(m.T, p) for m, p in zip(ms, ps, strict=True)], op="mean", axis=axis)
         found = [_product(p, q.T) for p, q in zip(ps, qs, strict=True)]
         outs |= {i: x.reshape(leaves[i].shape).astype(leaves[i].dtype) for i, x in zip(chosen, found, strict=True)}
         errors = [m - x for m, x in zip(ms, found, strict=True)]
@@ -282,7 +301,11 @@ def powersgd(rank: int = 4) -> Codec:
         kept = [jnp.where(jnp.any(q != 0, axis=0), q, old) for q, old in zip(qs, state.q, strict=True)]
         return put([outs[i] for i in range(len(leaves))]), LowRank(kept, errors)
 
-    return Codec(init, mean)
+    return Codec(init, mean, axis=axis)
+
+
+def _size(axis: Axis) -> int:
+    return axis_size(axis, session.current("codecs"))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import with_parameters
+from jaxmpi._axis import AXIS, Axis, with_parameters
+from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import tree_allgather, tree_alltoall
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
@@ -31,7 +32,7 @@ MATRIX_PRODUCTS = (
 )
 
 
-def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[..., Any]:
+def micro_batch_grads(fun: Callable[..., Any], micro_batches: int, *, axis: Axis = AXIS) -> Callable[..., Any]:
     """A gradient function that is applied to one micro-batch after the other.
 
         grads = jaxmpi.micro_batch_grads(jax.grad(loss), 8)(params, batch)  # leaves [8 / size, ...]
@@ -45,7 +46,8 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
     Args:
       fun: (params, batch, *rest) -> any pytree, such as `jax.grad` of a loss that averages over its batch. It does not
         communicate: the batch statistics of all ranks would depend on their number.
-      micro_batches: M, of all ranks together.
+      micro_batches: M, of all ranks together, or of those of a group.
+      axis: as in `distributed`: the groups whose ranks share the micro-batches out.
 
     Returns:
       A function of the same arguments. It cuts the leaves of `batch`, `[b, ...]`, into M/p parts and returns the stacked
@@ -57,7 +59,7 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
     """
 
     def grads(params: PyTree, batch: Any, *rest: Any) -> Any:
-        here = _mine("micro_batch_grads", micro_batches)
+        here = _mine("micro_batch_grads", micro_batches, axis)
 
         def split(path: Any, x: Any) -> Any:
             if jnp.ndim(x) == 0 or len(x) % here:
@@ -73,13 +75,13 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int) -> Callable[.
     return compiled(grads, "micro_batch_grads")
 
 
-def canonical_mean(stacks: Any, micro_batches: int) -> Any:
-    """The mean of all ranks' `[M/p, ...]` leaves over their first axes, in an order that the number of ranks does not change.
+def canonical_mean(stacks: Any, micro_batches: int, axis: Axis) -> Any:
+    """The mean of the ranks' `[M/p, ...]` leaves over their first axes, in an order that the number of ranks does not change.
 
     Each rank adds up what is a whole branch of the tree; the rest travels: a part of every array to each rank (alltoall), which
     adds it to the end, and the result back (allgather).
     """
-    size, here = session.size(), _mine("distributed", micro_batches)
+    size, here = axis_size(axis, session.current("distributed")), _mine("distributed", micro_batches, axis)
     branch = here & -here if size > 1 else here  # the largest power of two that divides it: whole branches of the tree
 
     def check(path: Any, x: Any) -> None:
@@ -97,9 +99,11 @@ def canonical_mean(stacks: Any, micro_batches: int) -> Any:
 
     sums = map_floats("distributed", branches, with_parameters(stacks, f"distributed micro_batches={micro_batches}"))
     if size > 1:
-        sums = tree_alltoall(map_floats("distributed", lambda x: _rows(x, size), sums))  # [p, here / branch, columns]
+        sums = tree_alltoall(
+            map_floats("distributed", lambda x: _rows(x, size), sums), axis=axis
+        )  # [p, here / branch, columns]
         sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), sums)
-        sums = tree_allgather(sums)
+        sums = tree_allgather(sums, axis=axis)
 
     def finish(x: Any, total: Any) -> Any:
         n = x.size // here
@@ -143,8 +147,8 @@ def _check_orderable(jaxpr: Any) -> None:
             )
 
 
-def _mine(function: str, micro_batches: int) -> int:
-    size = session.size()
+def _mine(function: str, micro_batches: int, axis: Axis) -> int:
+    size = axis_size(axis, session.current(function))
     if micro_batches < 1 or micro_batches % size:
         raise ValueError(
             f"{function}: micro_batches is {micro_batches}, which {size} ranks cannot share equally. Use a multiple of {size}."

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
-from jaxmpi._collectives.arrays import check_axis
+from jaxmpi._collectives.arrays import axis_size, check_axis
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.compression import Codec, check_codec
@@ -69,7 +69,7 @@ def local_sgd(
       inner: any optax transform, which does not communicate; or one that does with the ranks of another axis, see `axis`.
       every: calls of `update` from one meeting to the next.
       outer: an optax transform for the parameters where they meet, or None for their mean.
-      codec: one of `jaxmpi.codecs`, for Δ.
+      codec: one of `jaxmpi.codecs`, for Δ, with the same axis.
       axis: as in `tree_allreduce`: each rank meets those of its group along it. With `jaxmpi.init(axes={"island": 2,
         "member": -1})`, `local_sgd(distributed(inner, axis="member"), every, outer, axis="island")` takes every step together
         with the ranks of its island, and meets the other islands now and then.
@@ -78,8 +78,8 @@ def local_sgd(
         parameters and what is sent.
 
     Raises:
-      ValueError: `every` or `fragments` is below 1; a delay that is negative, or not below `every`; a codec with an axis and
-        neither fragments nor a delay, or without a `one_message` and with them; `update` gets no parameters, or the axis is
+      ValueError: `every` or `fragments` is below 1; a delay that is negative, or not below `every`; a codec for
+        another axis, or without a `one_message` and with fragments or a delay; `update` gets no parameters, or the axis is
         unknown.
       TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers, with its path.
     """
@@ -87,14 +87,12 @@ def local_sgd(
     if outer is not None:
         check_transform("local_sgd", "outer", outer)
     if codec is not None:
-        check_codec("local_sgd", codec)
+        check_codec("local_sgd", codec, axis)
     if every < 1:
         raise ValueError(f"local_sgd: every is {every}. It is the number of steps between averagings: 1 or more.")
     inner = optax.with_extra_args_support(inner)
     if fragments != 1 or delay != 0:
         return _streaming(Streams(inner, every, outer, codec, axis, fragments, delay))
-    if codec is not None and axis != AXIS:
-        raise ValueError(f"local_sgd: axis {axis!r} and a codec need a delay. Leave one of them out, or pass delay=1.")
 
     def init(params: PyTree) -> LocalSGDState:
         anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
@@ -113,7 +111,7 @@ def local_sgd(
         if not outer and not codec:
             return tree_allreduce(here, op="mean", axis=axis), (), state.codec
         delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
-        if codec and session.size() > 1:
+        if codec and axis_size(axis, session.current("local_sgd")) > 1:
             delta, coded = codec.mean(delta, state.codec.per_rank)
             coded = PerRankState(coded)
         else:

@@ -13,7 +13,7 @@ from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
 from jaxmpi.testing import IDLE_SECONDS
 
-GRID = {"island": 2, "member": 2}
+GRID = {"island": 2, "member": 2, "solo": 1}
 SHAPES = {"w": (5, 3), "b": (7,), "scale": (), "one": (1,)}  # no number of ranks divides them all
 STEPS = 4
 QUICKLY = {"xla_backend_optimization_level": 0}  # is what these programs are to be compiled
@@ -118,6 +118,46 @@ def check_local_sgd():
         assert np.ptp(want["w"], axis=0).max() > 1e-6  # the islands go their own ways
 
 
+CODECS = {
+    "bf16": (jaxmpi.codecs.bf16, 0.02),
+    "f16": (jaxmpi.codecs.f16, 0.002),
+    "int8": (partial(jaxmpi.codecs.int8, 16), 0.02),
+    "topk": (partial(jaxmpi.codecs.topk, 1.0), 1e-5),
+    "powersgd": (partial(jaxmpi.codecs.powersgd, 8), 1e-5),
+}
+
+
+def check_codecs():
+    """About the means of each group, equal to the bit within it."""
+    for transform in (jaxmpi.distributed, partial(jaxmpi.local_sgd, every=1)):
+        for name, (codec, tolerance) in CODECS.items():
+            got = train(transform(optax.sgd(0.1), codec=codec(axis="member"), axis="member"))
+            want = train(transform(optax.sgd(0.1), axis="member"))
+            for key, x in jax.device_get(got).items():
+                grid = x.reshape(*GRID.values(), -1)
+                np.testing.assert_array_equal(grid[:, 0], grid[:, 1], err_msg=name)
+                np.testing.assert_allclose(x, want[key], rtol=tolerance, atol=tolerance, err_msg=f"{name} {key}")
+
+
+def check_micro_batches():
+    """The bits of one rank with the batch of all ranks of its group."""
+    of_islands = jnp.asarray(np.random.default_rng(4).normal(size=(GRID["island"], 8, 5)), jnp.float32)
+
+    def trained(axis):
+        tx = jaxmpi.distributed(clipped_adam(), micro_batches=4, axis=axis)
+
+        def gradients(params, _):
+            batch, member = of_islands[jax.lax.axis_index("island")], jax.lax.axis_index("member")
+            mine = batch if axis == "solo" else jax.lax.dynamic_slice_in_dim(batch, 4 * member, 4)
+            return jaxmpi.micro_batch_grads(jax.grad(loss), 4, axis=axis)(params, mine)
+
+        return jax.device_get(train(tx, gradients))
+
+    for got, want in zip(*(jax.tree.leaves(trained(axis)) for axis in ("member", "solo")), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.ptp(got, axis=0).max() > 0  # the islands have batches of their own
+
+
 def check_branches():
     """The islands take different branches, with and without a norm in them."""
     norm = optax.conditionally_transform(optax.clip_by_global_norm(0.1), lambda step: step > 1)
@@ -166,6 +206,8 @@ CHECKS = {
     "islands": check_islands,
     "local_sgd": check_local_sgd,
     "branches": check_branches,
+    "codecs": check_codecs,
+    "micro-batches": check_micro_batches,
     "average_loss": check_average_loss,
 }
 
@@ -206,9 +248,11 @@ def check_named(names):
     [
         ("auto", ["hybrid", "local_sgd"]),
         pytest.param("auto", ["sharded", "sharded over the columns", "whole states"], marks=pytest.mark.slow),
+        ("auto", ["codecs", "micro-batches"]),
         pytest.param("xla", ["hybrid"], marks=pytest.mark.slow),
+        pytest.param("xla", ["codecs"], marks=pytest.mark.slow),
     ],
-    ids=["hybrid", "sharded", "xla"],
+    ids=["hybrid", "sharded", "codecs", "xla", "codecs on xla"],
 )
 def test_as_distributed(backend, names):
     pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_named", {"names": names}, 240.0))
