@@ -9,6 +9,7 @@ namespace {
 
 constexpr unsigned kPortable = 1;       // CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kBlockingSync = 1;   // CU_EVENT_BLOCKING_SYNC: a rank that waits for its GPU leaves the core to the others
 
 template <class Function>
@@ -27,6 +28,8 @@ Cuda::Cuda(const std::string& library) {
   find(opened, "cuCtxPopCurrent_v2", ctx_pop_);
   find(opened, "cuMemHostAlloc", host_alloc_);
   find(opened, "cuEventCreate", event_create_);
+  find(opened, "cuStreamCreate", stream_create_);
+  find(opened, "cuStreamWaitEvent", stream_wait_event_);
   find(opened, "cuEventRecord", event_record_);
   find(opened, "cuEventSynchronize", event_synchronize_);
   find(opened, "cuStreamSynchronize", stream_synchronize_);
@@ -56,6 +59,12 @@ Cuda::Event Cuda::event() const {
   return event;
 }
 
+Cuda::Stream Cuda::stream() const {
+  Stream stream = nullptr;
+  check(stream_create_(&stream, kNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
 void Cuda::copy(void* to, const void* from, int64_t bytes, Stream stream) const {
   check(memcpy_async_(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), bytes, stream), "cuMemcpyAsync");
 }
@@ -63,6 +72,8 @@ void Cuda::copy(void* to, const void* from, int64_t bytes, Stream stream) const 
 void Cuda::record(Event event, Stream stream) const { check(event_record_(event, stream), "cuEventRecord"); }
 
 void Cuda::wait(Event event) const { check(event_synchronize_(event), "cuEventSynchronize"); }
+
+void Cuda::hold(Stream stream, Event event) const { check(stream_wait_event_(stream, event, 0), "cuStreamWaitEvent"); }
 
 void Cuda::finish(Stream stream) const { check(stream_synchronize_(stream), "cuStreamSynchronize"); }
 

@@ -32,9 +32,11 @@ class Cuda {
   // All of these act in the current context, and throw std::runtime_error with the driver's words.
   char* pinned(int64_t bytes) const;  // page-locked memory of the host, which is never freed
   Event event() const;
+  Stream stream() const;                                                      // one that waits for no other
   void copy(void* to, const void* from, int64_t bytes, Stream stream) const;  // starts; either side is the host's or the GPU's
   void record(Event event, Stream stream) const;
   void wait(Event event) const;
+  void hold(Stream stream, Event event) const;  // what the stream is given from here on waits for the event
   void finish(Stream stream) const;
 
  private:
@@ -45,6 +47,8 @@ class Cuda {
   int (*ctx_pop_)(void**);
   int (*host_alloc_)(void**, size_t, unsigned);
   int (*event_create_)(Event*, unsigned);
+  int (*stream_create_)(Stream*, unsigned);
+  int (*stream_wait_event_)(Stream, Event, unsigned);
   int (*event_record_)(Event, Stream);
   int (*event_synchronize_)(Event);
   int (*stream_synchronize_)(Stream);

@@ -88,8 +88,33 @@ void Staging::run(Transport& transport, const Operation& operation, int64_t word
   cuda_.finish(stream);  // the next message may come on another stream
 }
 
+Staging::Beside Staging::beside(Cuda::Stream stream) {
+  const Cuda::Current current(cuda_, stream);
+  Buffers& buffers = buffers_of(current.context());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!buffers.beside) buffers.beside = cuda_.stream();
+  if (buffers.ready.empty()) buffers.ready.push_back(cuda_.event());
+  const Cuda::Event ready = buffers.ready.back();
+  buffers.ready.pop_back();
+  cuda_.record(ready, stream);
+  return {buffers.beside, ready};
+}
+
+void Staging::run_beside(const Beside& beside, Transport& transport, const Operation& operation, int64_t word,
+                         const std::vector<Array>& arrays, const std::function<void()>& begin) {
+  {
+    const Cuda::Current current(cuda_, beside.stream);
+    cuda_.hold(beside.stream, beside.ready);
+    Buffers& buffers = buffers_of(current.context());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    buffers.ready.push_back(beside.ready);  // once a stream waits for an event, it may be recorded again
+  }
+  run(transport, operation, word, arrays, beside.stream, begin);
+}
+
 // Those of the context, which is current: made when it is first seen.
 Staging::Buffers& Staging::buffers_of(void* context) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   Buffers& buffers = buffers_[context];
   for (int i = 0; i < 2; ++i) {
     if (!buffers.memory[i]) buffers.memory[i] = cuda_.pinned(kBatchBytes + 2 * kAlign);

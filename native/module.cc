@@ -247,10 +247,12 @@ ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t gro
                     });
 }
 
-// A message that its `wait_on_host` ends. The first results are the operands, in place. In an allreduce they are what the wait
-// returns, too; otherwise the others are. `first`: of those that are started before any wait.
-ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
-                         int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
+// A message that its `wait` ends. The first results are the operands, in place. In an allreduce they are what the wait returns,
+// too; otherwise the others are. `first`: of those that are started before any wait.
+// carry(transport, operation, arrays, begin), as in `carry_out`; `prepare` returns it
+template <class Prepare>
+ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
+                 Ranks sources, Ranks dests, int64_t word, bool bucket, bool first, Prepare prepare) {
   return reported([&] {
     if (first) communication.forget();  // what a program has left that failed before its waits
     try {
@@ -267,12 +269,9 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
         ahead.drain(group);
       }
       communication.start(
-          [=, &transport] {
-            std::vector<Array> mine = arrays;
-            carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
-              begin();
-              transport.run(operation, word, std::move(mine));
-            });
+          [=, &transport, carry = prepare()] {
+            carry_out(transport, group, word, bytes_of(arrays),
+                      [&](auto begin) { carry(transport, operation, std::vector<Array>(arrays), begin); });
           },
           std::move(memory));
     } catch (...) {
@@ -282,8 +281,33 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
   });
 }
 
+ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                         int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
+  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [word] {
+    return [word](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
+      begin();
+      transport.run(operation, word, std::move(arrays));
+    };
+  });
+}
+
+ffi::Error start_on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                        int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
+  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [word, stream] {
+    const Staging::Beside beside = staging->beside(stream);
+    return [word, beside](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
+      staging->run_beside(beside, transport, operation, word, arrays, begin);
+    };
+  });
+}
+
+ffi::Error start_rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
+                           int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
+  return start_on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word, bucket, first);
+}
+
 // `started`: how many of its operands are those of the start; others are arrays that are to be computed before.
-ffi::Error wait_on_host(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
+ffi::Error wait(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
   return reported([&] {
     const Exposed exposed;
     CommunicationThread::Memory memory;
@@ -391,8 +415,12 @@ auto operands(Binding binding) {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(start_handler, start_on_host,
                               operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait_on_host,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int32_t>("started"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    start_gpu_handler, start_on_gpu,
+    operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()).Attr<bool>("bucket").Attr<bool>("first"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(start_rehearsal_handler, start_rehearsal,
+                              operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int32_t>("started"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(send_ahead_handler, send_ahead_on_host,
                               operation(ffi::Ffi::Bind().RemainingArgs().Ret<Number>().RemainingRets()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, operands(ffi::Ffi::Bind()));
@@ -403,6 +431,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value, ffi::Ffi::Bind().Ret<ffi
 nb::capsule handler(const std::string& name) {
   if (name == "host") return nb::capsule(reinterpret_cast<void*>(host_handler));
   if (name == "start") return nb::capsule(reinterpret_cast<void*>(start_handler));
+  if (name == "start_gpu") return nb::capsule(reinterpret_cast<void*>(start_gpu_handler));
+  if (name == "start_rehearsal") return nb::capsule(reinterpret_cast<void*>(start_rehearsal_handler));
   if (name == "wait") return nb::capsule(reinterpret_cast<void*>(wait_handler));
   if (name == "send_ahead") return nb::capsule(reinterpret_cast<void*>(send_ahead_handler));
   if (name == "take") return nb::capsule(reinterpret_cast<void*>(take_handler));
@@ -490,7 +520,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 6;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 7;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;

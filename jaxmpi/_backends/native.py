@@ -70,7 +70,8 @@ class Native(Mpi):
             handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="cpu")
         if not host:
-            jax.ffi.register_ffi_target("jaxmpi_collective", _native.handler("gpu"), platform="CUDA")
+            for target, handler in (("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
+                jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="CUDA")
         self.network: Network | None = None  # between nodes, if it was measured
         self.description = ""  # of how messages travel between nodes
         self._tuning, self._nodes = Tuning(), 1  # of messages between nodes, and how many there are
@@ -117,10 +118,10 @@ class Native(Mpi):
     @property
     def overlap(self) -> Overlap | None:
         """A thread carries messages out while a program computes: by default between nodes, where they take long."""
-        asked, tuning = settings.get("JAXMPI_OVERLAP"), self._tuning
-        if asked == "0" or not on_host() or (asked == "auto" and self._nodes == 1):
+        asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._tuning, on_host()
+        if asked == "0" or (asked == "auto" and (self._nodes == 1 or not host)):  # of GPUs, it was not measured yet
             return None
-        ahead = (self._send_ahead, self._take) if self.concurrent else ()
+        ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
         return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
 
     def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Wait:

@@ -1,6 +1,8 @@
-/* The functions of libcuda that jaxmpi calls, for arrays of the host. Copies wait in a queue, as they do on a stream, until an
-   event after them or the stream is waited for; with CUDA_HURRIES set they happen at once. An event is of the context in which
-   it was made, and CUDA_CONTEXTS contexts take turns. Before the copies of a message the stream computes for CUDA_WORKS_MS. */
+/* The functions of libcuda that jaxmpi calls, for arrays of the host. Copies wait in the queue of their stream, until an event
+   after them or the stream is waited for; with CUDA_HURRIES set they happen at once. An event is of the context in which it was
+   made, and CUDA_CONTEXTS contexts take turns. Before the copies of a message XLA's stream, which is NULL, computes for
+   CUDA_WORKS_MS; other streams wait for that where they are told to. */
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,13 +10,18 @@
 #include <time.h>
 #include <unistd.h>
 
-struct event { size_t after; void* context; };
+struct stream {
+  void* context;
+  struct { void* to; const void* from; size_t bytes; } queue[4096];
+  size_t done, queued;
+  double works_until;
+};
+struct event { struct stream* stream; size_t after; double works_until; void* context; };
 
-static struct { void* to; const void* from; size_t bytes; } queue[4096];
-static size_t done, queued;
+static struct stream of_xla;
 static size_t copies, events, messages;
-static void* current;
-static double works_until;
+static __thread void* current;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static long of(const char* name, long otherwise) {
   const char* text = getenv(name);
@@ -27,16 +34,26 @@ static double seconds(void) {
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-static void run_until(size_t end) {
-  const double left = works_until - seconds();
-  if (end > done && left > 0) usleep((useconds_t)(1e6 * left));
-  for (; done < end; ++done) memcpy(queue[done % 4096].to, queue[done % 4096].from, queue[done % 4096].bytes);
+static struct stream* known(void* stream) { return stream ? stream : &of_xla; }
+
+static void run_until(struct stream* stream, size_t end) {
+  const double left = stream->works_until - seconds();
+  if (end > stream->done && left > 0) usleep((useconds_t)(1e6 * left));
+  for (; stream->done < end; ++stream->done) {
+    const size_t i = stream->done % 4096;
+    memcpy(stream->queue[i].to, stream->queue[i].from, stream->queue[i].bytes);
+  }
 }
 
-int cuStreamGetCtx(void* stream, void** context) {
-  (void)stream;
+int cuStreamGetCtx(struct stream* stream, void** context) {
+  if (stream) {
+    *context = stream->context;
+    return 0;
+  }
+  pthread_mutex_lock(&mutex);
   *context = (void*)(1 + messages++ % of("CUDA_CONTEXTS", 1));
-  works_until = seconds() + 1e-3 * of("CUDA_WORKS_MS", 0);
+  of_xla.works_until = seconds() + 1e-3 * of("CUDA_WORKS_MS", 0);
+  pthread_mutex_unlock(&mutex);
   return 0;
 }
 int cuCtxPushCurrent_v2(void* context) { current = context; return 0; }
@@ -46,29 +63,41 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned flags) {
   *memory = malloc(bytes);
   return *memory ? 0 : 2;
 }
+int cuStreamCreate(struct stream** stream, unsigned flags) {
+  (void)flags;
+  *stream = calloc(1, sizeof **stream);
+  (*stream)->context = current;
+  return 0;
+}
 int cuEventCreate(struct event** event, unsigned flags) {
   (void)flags;
-  if (events++ == 2 * (size_t)of("CUDA_CONTEXTS", 1)) return 2; /* they are kept */
+  if (events++ == (size_t)of("CUDA_EVENTS", 2 * of("CUDA_CONTEXTS", 1))) return 2; /* they are kept */
   *event = calloc(1, sizeof **event);
   (*event)->context = current;
   return 0;
 }
 int cuEventRecord(struct event* event, void* stream) {
-  (void)stream;
   if (event->context != current) return 400;
-  event->after = queued;
+  event->stream = known(stream);
+  event->after = event->stream->queued;
+  event->works_until = event->stream->works_until;
   return 0;
 }
-int cuEventSynchronize(struct event* event) { run_until(event->after); return 0; }
-int cuStreamSynchronize(void* stream) { (void)stream; run_until(queued); return 0; }
-int cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, void* stream) {
-  (void)stream;
+int cuStreamWaitEvent(struct stream* stream, struct event* event, unsigned flags) {
+  (void)flags;
+  if (event->works_until > stream->works_until) stream->works_until = event->works_until;
+  return 0;
+}
+int cuEventSynchronize(struct event* event) { run_until(event->stream, event->after); return 0; }
+int cuStreamSynchronize(void* stream) { run_until(known(stream), known(stream)->queued); return 0; }
+int cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t bytes, void* of_stream) {
+  struct stream* stream = known(of_stream);
   const char* fails = getenv("CUDA_FAILS_AFTER");
   if (fails && ++copies > (size_t)atol(fails)) return 719;
-  if (queued - done == 4096) { fprintf(stderr, "too many copies at once\n"); abort(); }
-  queue[queued % 4096].to = (void*)to, queue[queued % 4096].from = (const void*)from, queue[queued % 4096].bytes = bytes;
-  ++queued;
-  if (getenv("CUDA_HURRIES")) run_until(queued);
+  if (stream->queued - stream->done == 4096) { fprintf(stderr, "too many copies at once\n"); abort(); }
+  const size_t i = stream->queued++ % 4096;
+  stream->queue[i].to = (void*)to, stream->queue[i].from = (const void*)from, stream->queue[i].bytes = bytes;
+  if (getenv("CUDA_HURRIES")) run_until(stream, stream->queued);
   return 0;
 }
 int cuGetErrorString(int code, const char** text) {

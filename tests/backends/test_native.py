@@ -380,7 +380,7 @@ def stand_in_for_cuda(tmp_path_factory):
     """A library with the functions of CUDA's driver that are called, for arrays of the host."""
     library = tmp_path_factory.mktemp("cuda") / "libcuda.so"
     source = Path(__file__).with_name("stand_in_for_cuda.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-Wall", "-Werror", "-o", library, source], check=True)
     return str(library)
 
 
@@ -437,6 +437,57 @@ def test_the_work_of_a_gpu_is_no_waiting(stand_in_for_cuda, ranks, tmp_path):
     assert done.returncode == 0 and done.stdout.count("fine") == ranks, done.stdout + done.stderr
 
 
+BESIDE = """
+import importlib, os
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+import jaxmpi
+from jaxmpi._backends import native, transport
+
+extension = importlib.import_module("jaxmpi._native")
+handler, rehearsed = extension.handler, {{"host": "rehearsal", "start": "start_rehearsal"}}
+extension.handler = lambda name: handler(rehearsed.get(name, name))
+native.on_host = lambda: False
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+w = jaxmpi.init()
+n = w.size
+
+def loss(params, x):
+    for layer in params:
+        x = jnp.tanh(x @ layer)
+    return jnp.mean(x**2)
+
+def step(params, x):
+    grads = jax.grad(loss)(params, x)
+    rows = jnp.tile(x[:1], (n, 1)) * (1 + lax.axis_index(jaxmpi.AXIS))
+    moved = lax.all_to_all(rows, jaxmpi.AXIS, 0, 0, tiled=True).sum() + lax.all_gather(x[0], jaxmpi.AXIS).sum()
+    return [p - 0.1 * g for p, g in zip(params, jaxmpi.tree_allreduce(grads))], moved + jnp.tanh(x @ x.T).sum()
+
+params = [jnp.asarray(np.random.default_rng(i).normal(size=(700, 700)) / 26, jnp.float32) for i in range(4)]
+x = jnp.asarray(np.random.default_rng(w.rank).normal(size=(8, 700)), jnp.float32)
+found = []
+for mode in "01":
+    os.environ["JAXMPI_OVERLAP"] = mode
+    jitted, out = jaxmpi.jit(step), (params, 0)
+    assert ("jaxmpi_start" in jitted.lower(params, x).as_text()) == (mode == "1")
+    for turn in range(4):
+        os.environ["CUDA_WORKS_MS"] = str(20 * (turn % 2))
+        out = jitted(out[0], x)
+    found.append(jax.device_get(out))
+for a, b in zip(*map(jax.tree.leaves, found)):
+    assert a.tobytes() == b.tobytes()
+jaxmpi.print("fine")
+"""
+
+
+@pytest.mark.parametrize("environ", [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "32"}, {"CUDA_HURRIES": "1", "CUDA_EVENTS": "16"}])
+def test_messages_of_a_gpu_are_on_their_way_while_it_computes(stand_in_for_cuda, environ, tmp_path):
+    """On a stream of their own, from when the GPU has made what is sent; as many events as messages, which are kept."""
+    environ = {**environ, "JAXMPI_NODE_RANKS": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
+    done = run(3, BESIDE.format(library=stand_in_for_cuda), tmp_path, **environ)
+    assert done.returncode == 0 and done.stdout.count("fine") == 3, done.stdout + done.stderr
+
+
 BOTH = """
 import importlib
 import jax, jax.numpy as jnp, numpy as np
@@ -452,7 +503,7 @@ def noted(name, handler, platform="cpu", **options):
     register(name, handler, platform=platform, **options)
 jax.ffi.register_ffi_target = noted
 world = jaxmpi.init()
-assert registered == ["cpu", "CUDA"], registered
+assert registered == ["cpu", "CUDA"], registered  # of jaxmpi_collective
 n = world.size
 total = jaxmpi.tree_allreduce(jnp.arange(5.0) + world.rank, "sum")
 np.testing.assert_array_equal(total, n * np.arange(5.0) + n * (n - 1) / 2)
