@@ -6,7 +6,7 @@ Python, outside of it. The layers above know nothing else of how ranks talk to e
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from jaxmpi._backends.groups import described
+from jaxmpi._process.communicating_thread import Turn
 
-__all__ = ["Backend", "Collective", "Overlap", "Place", "Registry", "Wait", "fingerprint_of", "long_operation"]
+__all__ = ["Backend", "Collective", "Overlap", "Place", "ProcessGroup", "Registry", "Wait", "fingerprint_of", "long_operation"]
 
 
 def fingerprint_of(text: str) -> int:
@@ -107,6 +108,7 @@ class Backend(Protocol):
     name: str  # for people: the code asks for what follows
     place: Place
     axes: Mapping[str, int]  # the names of the ranks and their sizes: AXIS, then those of `init`
+    long_operation: str  # with what takes long, for those who watch
     forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
     simulates: bool  # whether the ranks are simulated in this process, and what differs between them is stacked
     global_arrays: bool  # whether its programs take and return arrays that JAX knows as those of all processes
@@ -171,8 +173,32 @@ class Backend(Protocol):
         """Free what `init` took."""
 
 
+class ProcessGroup(Backend, Protocol):
+    """A backend whose ranks are processes: what is asked for only where there are others to talk to."""
+
+    registry: Registry
+    turn: Turn  # of the threads
+    ends: dict[int, Any]  # an output of the last program that each thread has started
+    concurrent: bool  # whether several threads may be inside MPI at once
+
+    def starting(self) -> AbstractContextManager[Callable[[Any], None]]:
+        """Count as a collective the start of a program after a meeting; yields what keeps an output of it, to wait for."""
+
+    def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
+        """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
+
+    def allgather_asleep(self, obj: Any) -> list[Any]:
+        """As `allgather_object`, for what may take a rank seconds to come to."""
+
+    def broadcast_asleep(self, obj: Any, ranks: Sequence[int], title: str) -> Any:
+        """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep."""
+
+    def described(self, fingerprint: int) -> tuple[int, str]:
+        """Of a word that was sent: that of its program, and what it was."""
+
+
 @contextmanager
-def long_operation(backend: Any, what: str) -> Iterator[None]:
+def long_operation(backend: Backend, what: str) -> Iterator[None]:
     """Tell those who watch for stalls that this rank does something that takes long, and is all right."""
     before, backend.long_operation = backend.long_operation, what
     try:

@@ -10,10 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from jaxmpi._backends.base import fingerprint_of
+from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from jaxmpi._backends.native import Native
 
 __all__ = [
     "Statement",
@@ -60,7 +63,7 @@ class Statement(NamedTuple):
         return Statement(fingerprint_of(title if content is None else content), title)
 
 
-def check_consistent(backend: Any, statement: Statement, details: Callable[[], Details] = dict) -> None:
+def check_consistent(backend: Backend, statement: Statement, details: Callable[[], Details] = dict) -> None:
     """Go on if all ranks make the same statement; raise on all of them otherwise.
 
     **Communication:** 16 bytes.
@@ -75,10 +78,10 @@ def check_consistent(backend: Any, statement: Statement, details: Callable[[], D
     """
     smallest, largest = backend.extremes(*statement)
     if smallest != largest:
-        raise _mismatch(backend, statement, details())
+        raise _mismatch(cast(ProcessGroup, backend), statement, details())
 
 
-def describe(backend: Any, fingerprint: int) -> str:
+def describe(backend: ProcessGroup, fingerprint: int) -> str:
     """What a rank has sent with this word."""
     program, what = backend.described(fingerprint)
     if program not in backend.registry.programs:
@@ -94,42 +97,42 @@ def describe(backend: Any, fingerprint: int) -> str:
 # where the transport compares
 
 
-def register_program(backend: Any, statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
+def register_program(backend: ProcessGroup, statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
     """Keep what a program sends, in words, and what tells all of it, for an error."""
     backend.registry.programs[statement.fingerprint] = statement, sent, details
 
 
-def set_mismatch_handler(backend: Any) -> None:
+def set_mismatch_handler(backend: ProcessGroup) -> None:
     """Have the ranks of a transport that compares explain their differences."""
     if backend.compares_inline:
-        backend.set_mismatch_handler(partial(_explain, backend))
+        cast("Native", backend).set_mismatch_handler(partial(_explain, backend))
 
 
-def has_run(backend: Any, fingerprint: int) -> bool:
+def has_run(backend: ProcessGroup, fingerprint: int) -> bool:
     """Whether the ranks have run the program with this fingerprint: the same on all of them, as they run it together."""
     return fingerprint in backend.registry.run
 
 
-def note_run(backend: Any, fingerprint: int) -> None:
+def note_run(backend: ProcessGroup, fingerprint: int) -> None:
     """Remember that the ranks have agreed on a program with this fingerprint."""
     backend.registry.run.add(fingerprint)
 
 
-def raise_mismatch(backend: Any, error: Exception) -> None:
+def raise_mismatch(backend: ProcessGroup, error: Exception) -> None:
     """Raise what the error of a program stands for, if it is that the ranks differ."""
     found = backend.registry.found
     if found and str(found[0]) in str(error):
         raise found.pop() from None
 
 
-def _explain(backend: Any, fingerprint: int, message: str, ranks: Sequence[int]) -> str:
+def _explain(backend: ProcessGroup, fingerprint: int, message: str, ranks: Sequence[int]) -> str:
     statement, _, details = backend.registry.programs.get(fingerprint, (Statement.of(message), (), dict))
     backend.registry.found[:] = [_mismatch(backend, statement, details(), message, ranks)]
     return f"RankMismatchError: {backend.registry.found[0]}"
 
 
 def _mismatch(
-    backend: Any, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
+    backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
 ) -> RankMismatchError:
     """The error that all ranks raise, of what each of them says; or all of a group, whose `ranks` are given then."""
     everyone = backend.gather_details((tuple(statement), dict(details), message), ranks)
@@ -168,7 +171,7 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
     return head + "".join(lines[: 2 * SHOWN]) + (f"\n  ... and {hidden} more differences" if hidden > 0 else "")
 
 
-def _advice(differences: Mapping[str, Sequence[Any]]) -> str:
+def _advice(differences: Mapping[str, Sequence[object]]) -> str:
     """What to do about differences of calls of one function."""
     if differences["given"]:
         return SAME_ARGUMENTS
@@ -186,7 +189,7 @@ def in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def outliers(values: Sequence[Any]) -> tuple[list[int], str]:
+def outliers(values: Sequence[object]) -> tuple[list[int], str]:
     """The ranks that hold another value than most, and them as the subject of a sentence: "rank 1 has", "ranks 1, 2 have"."""
     usual = max(values, key=list(values).count)
     ranks = [rank for rank, value in enumerate(values) if value != usual]

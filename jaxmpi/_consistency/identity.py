@@ -5,14 +5,14 @@ import inspect
 import pickle
 import re
 from types import CodeType
-from typing import Any
 
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 __all__ = ["identity", "same", "structure_of"]
 
 
-def structure_of(treedef: Any) -> str:
+def structure_of(treedef: PyTreeDef) -> str:
     """The same text in every process for the same structure, static fields included."""
     node = treedef.node_data()
     if node is None:
@@ -22,7 +22,7 @@ def structure_of(treedef: Any) -> str:
     return f"{kind.__qualname__}[{_plain(static)}]({inner})"
 
 
-def _plain(static: Any) -> str:
+def _plain(static: object) -> str:
     """`repr` without what differs between processes: addresses, and the order of a set."""
     if isinstance(static, set | frozenset):
         return "{" + ", ".join(sorted(map(_plain, static))) + "}"
@@ -35,7 +35,7 @@ def _plain(static: Any) -> str:
     return _without_addresses(repr(static))
 
 
-def identity(obj: Any) -> tuple[Any, str]:
+def identity(obj: object) -> tuple[object, str]:
     """What can be compared in another process, and how to call it in an error."""
     function = inspect.unwrap(obj) if callable(obj) else obj
     if isinstance(code := getattr(function, "__code__", None), CodeType):
@@ -46,7 +46,7 @@ def identity(obj: Any) -> tuple[Any, str]:
         return _without_addresses(repr(obj)), repr(obj)
 
 
-def _code(code: CodeType) -> tuple[Any, ...]:
+def _code(code: CodeType) -> tuple[object, ...]:
     """A function's code without the addresses that differ between processes."""
     consts = [
         _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
@@ -59,7 +59,7 @@ def _without_addresses(text: str) -> str:
     return re.sub("0x[0-9a-f]+", "", text)
 
 
-def same(here: Any, there: Any) -> bool:
+def same(here: object, there: object) -> bool:
     """Equal as they were pickled, or, for sets and the like, as they are unpickled again."""
     if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
         return bool(here == there)

@@ -5,11 +5,12 @@ A step is many times slower with it: it is for finding out when, and where, repl
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from jaxmpi._backends.base import Backend
 from jaxmpi._consistency.compare import outliers
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import is_key
@@ -23,7 +24,7 @@ def wanted() -> bool:
     return bool(settings.get("JAXMPI_CHECK"))
 
 
-def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any], equal: Sequence[bool]) -> None:
+def compare(backend: Backend, title: str, names: Sequence[str], leaves: Sequence[ArrayLike], equal: Sequence[bool]) -> None:
     """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
 
     Args:
@@ -44,7 +45,7 @@ def compare(backend: Any, title: str, names: Sequence[str], leaves: Sequence[Any
             )
 
 
-def checksum(x: Any) -> int:
+def checksum(x: ArrayLike) -> int:
     """That of an array's bytes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
         x = x.addressable_data(0)

@@ -13,6 +13,8 @@ versions  of JAX, that these were tested with
 
 from jaxmpi._jaxcompat.compiled import Entries, compile_entry, keep_compiled, load_entry, module_digest, module_text
 from jaxmpi._jaxcompat.jaxprs import (
+    AnyJaxpr,
+    Atom,
     axis_effect,
     is_axis_effect,
     is_reference,
@@ -39,11 +41,22 @@ from jaxmpi._jaxcompat.runtime import (
     wait_for_effects,
     watch_communication,
 )
-from jaxmpi._jaxcompat.source import call_site, caller_line, failed_collective, function_names, in_library, source_line
+from jaxmpi._jaxcompat.source import (
+    CallSite,
+    call_site,
+    caller_line,
+    failed_collective,
+    function_names,
+    in_library,
+    source_line,
+)
 from jaxmpi._jaxcompat.versions import TESTED
 
 __all__ = [
     "TESTED",
+    "AnyJaxpr",
+    "Atom",
+    "CallSite",
     "Entries",
     "allow_in_checkpoint",
     "as_function",

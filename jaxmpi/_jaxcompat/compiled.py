@@ -7,9 +7,10 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
+from jax.stages import Lowered
 
 try:
     from jax._src import cache_key, compilation_cache, compiler
@@ -40,13 +41,13 @@ __all__ = [
 LARGE = 4096  # numbers of a constant
 
 
-def module_text(lowered: Any) -> str:
+def module_text(lowered: Lowered) -> str:
     """The module of a `jax.stages.Lowered` without source lines, and without the numbers of large constants."""
     operation = lowered.compiler_ir("stablehlo").operation
     return str(operation.get_asm(large_elements_limit=LARGE, enable_debug_info=False))
 
 
-def module_digest(lowered: Any) -> str:
+def module_digest(lowered: Lowered) -> str:
     """That of all that XLA gets of a `jax.stages.Lowered`: the module without source lines, and the options.
 
     "" where the executable belongs to this process alone, as one that calls Python does.
@@ -78,7 +79,7 @@ class Entries(Protocol):
         """Keep an entry."""
 
 
-def compile_entry(lowered: Any) -> bytes:
+def compile_entry(lowered: Lowered) -> bytes:
     """Compile a `jax.stages.Lowered`, and return the entry of it for JAX's compilation cache, or the one that was there.
 
     It is empty if the executable cannot be serialized.
@@ -110,7 +111,7 @@ def _is_intact(entry: bytes) -> bool:
         return False
 
 
-def load_entry(lowered: Any, entry: bytes) -> None:
+def load_entry(lowered: Lowered, entry: bytes) -> None:
     """Have a `jax.stages.Lowered`, and calls of its function, run what another process has compiled: see `compile_entry`."""
     with _cache_passed(lambda key, value: entry or value):
         lowered.compile()
@@ -145,12 +146,12 @@ def keep_compiled(entries: Entries) -> None:
     """Have JAX's compilation cache keep its entries here, unless the user names a folder for it; before it is used."""
     if compilation_cache is None or jax.config.jax_compilation_cache_dir:
         return
-    folders: dict[str, Any] = {}
+    folders: dict[str, Entries] = {}
 
     class Kept(CacheInterface):  # type: ignore[misc]
         _path = None
 
-        def _entries(self) -> Any:
+        def _entries(self) -> Entries:
             if not (folder := jax.config.jax_compilation_cache_dir):  # which a script may name later
                 return entries
             if folder not in folders:

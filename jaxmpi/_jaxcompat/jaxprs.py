@@ -1,13 +1,17 @@
 """Jaxprs, and what stands in them: jax 0.12 has one class where there were two."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias, TypeVar
 
 from jax._src import core, util
 from jax._src.state.types import AbstractRef
-from jax.extend.core import JaxprEqn
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 __all__ = [
+    "AnyJaxpr",
+    "Atom",
     "axis_effect",
     "is_axis_effect",
     "is_reference",
@@ -17,13 +21,17 @@ __all__ = [
     "with_equations",
 ]
 
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+Atom: TypeAlias = Var | Literal  # an operand of an equation
+F = TypeVar("F", bound=Callable[..., object])
 
-def parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+
+def parts(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
 
 
-def kept_with_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
+def kept_with_jaxpr(function: F) -> F:
     """Keep what a function says of a jaxpr, its first argument, as long as that lives; some JAX has no such cache."""
     try:
         return util.weakref_lru_cache(function, trace_context_in_key=False)  # type: ignore[no-any-return]
@@ -31,7 +39,7 @@ def kept_with_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any] | None = None) -> Any:
+def with_equations(jaxpr: AnyJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> AnyJaxpr:
     """The same jaxpr with other equations, and other variables for its outputs."""
     inner, _ = parts(jaxpr)
     edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))
@@ -46,16 +54,16 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def axis_effect(name: str) -> Any:
+def axis_effect(name: str) -> Hashable:
     """The effect that says that an axis of this name must be bound."""
     return core.NamedAxisEffect(name)
 
 
-def is_axis_effect(effect: Any) -> bool:
+def is_axis_effect(effect: Hashable) -> bool:
     """Whether it says no more than that an axis must be bound."""
     return isinstance(effect, core.NamedAxisEffect)
 
 
-def is_reference(aval: Any) -> bool:
+def is_reference(aval: AbstractValue) -> bool:
     """Whether it is the type of a reference, as `jax.new_ref` makes them, and not of an array."""
     return isinstance(aval, AbstractRef)

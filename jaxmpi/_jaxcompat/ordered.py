@@ -2,16 +2,19 @@
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jax._src import core
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.ffi import ffi_lowering
 from jax.interpreters import mlir
 
 from jaxmpi._jaxcompat.jaxprs import parts
 from jaxmpi._jaxcompat.retrace import as_function
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 try:
     from jax._src import effects
@@ -42,7 +45,7 @@ def can_hide_effects() -> bool:
 
 
 @functools.cache
-def ordered_effect() -> Any:
+def ordered_effect() -> Hashable:
     """The JAX effect of a primitive whose calls stay in program order, also from one program to the next."""
 
     class InOrder(effects.Effect):  # type: ignore[misc]
@@ -54,7 +57,7 @@ def ordered_effect() -> Any:
     return allow_in_checkpoint(InOrder())
 
 
-def allow_in_checkpoint(effect: Any) -> Any:
+def allow_in_checkpoint(effect: Hashable) -> Hashable:
     """The same effect, of which JAX knows that `jax.checkpoint` may carry out its primitives again: all ranks do."""
     if effects is not None:
         effects.remat_allowed_effects.add_type(type(effect))
@@ -62,8 +65,13 @@ def allow_in_checkpoint(effect: Any) -> Any:
 
 
 def ffi_call_in_order(
-    ctx: Any, name: str, xs: Sequence[Any], effect: Any, in_place: Mapping[int, int], attributes: dict[str, Any]
-) -> list[Any]:
+    ctx: mlir.LoweringRuleContext,
+    name: str,
+    xs: Sequence["ir.Value"],
+    effect: Hashable,
+    in_place: Mapping[int, int],
+    attributes: Mapping[str, object],
+) -> list["ir.Value"]:
     """Lower a primitive with an ordered effect to an FFI call behind the one before.
 
     Args:
@@ -81,7 +89,7 @@ def ffi_call_in_order(
     return outs
 
 
-def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
+def lower_with_tokens(ctx: mlir.LoweringRuleContext, *args: "ir.Value", jaxpr: ClosedJaxpr) -> Sequence["ir.Value"]:
     """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
     inner, consts = parts(jaxpr)
     tokens = TokenSet.create(list(effects.ordered_effects.filter_in(inner.effects)))
@@ -94,7 +102,7 @@ def lower_with_tokens(ctx: Any, *args: Any, jaxpr: ClosedJaxpr) -> Any:
     return outs
 
 
-def _lowers_as_it_is(jaxpr: Any) -> bool:
+def _lowers_as_it_is(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr can be lowered without being traced again: it has no references and types of its own."""
     plain = all(
         isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect) for effect in jaxpr.effects

@@ -2,14 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+import jax
 from jax._src import ad_checkpoint, core, source_info_util
 from jax._src.lax.lax import _convert_element_type
 from jax.extend.core import JaxprEqn, Literal
 from jax.interpreters import ad
+from jax.typing import ArrayLike
 
-from jaxmpi._jaxcompat.jaxprs import parts
+from jaxmpi._jaxcompat.jaxprs import AnyJaxpr, Atom, parts
 
 try:
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
@@ -37,7 +38,7 @@ def can_keep() -> bool:
     return DynamicJaxprTrace is not None and type(core.trace_ctx.trace) is DynamicJaxprTrace
 
 
-def keep(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def keep(eqn: JaxprEqn, args: Sequence[ArrayLike]) -> list[jax.Array]:
     """Put an equation, as it stands, into the function that is being traced, with `args` for its operands.
 
     Nothing of it is traced again, unless it has effects, or this is no plain trace, as under `vmap`, or a JAX in which that is
@@ -60,7 +61,7 @@ def keep(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     return list(trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx))
 
 
-def bind(eqn: JaxprEqn, args: Sequence[Any], **params: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, args: Sequence[ArrayLike], **params: object) -> list[jax.Array]:
     """Trace an equation again, on `args` and with other `params`."""
     with at_source(eqn):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
@@ -75,16 +76,16 @@ def at_source(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[ArrayLike]]:
     """A jaxpr as a function of arrays. That of `jax.extend.core` turns `jax_debug_nans` off, for the whole thread."""
     inner, consts = parts(jaxpr)
 
-    def function(*args: Any) -> list[Any]:
+    def function(*args: ArrayLike) -> list[ArrayLike]:
         if not can_keep():
             return list(core.eval_jaxpr(inner, consts, *args))
         values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
 
-        def read(atoms: Sequence[Any]) -> list[Any]:
+        def read(atoms: Sequence[Atom]) -> list[ArrayLike]:
             return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
 
         for eqn in inner.eqns:
@@ -94,6 +95,6 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return function
 
 
-def as_weak(x: Any) -> Any:
+def as_weak(x: jax.Array) -> jax.Array:
     """The same numbers with a weak type, as Python's numbers have."""
     return _convert_element_type(x, x.dtype, weak_type=True)

@@ -4,7 +4,6 @@ import ctypes
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import jax
 from jax._src import core, dispatch, xla_bridge
@@ -48,7 +47,7 @@ def gloo_listens_at(host: str) -> None:
     Before JAX's backend starts. A JAX without these functions keeps to the name.
     """
 
-    def make_client() -> Any:
+    def make_client() -> object:
         client = distributed.global_state.client
         if client is None or jax.config.jax_cpu_collectives_implementation != "gloo":
             return xla_bridge.make_cpu_client()

@@ -3,13 +3,14 @@
 import os
 import sys
 import sysconfig
-from typing import Any
+from typing import TypeAlias
 
 from jax._src import source_info_util
 from jax._src.lax import parallel
 from jax.extend.core import JaxprEqn
 
 __all__ = [
+    "CallSite",
     "call_site",
     "caller_line",
     "failed_collective",
@@ -18,8 +19,10 @@ __all__ = [
     "source_line",
 ]
 
+CallSite: TypeAlias = tuple[tuple[str, int, int], ...]  # file, line and column of each frame
 
-def call_site(eqn: JaxprEqn) -> tuple[tuple[str, int, int], ...]:
+
+def call_site(eqn: JaxprEqn) -> CallSite:
     """The call that an equation comes from: its frames outside of JAX. That of a derivative is that of what it is one of."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     return tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
@@ -48,7 +51,7 @@ def caller_line() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def failed_collective(error: BaseException) -> tuple[str, dict[str, Any], str]:
+def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:
     """The function of JAX's collectives that an error was raised in, its arguments, and the user's line; "" for no such."""
     libraries, line, traceback = _library_folders(), "", error.__traceback__
     while traceback is not None:

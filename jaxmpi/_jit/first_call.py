@@ -7,9 +7,10 @@ different times, or one alone.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
-from jaxmpi._backends.base import Backend
+from jax.typing import ArrayLike
+
+from jaxmpi._backends.base import ProcessGroup
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, note_run, outliers
 from jaxmpi._errors import RankMismatchError
@@ -22,7 +23,7 @@ __all__ = ["compare"]
 Sums = Mapping[str, int]  # checksums of inputs by their names, those from outside first
 
 
-def compare(backend: Backend, program: Program, leaves: Sequence[Any]) -> None:
+def compare(backend: ProcessGroup, program: Program, leaves: Sequence[ArrayLike]) -> None:
     """Compare what a program is called with for the first time.
 
     Args:
