@@ -43,6 +43,7 @@ from jaxmpi._jaxcompat.runtime import (
 )
 from jaxmpi._jaxcompat.source import (
     CallSite,
+    SourceInfo,
     call_site,
     caller_line,
     failed_collective,
@@ -58,6 +59,7 @@ __all__ = [
     "Atom",
     "CallSite",
     "Entries",
+    "SourceInfo",
     "allow_in_checkpoint",
     "as_function",
     "as_weak",

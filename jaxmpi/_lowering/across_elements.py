@@ -7,13 +7,15 @@ goes through a collective of the ranks that have the shards; one over other axes
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal
+from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
 from jaxmpi._backends.groups import Groups, groups_along
+from jaxmpi._jaxcompat import AnyJaxpr, Atom
 from jaxmpi._leaves import in_shard, leaf_name, shard_axis
 from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
 
@@ -61,7 +63,7 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of the axes
 
 
 def check_shards(
-    title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any], captured: int, axes: Mapping[str, int]
+    title: str, jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int, axes: Mapping[str, int]
 ) -> None:
     """Raise a ValueError if the shard of an output depends on all elements of this rank's shard of some array.
 
@@ -115,11 +117,11 @@ def _name(eqns: Sequence[JaxprEqn]) -> str:
     return next(names, "a function").split(".<locals>")[0]
 
 
-def _follow(jaxpr: Any, ins: Sequence[Value], sizes: Sizes) -> list[Value]:
+def _follow(jaxpr: AnyJaxpr, ins: Sequence[Value], sizes: Sizes) -> list[Value]:
     inner, _ = _jaxcompat.parts(jaxpr)
     known = dict(zip(inner.invars, ins, strict=True))
 
-    def read(v: Any) -> Value:
+    def read(v: Atom) -> Value:
         return NOTHING if isinstance(v, Literal) else known.get(v, NOTHING)
 
     for eqn in inner.eqns:
@@ -166,7 +168,7 @@ def _called(eqn: JaxprEqn, xs: list[Value], outs: list[Value]) -> list[Value]:
     return [y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs]
 
 
-def _loop(body: Any, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes) -> list[Value]:
+def _loop(body: AnyJaxpr, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes) -> list[Value]:
     while True:
         outs = _follow(body, [*consts, *state, *scanned], sizes)
         after = [_joined([a, b]) for a, b in zip(state, outs[: len(state)], strict=True)]

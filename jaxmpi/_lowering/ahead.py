@@ -1,13 +1,13 @@
 """Messages that a program starts for a later one of its calls, and takes in it."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.sent_ahead import SENT
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.combine import Group
 
 __all__ = ["call_of", "number_of"]
@@ -18,7 +18,7 @@ def call_of(eqn: JaxprEqn) -> Collective:
     return Collective(eqn.params["kind"], eqn.params["op"], groups=eqn.params["axis_index_groups"] or ())
 
 
-def number_of(group: Group, jaxpr: Any) -> Any:
+def number_of(group: Group, jaxpr: AnyJaxpr) -> Var | None:
     """The variable with the number of the message that a group's collectives were sent ahead in; None for any others."""
     sent = _sent(jaxpr)
     first = sent.get(_operand(group.eqns[0]))
@@ -28,7 +28,7 @@ def number_of(group: Group, jaxpr: Any) -> Any:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _sent(jaxpr: Any) -> Mapping[int, JaxprEqn]:
+def _sent(jaxpr: AnyJaxpr) -> Mapping[int, JaxprEqn]:
     """The equations of what was sent ahead, by the ids of their results."""
     inner, _ = _jaxcompat.parts(jaxpr)
     return {id(v): eqn for eqn in inner.eqns if eqn.primitive.name == SENT for v in eqn.outvars}

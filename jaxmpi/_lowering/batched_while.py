@@ -6,17 +6,20 @@ scalar predicate before it gets there, which `order_loops` needs, too.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import has_collective
 
 __all__ = ["batched_predicate", "with_scalar_predicate"]
+
+Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alone, and the state
 
 
 def batched_predicate(eqn: JaxprEqn) -> bool:
@@ -27,13 +30,13 @@ def batched_predicate(eqn: JaxprEqn) -> bool:
     return bool(inner.outvars[0].aval.shape) and any(map(has_collective, (inner, eqn.params["body_jaxpr"])))
 
 
-def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[Any]) -> list[Any]:
+def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) -> list[jax.Array]:
     """Carry out a while_loop of these parameters until all lanes are done; a lane that is done keeps its state."""
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
     cond, body = _jaxcompat.as_function(params["cond_jaxpr"]), _jaxcompat.as_function(params["body_jaxpr"])
 
-    def turn(carry: Any) -> Any:
+    def turn(carry: Carry) -> Carry:
         (on,), before = carry
         after = [_where(on, y, x) for x, y in zip(before, body(*body_consts, *before), strict=True)]
         return cond(*cond_consts, *after), after

@@ -7,13 +7,14 @@ there when the last product, convolution or loop that it depends on is; what is 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
+from jaxmpi._jaxcompat import AnyJaxpr, Atom
 from jaxmpi._lowering.ahead import number_of
 from jaxmpi._lowering.classify import LOOPS, subjaxprs
 from jaxmpi._lowering.combine import Group, Level
@@ -48,7 +49,7 @@ class Messages(NamedTuple):
     at_once: list[Group]  # behind these
     # Values that are computed before the first wait. XLA would compute them in one loop with what comes behind the waits or,
     # where a rank has one thread, behind a wait.
-    before_waits: list[Any]
+    before_waits: list[Var]
 
     @property
     def groups(self) -> list[Group]:
@@ -61,7 +62,7 @@ class Messages(NamedTuple):
         return len(mine), sum(bucket.ready < self.busy_until for bucket in mine)
 
 
-def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
+def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messages:
     """How the groups of a round are sent.
 
     Args:
@@ -83,12 +84,12 @@ def messages_of(level: Level, jaxpr: Any, overlap: Overlap | None) -> Messages:
     return Messages(started, busy_until, at_once, _beside(level.local, started, takers, overlap)[1])
 
 
-def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucket]:
+def _cut(group: Group, ready: Mapping[Var, int], overlap: Overlap) -> list[Bucket]:
     """The buckets of a group. One ends where it is large enough and what comes next is there later."""
     if _bytes(group) <= overlap.small_bytes:
         everything = [*range(len(group.eqns))]
         return [Bucket(group, everything, False, _last(group, everything, ready))]
-    same: dict[Any, list[int]] = {}  # what is sent once stays together
+    same: dict[int, list[int]] = {}  # what is sent once stays together
     for i, eqn in enumerate(group.eqns):
         same.setdefault(id(eqn.invars[0]), []).append(i)
     arrays = sorted(same.values(), key=lambda numbers: _when(group.eqns[numbers[0]], ready))
@@ -106,14 +107,14 @@ def _cut(group: Group, ready: Mapping[Any, int], overlap: Overlap) -> list[Bucke
     return [Bucket(group, numbers, len(buckets) > 1, _last(group, numbers, ready)) for numbers in buckets]
 
 
-def _last(group: Group, numbers: Iterable[int], ready: Mapping[Any, int]) -> int:
+def _last(group: Group, numbers: Iterable[int], ready: Mapping[Var, int]) -> int:
     return max(_when(group.eqns[i], ready) for i in numbers)
 
 
-def _ready(local: Iterable[JaxprEqn]) -> dict[Any, int]:
+def _ready(local: Iterable[JaxprEqn]) -> dict[Var, int]:
     """After which equation each value is there, by its number: the last that takes time; any, where none does."""
-    by_time: dict[Any, int] = {}
-    by_order: dict[Any, int] = {}
+    by_time: dict[Var, int] = {}
+    by_order: dict[Var, int] = {}
     for number, eqn in enumerate(local):
         after = number if _takes_time(eqn) else max((by_time.get(v, -1) for v in eqn.invars if _is_value(v)), default=-1)
         for v in eqn.outvars:
@@ -127,10 +128,10 @@ def _takes_time(eqn: JaxprEqn) -> bool:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _takers(jaxpr: Any) -> dict[Any, set[str]]:
+def _takers(jaxpr: AnyJaxpr) -> dict[Var, set[str]]:
     """The names of the primitives that take each value of a program; "" for the program's results."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    takers: dict[Any, set[str]] = {v: {""} for v in inner.outvars if _is_value(v)}
+    takers: dict[Var, set[str]] = {v: {""} for v in inner.outvars if _is_value(v)}
     for eqn in inner.eqns:
         for v in filter(_is_value, eqn.invars):
             takers.setdefault(v, set()).add(eqn.primitive.name)
@@ -138,8 +139,8 @@ def _takers(jaxpr: Any) -> dict[Any, set[str]]:
 
 
 def _beside(
-    local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Any, set[str]], overlap: Overlap
-) -> tuple[bool, list[Any]]:
+    local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Var, set[str]], overlap: Overlap
+) -> tuple[bool, list[Var]]:
     """Whether what a round computes beside what the buckets need is worth a message, and values that it ends with.
 
     It is where it has a product, convolution or loop, or is large beside the message. The values are those that can be parted
@@ -163,12 +164,12 @@ def _beside(
     return worth, placed if worth else []
 
 
-def _when(eqn: JaxprEqn, ready: Mapping[Any, int]) -> int:
+def _when(eqn: JaxprEqn, ready: Mapping[Var, int]) -> int:
     v = eqn.invars[0]
     return ready.get(v, -1) if _is_value(v) else -1
 
 
-def _is_value(v: Any) -> bool:
+def _is_value(v: Atom) -> bool:
     return not isinstance(v, Literal)
 
 
@@ -181,10 +182,10 @@ def _array_bytes(eqn: JaxprEqn) -> int:
     return _bytes_of(eqn.invars[0])
 
 
-def _bytes_of(v: Any) -> int:
+def _bytes_of(v: Atom) -> int:
     return v.aval.size * v.aval.dtype.itemsize if hasattr(v.aval, "dtype") else 0
 
 
-def _is_parted(v: Any) -> bool:
+def _is_parted(v: Var) -> bool:
     """Whether XLA keeps a value as it is between two loops; those of 16 bits it may keep in 32 within one."""
     return getattr(v.aval, "dtype", None) in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)

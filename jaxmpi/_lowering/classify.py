@@ -1,13 +1,15 @@
 """What an equation of a traced function has to do with the ranks."""
 
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import TypeVar
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.sent_ahead import SEND
+from jaxmpi._jaxcompat import AnyJaxpr
 
 __all__ = [
     "BROADCASTS",
@@ -30,6 +32,8 @@ __all__ = [
     "subjaxprs",
 ]
 
+T = TypeVar("T")
+
 # Primitives that contain jaxprs, by the parameter that holds the one to open.
 CALLS = {
     "jit": "jaxpr",
@@ -50,7 +54,7 @@ BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}  # by the paramete
 MESHES = ("shard_map", "xla_pmap")  # with devices, and names of axes, of their own
 
 
-def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+def subjaxprs(eqn: JaxprEqn) -> Iterator[AnyJaxpr]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         if isinstance(value, tuple):
@@ -59,7 +63,7 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
             yield value
 
 
-def held(jaxpr: Any) -> Iterator[Any]:
+def held(jaxpr: AnyJaxpr) -> Iterator[ArrayLike]:
     """The arrays that a jaxpr holds itself, in its loops and calls, too."""
     inner, constants = _jaxcompat.parts(jaxpr)
     yield from constants
@@ -68,7 +72,7 @@ def held(jaxpr: Any) -> Iterator[Any]:
             yield from held(part)
 
 
-def callee(eqn: JaxprEqn, operands: list[Any]) -> tuple[Any, list[Any]]:
+def callee(eqn: JaxprEqn, operands: list[T]) -> tuple[AnyJaxpr, list[T]]:
     """The jaxpr that one of `CALLS` runs, and those of the operands that it takes."""
     jaxpr = eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name != "custom_linear_solve":
@@ -78,9 +82,9 @@ def callee(eqn: JaxprEqn, operands: list[Any]) -> tuple[Any, list[Any]]:
     return jaxpr.solve, [*operands[first : first + of_solve], *operands[first + of_solve + of_transpose :]]
 
 
-def map_subjaxprs(eqn: JaxprEqn, function: Callable[[Any], Any]) -> dict[str, Any]:
+def map_subjaxprs(eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
     """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
-    changed = {}
+    changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
     for name, value in eqn.params.items():
         if hasattr(value, "eqns"):
             changed[name] = function(value)
@@ -125,12 +129,12 @@ def kind(eqn: JaxprEqn) -> str:
 
 
 @_jaxcompat.kept_with_jaxpr
-def kinds(jaxpr: Any) -> dict[int, str]:
+def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
     """The kinds of those equations, by id, that have to do with the ranks: few of many."""
     return {id(eqn): what for eqn in _jaxcompat.parts(jaxpr)[0].eqns if (what := kind(eqn))}
 
 
-def has_collective(jaxpr: Any) -> bool:
+def has_collective(jaxpr: AnyJaxpr) -> bool:
     """Whether anything in it has to do with the ranks."""
     return bool(kinds(jaxpr))
 
@@ -150,7 +154,7 @@ def calls_python(eqn: JaxprEqn) -> bool:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _names(jaxpr: Any) -> frozenset[str]:
+def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
     """Of the axes that are used in it."""
     return frozenset(name for eqn in _jaxcompat.parts(jaxpr)[0].eqns for name in (*axis_names(eqn), *_names_inside(eqn)))
 
@@ -162,16 +166,16 @@ def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _sends(jaxpr: Any) -> bool:
+def _sends(jaxpr: AnyJaxpr) -> bool:
     return any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
 @_jaxcompat.kept_with_jaxpr
-def _asks_host(jaxpr: Any) -> bool:
+def _asks_host(jaxpr: AnyJaxpr) -> bool:
     return any(map(calls_python, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
     """All equations, inner ones included."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield eqn
@@ -196,7 +200,7 @@ def line(eqn: JaxprEqn) -> str:
     return _jaxcompat.source_line(eqn) or "a line of a library"
 
 
-def follows_from(known: Container[Any], eqn: JaxprEqn) -> bool:
+def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
     """Whether an equation only computes, from literals and from variables that are `known`."""
     operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
     return operands and not other_effects(eqn) and not calls_python(eqn)

@@ -7,15 +7,16 @@ that of the longest chain, which no other order can undercut.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import communicates, follows_from, kind, kinds, other_effects
 from jaxmpi._lowering.piggyback import share_messages
-from jaxmpi._lowering.translate import Translation, translate
+from jaxmpi._lowering.translate import Group, translate
 
 __all__ = ["Group", "Level", "folded", "schedule"]
 
@@ -26,25 +27,17 @@ UNIFORM = (
 )
 
 
-class Group(NamedTuple):
-    """Collectives that are one call: the same `call` on the operand of each equation."""
-
-    call: Collective
-    eqns: list[JaxprEqn]
-    translations: list[Translation]
-
-
 class Level(NamedTuple):
     """A round: what is local, the messages, those for later calls, and the loops that contain more of them, in this order."""
 
-    local: list[Any]
+    local: list[JaxprEqn]
     groups: list[Group]
-    ahead: list[Any]
-    loops: list[Any]
+    ahead: list[JaxprEqn]
+    loops: list[JaxprEqn]
 
 
 @_jaxcompat.kept_with_jaxpr
-def schedule(jaxpr: Any, size: int, combine: bool) -> list[Level]:
+def schedule(jaxpr: AnyJaxpr, size: int, combine: bool) -> list[Level]:
     """The rounds of an opened program on `size` ranks, without local work that no output needs.
 
     A collective is carried out whether its result is used or not: another rank may use it.
@@ -56,8 +49,8 @@ def schedule(jaxpr: Any, size: int, combine: bool) -> list[Level]:
     """
     what, known = kinds(jaxpr), folded(jaxpr)
     rounds = []
-    depth: dict[Any, int] = {}
-    levels: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    depth: dict[Var, int] = {}
+    levels: dict[int, tuple[list[JaxprEqn], list[JaxprEqn]]] = defaultdict(lambda: ([], []))
     last = 0
     for eqn in _needed(_jaxcompat.parts(jaxpr)[0], what):
         level = max((depth.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
@@ -75,7 +68,7 @@ def schedule(jaxpr: Any, size: int, combine: bool) -> list[Level]:
 
 
 def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
-    groups: dict[Any, Group] = {}
+    groups: dict[Collective | int, Group] = {}
     for i, eqn in enumerate(eqns):
         if kind(eqn) == "collective":
             translation = translate(eqn, size)
@@ -85,7 +78,7 @@ def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
     return share_messages(list(groups.values()), size) if combine else list(groups.values())
 
 
-def _needed(jaxpr: Any, what: Mapping[int, str]) -> Iterator[Any]:
+def _needed(jaxpr: Jaxpr, what: Mapping[int, str]) -> Iterator[JaxprEqn]:
     """The collectives, and the equations that one of them, an output or an effect depends on, in order."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
@@ -97,14 +90,14 @@ def _needed(jaxpr: Any, what: Mapping[int, str]) -> Iterator[Any]:
 
 
 @_jaxcompat.kept_with_jaxpr
-def folded(jaxpr: Any) -> set[int]:
+def folded(jaxpr: AnyJaxpr) -> set[int]:
     """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
 
     The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python number that each rank has its
     own of, and so the ranks compare the text of what these sums follow from (`control_slice`). That text has no shapes: what
     depends on one, such as a count of samples, is sent, as is a number that is summed as it stands.
     """
-    constant: set[Any] = set()
+    constant: set[Var] = set()
     quotients: set[int] = set()  # these, by id
     found = set()
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:

@@ -7,11 +7,12 @@ whose results are equal on all ranks whatever they reduce.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
+from jaxmpi._jaxcompat import AnyJaxpr, Atom, SourceInfo
 from jaxmpi._lowering.classify import communicates, kind, subjaxprs
 from jaxmpi._lowering.combine import folded
 from jaxmpi._lowering.rank_classes import EQUALIZING
@@ -24,7 +25,7 @@ class Line(NamedTuple):
     """An equation as text, and JAX's record of where it comes from."""
 
     text: str
-    source_info: Any = None
+    source_info: SourceInfo | None = None
 
     def __str__(self) -> str:
         return " at ".join(filter(None, (self.text, self.source_info and _jaxcompat.source_line(self))))
@@ -33,7 +34,7 @@ class Line(NamedTuple):
 Slice = tuple[list[bool], list[Line]]  # which inputs some values depend on, and the equations between them
 
 
-def control_equations(jaxpr: Any, outputs: Sequence[bool] = ()) -> list[Line]:
+def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Line]:
     """The equations that must be the same on all ranks.
 
     Args:
@@ -49,7 +50,7 @@ def control_equations(jaxpr: Any, outputs: Sequence[bool] = ()) -> list[Line]:
     return _behind(jaxpr, roots)[1] + [line for eqn in loops for line in _inside(eqn)]
 
 
-def _deciding(eqn: JaxprEqn) -> Sequence[Any]:
+def _deciding(eqn: JaxprEqn) -> Sequence[Atom]:
     """The operands that a predicate, of the equation or inside of it, may depend on."""
     if _inside(eqn):
         return eqn.invars
@@ -62,7 +63,7 @@ def _inside(eqn: JaxprEqn) -> list[Line]:
     return [line for part in subjaxprs(eqn) for line in control_equations(part)]
 
 
-def _behind(jaxpr: Any, roots: Sequence[Any]) -> Slice:
+def _behind(jaxpr: AnyJaxpr, roots: Sequence[Atom]) -> Slice:
     """The equations that `roots` depend on."""
     inner, _ = _jaxcompat.parts(jaxpr)
     text, known = Text(jaxpr), None
@@ -83,12 +84,12 @@ def _behind(jaxpr: Any, roots: Sequence[Any]) -> Slice:
     return [v in needed for v in inner.invars], lines
 
 
-def _behind_outputs(jaxpr: Any, outs: Sequence[bool]) -> Slice:
+def _behind_outputs(jaxpr: AnyJaxpr, outs: Sequence[bool]) -> Slice:
     outvars = _jaxcompat.parts(jaxpr)[0].outvars
     return _behind(jaxpr, [v for v, used in zip(outvars, outs, strict=True) if used])
 
 
-def _outputs(jaxpr: Any) -> int:
+def _outputs(jaxpr: AnyJaxpr) -> int:
     return len(_jaxcompat.parts(jaxpr)[0].outvars)
 
 
@@ -116,7 +117,7 @@ def _through(eqn: JaxprEqn, outs: list[bool]) -> Slice:
     return everything, [line for part in parts for line in _behind_outputs(part, [True] * _outputs(part))[1]]
 
 
-def _turns(body: Any, outs: list[bool], consts: int, carry: int) -> Slice:
+def _turns(body: AnyJaxpr, outs: list[bool], consts: int, carry: int) -> Slice:
     """The same for a loop, whose state depends on that of the turn before."""
     while True:
         ins, lines = _behind_outputs(body, outs)

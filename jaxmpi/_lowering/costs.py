@@ -1,10 +1,11 @@
 """What the collectives of a program cost: messages and bytes, counted."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
+from jaxmpi._backends.base import Backend
 from jaxmpi._backends.within_groups import of_all
 from jaxmpi._lowering.summary import Entry
 
@@ -18,7 +19,7 @@ class Cost(NamedTuple):
     sent_bytes: float  # with the best of the known algorithms
 
 
-def cost(entry: Entry, backend: Any) -> Cost:
+def cost(entry: Entry, backend: Backend) -> Cost:
     """What an entry costs on the ranks of `backend`."""
     call, arrays = entry.call, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     if not backend.connects(call):
@@ -30,7 +31,7 @@ def cost(entry: Entry, backend: Any) -> Cost:
     return Cost(max(len(sent), entry.started), share * sum(sent))
 
 
-def table(title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None = None) -> str:
+def table(title: str, entries: Sequence[Entry], backend: Backend, seconds: Callable[[Cost], float] | None = None) -> str:
     """The entries and their costs, as lines of text.
 
     Args:

@@ -5,14 +5,16 @@ parameter is plus its update. Whether it was equal on all ranks is known when th
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import DIFFERS, EQUAL
+from jaxmpi._jaxcompat import AnyJaxpr, Atom
 from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._lowering.classify import CALLS, callee, kind
 from jaxmpi._lowering.replication import varying
@@ -38,11 +40,13 @@ class Pair(NamedTuple):
 class Carried:
     """The outputs of a program that may differ between the ranks after a call, though their inputs were equal."""
 
-    def __init__(self, title: str, jaxpr: Any, pairs: Sequence[Pair]) -> None:
+    def __init__(self, title: str, jaxpr: AnyJaxpr, pairs: Sequence[Pair]) -> None:
         self._title, self._jaxpr, self._pairs = title, jaxpr, pairs
 
     @classmethod
-    def find(cls, title: str, jaxpr: Any, ins: Sequence[Any], outs: Sequence[Any], captured: int) -> "Carried | None":
+    def find(
+        cls, title: str, jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
+    ) -> "Carried | None":
         """What may be found when the program runs; None where nothing can be.
 
         Args:
@@ -91,9 +95,9 @@ class Carried:
         )
 
 
-def _by_path(ins: Sequence[Any], captured: int) -> Mapping[Any, list[int]]:
+def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:
     """The inputs by what follows the position of their argument in their paths; an array alone has its position."""
-    found: dict[Any, list[int]] = {}
+    found: dict[Hashable, list[int]] = {}
     for i, path in enumerate(ins, captured):
         rest = tuple(map(str, path[2:])) or path[1]
         if not is_own(path) and (len(ins) > 1 or path[2:]):
@@ -101,22 +105,22 @@ def _by_path(ins: Sequence[Any], captured: int) -> Mapping[Any, list[int]]:
     return found
 
 
-def _names(path: Any) -> list[Any]:
+def _names(path: KeyPath) -> list[Hashable]:
     """What an output may be found under: it stands in a tuple, or is returned alone."""
     alone = tuple(map(str, path)) or jax.tree_util.SequenceKey(0)
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
 
-def _may_differ(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+def _may_differ(jaxpr: AnyJaxpr, ins: Sequence[bool]) -> list[bool]:
     return varying(jaxpr, ins, constants=False, check=False, equal_names=(EQUAL, DIFFERS))
 
 
-def _added(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:
+def _added(jaxpr: AnyJaxpr, ins: Sequence[Sources]) -> list[Sources]:
     """Of each output, the inputs that it is the sum of, with whatever else."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    known: dict[Any, Sources] = dict(zip(inner.invars, ins, strict=True))
+    known: dict[Var, Sources] = dict(zip(inner.invars, ins, strict=True))
 
-    def read(v: Any) -> Sources:
+    def read(v: Atom) -> Sources:
         return NONE if isinstance(v, Literal) else known.get(v, NONE)
 
     for eqn in inner.eqns:
@@ -152,7 +156,7 @@ def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
     return []
 
 
-def _loop(body: Any, consts: list[Sources], state: list[Sources]) -> list[Sources]:
+def _loop(body: AnyJaxpr, consts: list[Sources], state: list[Sources]) -> list[Sources]:
     """Of the carry of a loop, what every turn adds to."""
     count = len(_jaxcompat.parts(body)[0].invars)  # what is scanned over, too
     while True:

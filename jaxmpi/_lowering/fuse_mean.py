@@ -7,12 +7,13 @@ same while it is in the cache.
 """
 
 from collections import Counter
-from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import kinds, map_subjaxprs
 from jaxmpi._lowering.combine import folded
 
@@ -22,7 +23,7 @@ SUMS = ("psum", "reduce_scatter")
 SHORT = (jnp.bfloat16, jnp.float16)
 
 
-def fold(jaxpr: Any, size: int, *, fuses_mean: bool) -> Any:
+def fold(jaxpr: AnyJaxpr, size: int, *, fuses_mean: bool) -> AnyJaxpr:
     """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it.
 
     Args:
@@ -48,7 +49,7 @@ def fold(jaxpr: Any, size: int, *, fuses_mean: bool) -> Any:
 class _Around:
     """What stands before and behind the sums of a program, and is done on the way."""
 
-    def __init__(self, jaxpr: Any, size: int, fuses_mean: bool) -> None:
+    def __init__(self, jaxpr: Jaxpr, size: int, fuses_mean: bool) -> None:
         used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
         self._uses = Counter([v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)])
         self._user = dict(used)
@@ -56,7 +57,7 @@ class _Around:
         self._size, self._divides = size, fuses_mean
         self.taken: set[int] = set()  # the equations, by id, that are part of a sum now
 
-    def take_in(self, eqn: JaxprEqn) -> Any:
+    def take_in(self, eqn: JaxprEqn) -> JaxprEqn:
         """A sum, with the division and the conversions around it if there are any."""
         x, y, op = eqn.invars[0], eqn.outvars[0], "sum"
         groups = eqn.params.get("axis_index_groups")
@@ -74,15 +75,15 @@ class _Around:
             x, y = before.invars[0], then.outvars[0]
         return eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
 
-    def _only_user(self, y: Any) -> Any:
+    def _only_user(self, y: Var) -> JaxprEqn | None:
         return self._user.get(y) if self._uses[y] == 1 else None
 
 
-def _is_short(y: Any) -> bool:
+def _is_short(y: Var) -> bool:
     return jnp.issubdtype(y.aval.dtype, jnp.floating) and jnp.finfo(y.aval.dtype).bits < 32
 
 
-def _divides(eqn: JaxprEqn, y: Any, size: int) -> bool:
+def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
     """Whether it divides a float y by the number of ranks."""
     if eqn.primitive.name != "div" or eqn.invars[0] is not y or not jnp.issubdtype(y.aval.dtype, jnp.floating):
         return False
@@ -97,5 +98,5 @@ def _widens(eqn: JaxprEqn) -> bool:
     )
 
 
-def _converts(eqn: JaxprEqn, dtype: Any) -> bool:
+def _converts(eqn: JaxprEqn, dtype: np.dtype) -> bool:
     return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == dtype

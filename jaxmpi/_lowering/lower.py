@@ -12,13 +12,14 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -33,14 +34,22 @@ from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.rewrite import Target, rewrite
 from jaxmpi._lowering.trace import make_jaxpr
 
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
+    from jaxmpi._backends.xla import Xla
+
 __all__ = ["build"]
 
-Flat = Callable[..., list[Any]]  # of arrays, to arrays
+Flat = Callable[..., list[ArrayLike]]  # of arrays, to arrays
+Finish = Callable[[list[ArrayLike]], list[ArrayLike | PerRank]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def build(
     jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool], first: Collective | None, fingerprint: int, *, hide: bool
-) -> tuple[Flat, Flat]:
+) -> tuple[Flat, Finish]:
     """Make a traced program one of `backend`.
 
     Args:
@@ -66,26 +75,29 @@ def build(
         single = Single()
         return _jaxcompat.as_function(rewrite(jaxpr, Target(1, single.run, single.index))), list
     if backend.global_arrays:
-        return _on_mesh(jaxpr, backend), list
+        return _on_mesh(jaxpr, cast("Xla", backend)), list
     return _on_mpi(jaxpr, backend, first, fingerprint, hide), list
 
 
 def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
     places = itertools.count(1)
 
-    def of_program(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda call, *rest: f(call._replace(fingerprint=fingerprint, place=next(places)), *rest)
+    def known(f: Callable[Concatenate[Collective, P], T]) -> Callable[Concatenate[Collective, P], T]:
+        """The same, of messages that know which program they are part of, and which of its messages they are."""
+
+        def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
+            return f(call._replace(fingerprint=fingerprint, place=next(places)), *rest, **named)
+
+        return sent
 
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return primitive.run(call, xs, backend)
 
     overlap = backend.overlap if hide else None  # what is differentiated yet cannot be started: a start has no derivative
     if overlap is not None:
-        known: dict[str, Any] = {
-            name: of_program(f) for name in ("start", "send_ahead", "take") if (f := getattr(overlap, name))
-        }
-        overlap = overlap._replace(**known)
-    program = rewrite(jaxpr, Target(backend.place.size, of_program(run), backend.index, overlap=overlap))
+        start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
+        overlap = overlap._replace(start=known(start), send_ahead=send_ahead and known(send_ahead), take=take and known(take))
+    program = rewrite(jaxpr, Target(backend.place.size, known(run), backend.index, overlap=overlap))
     if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
         program = _behind_a_comparison(program, backend, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)
@@ -106,14 +118,14 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
 def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:
     """A program that compares its word before anything else, as its first message would not."""
 
-    def whole(*xs: Any) -> list[Any]:
+    def whole(*xs: jax.Array) -> list[ArrayLike]:
         primitive.compare_fingerprint(fingerprint, backend)
         return _jaxcompat.as_function(program)(*xs)
 
     return make_jaxpr(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
 
 
-def _on_mesh(jaxpr: ClosedJaxpr, backend: Any) -> Flat:
+def _on_mesh(jaxpr: ClosedJaxpr, backend: "Xla") -> Flat:
     target = Target(backend.place.size, packing.run, backend.index, backend.combines, keeps_order=backend.keeps_order)
     program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
@@ -129,7 +141,7 @@ def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) ->
     return jax.vmap(program, in_axes=axes, axis_name=AXIS, axis_size=backend.place.size)
 
 
-def _marked(differ: Sequence[bool], outs: Sequence[Any]) -> list[Any]:
+def _marked(differ: Sequence[bool], outs: Sequence[jax.Array]) -> list[ArrayLike | PerRank]:
     """`PerRank` where the ranks have their own values, and one array where they don't."""
     return [PerRank(out) if own else out[0] for own, out in zip(differ, outs, strict=True)]
 
@@ -147,12 +159,12 @@ class _Program:
         self.jaxpr = jaxpr
 
 
-def _abstract(*_: Any, program: _Program) -> list[Any]:
+def _abstract(*_: ShapedArray, program: _Program) -> list[ShapedArray]:
     outs = _jaxcompat.parts(program.jaxpr)[0].outvars
     return [ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in outs]
 
 
-def _lower(ctx: Any, *xs: Any, program: _Program) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, *xs: "ir.Value", program: _Program) -> Sequence["ir.Value"]:
     return _jaxcompat.lower_with_tokens(ctx, *xs, jaxpr=program.jaxpr)
 
 

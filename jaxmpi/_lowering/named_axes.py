@@ -5,12 +5,12 @@ collective over "island" is the same collective over "ranks" with `axis_index_gr
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -57,7 +57,7 @@ def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
     return from_root(is_root, lambda bits: lax.psum(bits, AXIS, axis_index_groups=within), x)
 
 
-def collective(eqn: JaxprEqn, xs: Sequence[Any], axes: Axes) -> list[Any]:
+def collective(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.Array]:
     """A collective over all ranks, within groups where it is one of some."""
     name, groups = eqn.primitive.name, _groups(eqn, axes)
     if name == "ppermute":
@@ -100,13 +100,13 @@ def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
     return Groups.of([[group[i] for i in part] for group in groups for part in inner])
 
 
-def _reduced(eqn: JaxprEqn, x: Any) -> Any:
+def _reduced(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """Over the axes of a `vmap` inside, by their numbers."""
     dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
     return LOCAL_REDUCE[REDUCE[eqn.primitive.name]](x, dims).astype(x.dtype) if dims else x
 
 
-def _alone(eqn: JaxprEqn, x: Any) -> Any:
+def _alone(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """A collective of groups of one rank."""
     name, params = eqn.primitive.name, eqn.params
     if name in REDUCE:

@@ -8,18 +8,18 @@ collectives before it, and hands one on to those after it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 
 __all__ = ["Order", "in_order"]
 
-Evaluate = Callable[..., tuple[jax.Array, list[Any]]]  # of a jaxpr, a token and arguments: a token that is ready after it
+Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]  # of a jaxpr, a token and arguments: a token that is ready after it
 
 
 class Order:
@@ -44,7 +44,7 @@ class Order:
         """Count these in, the results of a collective."""
         self._received += [y for y in outs if y.size]
 
-    def through(self, loop: Callable[[jax.Array], tuple[jax.Array, list[Any]]]) -> list[Any]:
+    def through(self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]) -> list[ArrayLike]:
         """The outputs of a loop, which is given a token and returns one."""
         self._token, outs = loop(self.token)
         self._received = []
@@ -61,17 +61,17 @@ def _one_number(y: jax.Array) -> jax.Array:
     return (first.real if jnp.iscomplexobj(first) else first).astype(jnp.int32)
 
 
-def in_order(eqn: JaxprEqn, xs: Sequence[Any], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[Any]]:
+def in_order(eqn: JaxprEqn, xs: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
     """Carry out a loop that communicates, with a token in its state."""
     with _jaxcompat.at_source(eqn):
         return _IN_ORDER[eqn.primitive.name](eqn, xs, token, evaluate)
 
 
-def _scan(eqn: JaxprEqn, args: Sequence[Any], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[Any]]:
+def _scan(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
     of_consts, of_carry = _jaxcompat.scan_counts(eqn)
     consts, carry, xs = args[:of_consts], args[of_consts : of_consts + of_carry], args[of_consts + of_carry :]
 
-    def turn(before: Any, x: Any) -> Any:
+    def turn(before: list[jax.Array], x: list[jax.Array]) -> tuple[list[ArrayLike], list[ArrayLike]]:
         token, outs = evaluate(eqn.params["jaxpr"], before[0], *consts, *before[1:], *x)
         return [token, *outs[:of_carry]], outs[of_carry:]
 
@@ -80,14 +80,14 @@ def _scan(eqn: JaxprEqn, args: Sequence[Any], token: jax.Array, evaluate: Evalua
     return token, [*after, *ys]
 
 
-def _while(eqn: JaxprEqn, args: Sequence[Any], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[Any]]:
+def _while(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = args[:of_cond], args[of_cond : of_cond + of_body], args[of_cond + of_body :]
 
-    def on(carry: Any) -> Any:
+    def on(carry: list[jax.Array]) -> ArrayLike:
         return evaluate(eqn.params["cond_jaxpr"], carry[0], *cond_consts, *carry[1:])[1][0]
 
-    def turn(carry: Any) -> Any:
+    def turn(carry: list[jax.Array]) -> list[ArrayLike]:
         token, outs = evaluate(eqn.params["body_jaxpr"], carry[0], *body_consts, *carry[1:])
         return [token + 1, *outs]  # or XLA would see that a body that sends nothing leaves it as it is
 
@@ -95,7 +95,7 @@ def _while(eqn: JaxprEqn, args: Sequence[Any], token: jax.Array, evaluate: Evalu
     return token, outs
 
 
-def _cond(eqn: JaxprEqn, args: Sequence[Any], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[Any]]:
+def _cond(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
     index, *operands = args
     branches = [lambda token, *xs, branch=branch: evaluate(branch, token, *xs) for branch in eqn.params["branches"]]
     return lax.switch(index, branches, token, *operands)

@@ -8,13 +8,12 @@ A flag, a loss, a number of samples: alone, each would cost a message.
 | a reduce_scatter | column r of `[size, size, ...]`, else zeros: every rank gets all ranks' x, and adds them in one order |
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Collective
-from jaxmpi._lowering.translate import Translation
+from jaxmpi._lowering.translate import Group, Translation
 
 __all__ = ["share_messages"]
 
@@ -22,7 +21,7 @@ FEW_BYTES = 1024  # of one collective's arrays together
 FEW_ROWS_BYTES = 16 * 1024  # the same in a reduce_scatter
 
 
-def share_messages(groups: list[Any], size: int) -> list[Any]:
+def share_messages(groups: list[Group], size: int) -> list[Group]:
     """The collectives of a round, without those whose few numbers another one of the same ranks carries.
 
     Args:
@@ -48,7 +47,7 @@ def _carries(host: Collective, call: Collective) -> bool:
     return host.op == "sum" if call.op == "mean" and host.op != "mean" else host.op == call.op
 
 
-def _is_small(group: Any, host: Collective, size: int) -> bool:
+def _is_small(group: Group, host: Collective, size: int) -> bool:
     avals = [t.operand(eqn.invars[0].aval) for eqn, t in zip(group.eqns, group.translations, strict=True)]
     total = sum(aval.size * aval.dtype.itemsize for aval in avals)
     return total <= FEW_BYTES and (host.kind == "allreduce" or total * size * size <= FEW_ROWS_BYTES)
@@ -63,7 +62,7 @@ def _inside(host: Collective, inner: Translation, size: int) -> Translation:
         short = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return x.astype(jnp.float32) if short else x  # a mean is rounded once
 
-    def column(x: jax.Array, rank: Any) -> jax.Array:
+    def column(x: jax.Array, rank: ArrayLike) -> jax.Array:
         x = widened(x)
         mine = jnp.arange(size).reshape(size, *[1] * x.ndim) == rank
         return jnp.broadcast_to(jnp.where(mine, x, jnp.zeros_like(x)), (size, size, *x.shape))

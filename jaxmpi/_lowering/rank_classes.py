@@ -4,8 +4,8 @@ A value has a number for each rank, equal where the value is known to be: `(0, 0
 two. `ALL` is a value that is equal on all ranks, `OWN` one of which nothing is known.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn
 
@@ -36,14 +36,14 @@ def after_collective(eqn: JaxprEqn, x: Classes) -> Classes:
     if not groups or x == ALL:
         return ALL
     before = range(sum(map(len, groups))) if x is None else x
-    seen: dict[int, Any] = {}  # what the group of each rank puts in
+    seen: dict[int, tuple[int, ...]] = {}  # what the group of each rank puts in
     for group in groups:
         part = [before[rank] for rank in group]
         seen.update(dict.fromkeys(group, tuple(sorted(part) if name in REDUCE else part)))
     return _numbered([seen[rank] for rank in range(len(before))])
 
 
-def _numbered(keys: Sequence[Any]) -> Classes:
-    numbers: dict[Any, int] = {}
+def _numbered(keys: Sequence[Hashable]) -> Classes:
+    numbers: dict[Hashable, int] = {}
     found = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
     return ALL if len(numbers) == 1 else OWN if len(numbers) == len(keys) else found

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line
 
 __all__ = ["explained", "refuse", "refuse_groups", "refuse_meshes", "refuse_names", "refuse_pairs", "refuse_references"]
+
+T = TypeVar("T")
 
 PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
@@ -71,7 +75,7 @@ def _others(axes: Mapping[str, int]) -> str:
     return f", or one of {', '.join(names)} of jaxmpi.init" if names else ""
 
 
-def refuse_groups(eqn: JaxprEqn, groups: Any, size: int) -> None:
+def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> None:
     """Raise a ValueError unless `axis_index_groups` are groups of one size, of all ranks of an axis of `size`, each in one."""
     found = sorted(int(rank) for group in groups for rank in group)
     if found != [*range(size)] or len({len(group) for group in groups}) > 1:
@@ -81,7 +85,7 @@ def refuse_groups(eqn: JaxprEqn, groups: Any, size: int) -> None:
         )
 
 
-def _refuse_axes(where: str, params: Mapping[str, Any]) -> None:
+def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
     """JAX 0.10 to 0.12 takes these for other axes, under `vmap` without a word; later ones count them from 0 themselves."""
     for parameter in AXES:
         axis = params.get(parameter)
@@ -89,7 +93,7 @@ def _refuse_axes(where: str, params: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{where} has {parameter}={axis}, which this JAX misreads. Count the axis from 0.")
 
 
-def _refuse_dtype(where: str, name: str, dtype: Any) -> None:
+def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
     if name in (*REDUCE, "reduce_scatter") and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which move them.")
     if name == "reduce_scatter" and dtype == jnp.bool_:
@@ -107,7 +111,7 @@ def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
             )
 
 
-def refuse_references(jaxpr: Any, backend: str) -> None:
+def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
     """Raise a NotImplementedError if a program of simulated ranks, or XLA's, uses a reference in a way that these cannot."""
     outside = {v for v in _jaxcompat.parts(jaxpr)[0].invars if _jaxcompat.is_reference(v.aval)}
     for eqn in equations(jaxpr):
@@ -125,7 +129,7 @@ def refuse_references(jaxpr: Any, backend: str) -> None:
         )
 
 
-def refuse_meshes(jaxpr: Any) -> None:
+def refuse_meshes(jaxpr: AnyJaxpr) -> None:
     """Raise a NotImplementedError if a program maps over devices of its own."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name in MESHES:
@@ -135,11 +139,11 @@ def refuse_meshes(jaxpr: Any) -> None:
             )
 
 
-def explained(function: Callable[..., Any], axes: Mapping[str, int]) -> Callable[..., Any]:
+def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[..., T]:
     """The function, with the errors that JAX's collectives raise when it is traced in words that say what to do."""
 
     @wraps(function)
-    def traced(*args: Any) -> Any:
+    def traced(*args: jax.Array) -> T:
         try:
             return function(*args)
         except (NameError, AssertionError, NotImplementedError, ValueError, TypeError, IndexError) as error:
@@ -151,7 +155,7 @@ def explained(function: Callable[..., Any], axes: Mapping[str, int]) -> Callable
     return traced
 
 
-def _explain(error: Exception, where: str, name: str, params: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+def _explain(error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]) -> None:
     """Raise what an error of one of JAX's collectives means, if JAX does not say it."""
     if isinstance(error, NameError) and name != "pbroadcast":  # which reads the letters of the name as names
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]

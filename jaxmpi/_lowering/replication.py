@@ -7,24 +7,25 @@ varying and replicated; here it is found on the traced program afterwards.)
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
+from jaxmpi._jaxcompat import AnyJaxpr, CallSite
 from jaxmpi._lowering.classify import CALLS, callee, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
 from jaxmpi._lowering.rank_classes import ALL, OWN, Classes, after_collective, joined
 
 __all__ = ["varying"]
 
-Sums = dict[Any, list[tuple[Any, bool]]]  # by the call that they come from: the equation, and whether it changes anything
+Sums = dict[CallSite, list[tuple[JaxprEqn, bool]]]  # each: the equation, and whether it changes anything
+Inside = Callable[..., list[Classes]]  # `_varying` of a jaxpr inside
 
 
 def varying(
-    jaxpr: Any,
+    jaxpr: AnyJaxpr,
     ins: Sequence[bool],
     *,
     constants: bool = True,
@@ -59,13 +60,13 @@ def varying(
 
 
 def _varying(
-    jaxpr: Any, ins: Sequence[Classes], constants: Classes, check: bool, sums: Sums, equal_names: Sequence[str]
+    jaxpr: AnyJaxpr, ins: Sequence[Classes], constants: Classes, check: bool, sums: Sums, equal_names: Sequence[str]
 ) -> list[Classes]:
     """The same, of classes of ranks; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    varies: dict[Any, Classes] = dict.fromkeys(inner.constvars, constants)
+    varies: dict[Var, Classes] = dict.fromkeys(inner.constvars, constants)
     varies.update(zip(inner.invars, ins, strict=True))
-    literal: set[Any] = set()
+    literal: set[Var] = set()
     what = kinds(jaxpr)
     inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
     for eqn in inner.eqns:
@@ -81,7 +82,7 @@ def _varying(
     return [ALL if isinstance(v, Literal) else varies[v] for v in inner.outvars]
 
 
-def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
+def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
     name = eqn.primitive.name
     if what == "index":
         return [OWN]
@@ -98,7 +99,7 @@ def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Any, check: bool)
     return [OWN if calls_python(eqn) else joined(xs)] * len(eqn.outvars)
 
 
-def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Any) -> list[Classes]:
+def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Inside) -> list[Classes]:
     consts, carry = _jaxcompat.scan_counts(eqn)
     state = xs[consts : consts + carry]
     while True:
@@ -109,7 +110,7 @@ def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Any) -> list[Classes]:
         state = after
 
 
-def _while(eqn: JaxprEqn, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
+def _while(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
     while True:
@@ -126,7 +127,7 @@ def _while(eqn: JaxprEqn, xs: list[Classes], inside: Any, check: bool) -> list[C
     return state
 
 
-def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Any, check: bool) -> list[Classes]:
+def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
     if check and xs[0] != ALL and communicates(eqn):
         _refuse(eqn, "cond", "which branch is taken")
     outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
@@ -142,7 +143,7 @@ def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:
     )
 
 
-def _collective_lines(jaxpr: Any) -> list[str]:
+def _collective_lines(jaxpr: AnyJaxpr) -> list[str]:
     lines = []
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if kind(eqn) == "collective":

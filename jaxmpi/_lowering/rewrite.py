@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._backends.sent_ahead import none
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import call_of, number_of
 from jaxmpi._lowering.buckets import Bucket, messages_of
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
@@ -26,25 +28,25 @@ class Target(NamedTuple):
 
     size: int  # the number of ranks
     run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]  # carries out a collective, in traced code
-    rank: Callable[[], Any]  # this rank's number, in traced code
+    rank: Callable[[], ArrayLike]  # this rank's number, in traced code
     combine: bool = True  # whether collectives that can travel together do
     overlap: Overlap | None = None  # how messages are on their way while the program computes
     keeps_order: bool = True  # whether what carries the program out keeps collectives, and loops that have some, in order
 
 
-def rewrite(jaxpr: Any, target: Target) -> ClosedJaxpr:
+def rewrite(jaxpr: AnyJaxpr, target: Target) -> ClosedJaxpr:
     """Put `target`'s collectives in the place of JAX's in an opened program, round by round."""
     return make_jaxpr(
         lambda *args: _evaluate(jaxpr, target, *args), target.size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
     )
 
 
-def _evaluate(jaxpr: Any, target: Target, *args: Any) -> list[Any]:
+def _evaluate(jaxpr: AnyJaxpr, target: Target, *args: ArrayLike) -> list[ArrayLike]:
     loops = any(level.loops for level in schedule(jaxpr, target.size, target.combine))
     return _rounds(jaxpr, target, Order() if loops and not target.keeps_order else None, *args)
 
 
-def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list[Any]:
+def _rounds(jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLike) -> list[ArrayLike]:
     read = Env(jaxpr, args)
     what = kinds(jaxpr)
     for level in schedule(jaxpr, target.size, target.combine):
@@ -66,19 +68,19 @@ def _rounds(jaxpr: Any, target: Target, order: Order | None, *args: Any) -> list
     return read.outs()
 
 
-def _loop(eqn: JaxprEqn, target: Target, order: Order | None, xs: list[Any]) -> list[Any]:
+def _loop(eqn: JaxprEqn, target: Target, order: Order | None, xs: list[ArrayLike]) -> list[ArrayLike]:
     if order:
         return order.through(lambda token: in_order(eqn, xs, token, partial(_inside, target)))
     return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
 
 
-def _inside(target: Target, jaxpr: Any, token: jax.Array, *args: Any) -> tuple[jax.Array, list[Any]]:
+def _inside(target: Target, jaxpr: AnyJaxpr, token: jax.Array, *args: ArrayLike) -> tuple[jax.Array, list[ArrayLike]]:
     order = Order(token)
     outs = _rounds(jaxpr, target, order, *args)
     return order.token, outs
 
 
-def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
+def _local(eqn: JaxprEqn, target: Target, xs: list[ArrayLike]) -> list[ArrayLike]:
     match kind(eqn):
         case "index":
             return [target.rank()]
@@ -90,15 +92,16 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[Any]) -> list[Any]:
             return [x * translation.call.count(target.size) if eqn.primitive.name == "psum" else x]
 
 
-def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callable[[list[Any]], None]:
+def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callable[[list[Var]], None]:
     """Start a message, and return the function that waits for it, behind variables of the program."""
-    overlap: Any = target.overlap
+    overlap = target.overlap
+    assert overlap is not None  # or nothing would be started
     group = bucket.group
     with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
         same, operands = _operands(group, bucket.numbers, target, read)
         wait = overlap.start(group.call, operands, bucket.is_part, first)
 
-    def arrive(before: list[Any]) -> None:
+    def arrive(before: list[Var]) -> None:
         with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
             outs, values = wait(read(before))
             read.values.update(zip(before, values, strict=True))
@@ -107,14 +110,14 @@ def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callabl
     return arrive
 
 
-def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[Any]) -> jax.Array:
+def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array:
     if target.overlap is None or target.overlap.send_ahead is None or not target.overlap.carries(call_of(eqn)):
         return none()
     with _jaxcompat.at_source(eqn):
         return target.overlap.send_ahead(call_of(eqn), xs)
 
 
-def _carry_out(group: Group, target: Target, order: Order | None, read: Env, number: Any) -> None:
+def _carry_out(group: Group, target: Target, order: Order | None, read: Env, number: Var | None) -> None:
     """Carry out a message, or take what it has brought if it was sent ahead: under a number, which is a variable."""
     with _jaxcompat.at_source(group.eqns[0]):
         same, operands = _operands(group, range(len(group.eqns)), target, read)
@@ -129,7 +132,7 @@ def _carry_out(group: Group, target: Target, order: Order | None, read: Env, num
 
 def _operands(group: Group, numbers: Iterable[int], target: Target, read: Env) -> tuple[list[list[int]], list[jax.Array]]:
     """What is sent for some equations of a group, each array once, and the numbers of the equations that take it."""
-    same: dict[Any, list[int]] = {}
+    same: dict[tuple[int, str], list[int]] = {}
     for i in numbers:
         eqn = group.eqns[i]
         same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)

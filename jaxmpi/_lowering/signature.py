@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+
+from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._consistency.compare import Details, Statement
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.control_slice import Line
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._lowering.text import equations
@@ -47,7 +49,7 @@ class Signature:
         self._parameters = [f"{text} at {source}" if source else text for text, source in parameters]
         self._called = [text for entry in entries for text in entry.params]
         self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
-        self._program: Any = None  # and its module, where they are compared
+        self._program: tuple[Lowered, AnyJaxpr] | None = None  # and its module, where they are compared
         text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
         text += [what for what, _ in parameters] if text else []
         self.statement = Statement.of(title, "\n".join(text)) if text else None
@@ -57,7 +59,7 @@ class Signature:
         """That of the statement; 0 for none."""
         return self.statement.fingerprint if self.statement else 0
 
-    def lowered_to(self, lowered: Any, jaxpr: Any) -> None:
+    def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:
         """Have the ranks compare the module, a `jax.stages.Lowered`, of this program; source lines don't count.
 
         Its large constants are compared as arrays that the function holds.
@@ -69,7 +71,8 @@ class Signature:
 
     def of_call(self, numbers: Sequence[str]) -> Statement:
         """The statement with numbers that the program was called with, of those that must be equal."""
-        statement: Any = self.statement
+        statement = self.statement
+        assert statement is not None
         program = statement.fingerprint
         return Statement(fingerprint_of(f"{program} {numbers}"), self._title, program) if numbers else statement
 

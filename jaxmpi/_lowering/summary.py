@@ -1,12 +1,13 @@
 """What a program will send, known before it runs."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Overlap
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.classify import subjaxprs
 from jaxmpi._lowering.combine import schedule
@@ -64,7 +65,7 @@ class Entry(NamedTuple):
 
 
 def summary(
-    jaxpr: Any, size: int, *, combine: bool = True, overlap: Overlap | None = None, around: Around = AT_THE_TOP
+    jaxpr: AnyJaxpr, size: int, *, combine: bool = True, overlap: Overlap | None = None, around: Around = AT_THE_TOP
 ) -> Iterator[Entry]:
     """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
     levels = schedule(jaxpr, size, combine)

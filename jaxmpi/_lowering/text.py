@@ -1,13 +1,13 @@
 """Equations as lines of text: the same on two ranks where the equations are."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import PARAMETERS
+from jaxmpi._jaxcompat import AnyJaxpr, Atom
 from jaxmpi._lowering.classify import subjaxprs
 
 __all__ = ["Text", "equations", "is_note", "parameters"]
@@ -18,11 +18,11 @@ SIZES = ("length", "unroll")  # parameters that follow from shapes, or change no
 class Text:
     """Names the variables of one jaxpr in the order in which they are met."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: AnyJaxpr) -> None:
         inner, _ = _jaxcompat.parts(jaxpr)
         self._names = {v: f"in{i}" for i, v in enumerate((*inner.constvars, *inner.invars))}
 
-    def atom(self, v: Any) -> str:
+    def atom(self, v: Atom) -> str:
         """A literal's value, or a variable's name."""
         return repr(np.asarray(v.val).tolist()) if isinstance(v, Literal) else self._names.setdefault(v, f"v{len(self._names)}")
 
@@ -33,7 +33,7 @@ class Text:
         return f"{outs} = {eqn.primitive.name}({', '.join([*map(self.atom, eqn.invars), *params])})"
 
 
-def equations(jaxpr: Any) -> Iterator[str]:
+def equations(jaxpr: AnyJaxpr) -> Iterator[str]:
     """All equations with shapes and source lines, inner ones behind the one that holds them."""
     text = Text(jaxpr)
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
@@ -43,7 +43,7 @@ def equations(jaxpr: Any) -> Iterator[str]:
     yield f"returns {', '.join(map(text.atom, _jaxcompat.parts(jaxpr)[0].outvars))}"
 
 
-def parameters(jaxpr: Any) -> Iterator[tuple[str, str]]:
+def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
     """The parameters that `with_parameters` has noted, in order, each with its source line."""
     if not _has_notes(jaxpr):
         return
@@ -55,7 +55,7 @@ def parameters(jaxpr: Any) -> Iterator[tuple[str, str]]:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _has_notes(jaxpr: Any) -> bool:
+def _has_notes(jaxpr: AnyJaxpr) -> bool:
     return any(is_note(eqn) or any(map(_has_notes, subjaxprs(eqn))) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
 
 
@@ -64,7 +64,7 @@ def is_note(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
 
 
-def _is_plain(name: str, value: Any, shapes: bool) -> bool:
+def _is_plain(name: str, value: object, shapes: bool) -> bool:
     """Whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
     if name in SIZES or not shapes:
         return isinstance(value, bool | int | float | str) and name not in SIZES

@@ -1,14 +1,17 @@
 """From a function to a jaxpr in which every collective stands at the top or in a loop."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._jaxcompat import AnyJaxpr, Atom
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.classify import callee, kind, map_subjaxprs, subjaxprs
@@ -17,10 +20,12 @@ from jaxmpi._lowering.text import is_note, parameters
 
 __all__ = ["Env", "evaluate", "make_jaxpr", "opened", "trace"]
 
+Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # of an argument
+
 
 def trace(
-    function: Callable[..., Any], axes: Mapping[str, int], avals: Sequence[Any]
-) -> tuple[ClosedJaxpr, Sequence[Any], list[tuple[str, str]]]:
+    function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
+) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
     """Trace a function of flat arrays with the axes bound, and open the calls that contain a collective.
 
     Args:
@@ -45,32 +50,31 @@ def trace(
     return traced, captured, notes
 
 
-def make_jaxpr(function: Callable[..., Any], size: int, avals: Sequence[Any]) -> ClosedJaxpr:
+def make_jaxpr(function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]) -> ClosedJaxpr:
     """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
     return _make_jaxpr(function, {AXIS: size}, avals)
 
 
-def _make_jaxpr(function: Callable[..., Any], axes: Mapping[str, int], avals: Sequence[Any]) -> ClosedJaxpr:
+def _make_jaxpr(function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]) -> ClosedJaxpr:
     structs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, jax.core.ShapedArray) else a
-        for a in avals
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, ShapedArray) else a for a in avals
     ]
     return jax.make_jaxpr(function, axis_env=[*axes.items()])(*structs)
 
 
-def opened(jaxpr: Any, axes: Mapping[str, int]) -> ClosedJaxpr:
+def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int]) -> ClosedJaxpr:
     """The same program over AXIS alone and without calls around collectives, in its loops, too."""
     avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
     return make_jaxpr(lambda *args: _open(jaxpr, axes, *args), axes[AXIS], avals)
 
 
-def _without_notes(jaxpr: Any) -> Any:
+def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without the notes at its top."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    stands: dict[Any, Any] = {}  # what is in the place of a variable
+    stands: dict[Var, Atom] = {}  # what is in the place of a variable
     eqns = []
 
-    def replaced(atoms: Sequence[Any]) -> list[Any]:
+    def replaced(atoms: Sequence[Atom]) -> list[Atom]:
         return [atom if isinstance(atom, Literal) else stands.get(atom, atom) for atom in atoms]
 
     for eqn in inner.eqns:
@@ -82,7 +86,7 @@ def _without_notes(jaxpr: Any) -> Any:
 
 
 @_jaxcompat.kept_with_jaxpr
-def _needs_opening(jaxpr: Any) -> bool:
+def _needs_opening(jaxpr: AnyJaxpr) -> bool:
     """Whether it has calls with a collective, or what only stands for something, in its loops, too."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         what = kind(eqn)
@@ -95,8 +99,8 @@ def _needs_opening(jaxpr: Any) -> bool:
     return False
 
 
-def _open(jaxpr: Any, axes: Mapping[str, int], *args: Any) -> list[Any]:
-    def step(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike) -> list[ArrayLike]:
+    def step(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[ArrayLike]:
         match kind(eqn):
             case "call":
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
@@ -127,27 +131,29 @@ def _open(jaxpr: Any, axes: Mapping[str, int], *args: Any) -> list[Any]:
 class Env:
     """The values of a jaxpr's variables while it is evaluated."""
 
-    def __init__(self, jaxpr: Any, args: Sequence[Any]) -> None:
+    def __init__(self, jaxpr: AnyJaxpr, args: Sequence[ArrayLike]) -> None:
         inner, consts = _jaxcompat.parts(jaxpr)
         if len(args) == len(inner.invars):  # otherwise the constants are the first arguments
             args = (*consts, *args)
         self.values = dict(zip((*inner.constvars, *inner.invars), args, strict=True))
         self.outvars = inner.outvars
 
-    def __call__(self, atoms: Sequence[Any]) -> list[Any]:
+    def __call__(self, atoms: Sequence[Atom]) -> list[ArrayLike]:
         return [atom.val if isinstance(atom, Literal) else self.values[atom] for atom in atoms]
 
-    def outs(self) -> list[Any]:
+    def outs(self) -> list[ArrayLike]:
         """The outputs; a literal of the jaxpr has lost its weak type, which the outputs are to keep."""
         outs = self(self.outvars)
         weak = [not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars]
         return [_jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x for x, w in zip(outs, weak, strict=True)]
 
-    def write(self, eqn: JaxprEqn, outs: Sequence[Any]) -> None:
+    def write(self, eqn: JaxprEqn, outs: Sequence[ArrayLike]) -> None:
         self.values.update(zip(eqn.outvars, outs, strict=True))
 
 
-def evaluate(jaxpr: Any, step: Callable[[Any, list[Any]], Sequence[Any]], *args: Any) -> list[Any]:
+def evaluate(
+    jaxpr: AnyJaxpr, step: Callable[[JaxprEqn, list[ArrayLike]], Sequence[ArrayLike]], *args: ArrayLike
+) -> list[ArrayLike]:
     """Evaluate a jaxpr with a rule of one's own for each equation."""
     read = Env(jaxpr, args)
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:

@@ -1,19 +1,21 @@
 """JAX's collectives as jaxmpi's: a call, and what is done to its operand before and to its result afterwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
 from jaxmpi._lowering.classify import REDUCE
 from jaxmpi._lowering.refuse import refuse
 
-__all__ = ["Translation", "translate"]
+__all__ = ["Group", "Translation", "translate"]
 
 Array = jax.Array
 
@@ -26,15 +28,23 @@ class Translation(NamedTuple):
     after: Callable[[Array], Array]
     needs_rank: bool = False
 
-    def operand(self, aval: Any) -> Any:
+    def operand(self, aval: ShapedArray) -> ShapedArray | jax.ShapeDtypeStruct:
         """Shape and dtype of `before(x)`, for x like `aval`."""
         if self.before is _same:
             return aval
         return jax.eval_shape(lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
-    def carried(self, x: Array, rank: Callable[[], Any]) -> Array:
+    def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
         """What the collective gets for x on this rank."""
         return self.before(x, rank()) if self.needs_rank else self.before(x)
+
+
+class Group(NamedTuple):
+    """Collectives that are one call: the same `call` on the operand of each equation."""
+
+    call: Collective
+    eqns: list[JaxprEqn]
+    translations: list[Translation]
 
 
 def translate(eqn: JaxprEqn, size: int) -> Translation:
@@ -43,7 +53,7 @@ def translate(eqn: JaxprEqn, size: int) -> Translation:
     key = eqn.invars[0].aval
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return plain
-    impl: list[Any] = []
+    impl: list[Hashable] = []
     jax.eval_shape(lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype))
     # keys travel as their data, whose axes come last
     return Translation(
