@@ -2,17 +2,20 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.tree_util import KeyPath, PyTreeDef
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
-from jaxmpi._leaves import PyTree, is_own, leaf_name
+from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates, held
 from jaxmpi._lowering.control_slice import Line, control_equations
@@ -27,7 +30,7 @@ __all__ = ["Analysis", "analyze", "paths_of"]
 class Analysis(NamedTuple):
     """What is known of a program before it is lowered."""
 
-    jaxpr: Any  # with the means that the backend takes on the way
+    jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
     varies: Sequence[bool]  # which outputs may differ between the ranks
     entries: Sequence[Entry]  # what it sends
     control: Sequence[Line]  # what must be equal on all ranks for that
@@ -36,11 +39,11 @@ class Analysis(NamedTuple):
 
 def analyze(
     function: Function,
-    jaxpr: Any,
-    captured: Sequence[Any],
-    ins: Sequence[Any],
+    jaxpr: ClosedJaxpr,
+    captured: Sequence[ArrayLike],
+    ins: Sequence[KeyPath],
     replicated: Sequence[bool],
-    tree: PyTree,
+    tree: PyTreeDef,
     backend: Backend,
     *,
     hide: bool,
@@ -78,13 +81,18 @@ def analyze(
     return Analysis(jaxpr, varies, entries, control, carried)
 
 
-def paths_of(tree: PyTree) -> list[Any]:
+def paths_of(tree: PyTreeDef) -> list[KeyPath]:
     """The paths of the leaves of a structure."""
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]]
 
 
 def _varying_outputs(
-    function: Function, jaxpr: Any, captured: Sequence[Any], replicated: Sequence[bool], tree: PyTree, backend: Backend
+    function: Function,
+    jaxpr: ClosedJaxpr,
+    captured: Sequence[ArrayLike],
+    replicated: Sequence[bool],
+    tree: PyTreeDef,
+    backend: Backend,
 ) -> tuple[list[bool], list[str]]:
     """Which outputs may differ between the ranks, and the arrays from outside that must be equal for that, in words.
 
@@ -105,7 +113,14 @@ def _varying_outputs(
 
 
 def _varies(
-    function: Function, jaxpr: Any, outside: bool, captured: int, replicated: Sequence[bool], tree: PyTree, *, warn: bool
+    function: Function,
+    jaxpr: ClosedJaxpr,
+    outside: bool,
+    captured: int,
+    replicated: Sequence[bool],
+    tree: PyTreeDef,
+    *,
+    warn: bool,
 ) -> list[bool]:
     """Which outputs may differ between the ranks, and whether the arrays from outside do is `outside`.
 
@@ -123,7 +138,7 @@ def _varies(
     return varies
 
 
-def _declared(function: Function, tree: PyTree) -> list[bool]:
+def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     """Which arrays of the outputs `replicated_outnums` names."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
@@ -133,7 +148,7 @@ def _declared(function: Function, tree: PyTree) -> list[bool]:
     return [number in outputs and not is_own(path) for path, number in paths]
 
 
-def _from_outside(x: Any) -> str:
+def _from_outside(x: ArrayLike) -> str:
     """An array that the function has from outside, in words: equal ones in the same."""
     host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()

@@ -1,24 +1,28 @@
 """`jaxmpi.jit`: one function of a rank's arrays, for one rank, many processes or simulated ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from jaxmpi import _jaxcompat
-from jaxmpi._jit.function import Function, choose_arguments, is_per_rank
+from jaxmpi._jit.function import Function, Leaf, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
 __all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
 
+T = TypeVar("T")
+Structure: TypeAlias = tuple[PyTreeDef, tuple[bool, ...], tuple[object, ...]]  # which leaves are arrays, and the others
+
 
 def jit(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[..., PyTree] | None = None,
     *,
     replicated_argnums: int | Sequence[int] = (),
     replicated_outnums: int | Sequence[int] = (),
@@ -65,7 +69,9 @@ def jit(
     return Step(describe(fun, replicated_argnums, replicated_outnums, jit_kwargs), jit_kwargs)
 
 
-def describe(fun: Callable[..., Any], argnums: int | Sequence[int], outnums: int | Sequence[int], jit_kwargs: Any) -> Function:
+def describe(
+    fun: Callable[..., PyTree], argnums: int | Sequence[int], outnums: int | Sequence[int], jit_kwargs: Mapping[str, Any]
+) -> Function:
     """A function, its arguments and outputs that are equal on all ranks, and what the options of `jax.jit` say of them."""
     static = choose_arguments(fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames"))
     donated = choose_arguments(fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames"))
@@ -73,7 +79,7 @@ def describe(fun: Callable[..., Any], argnums: int | Sequence[int], outnums: int
     return Function(fun, static, donated, choose_arguments(fun, argnums, ()), outputs)
 
 
-def local(tree: PyTree) -> Any:
+def local(tree: PyTree) -> PyTree:
     """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
 
     What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back in as they are; but JAX
@@ -90,7 +96,7 @@ def local(tree: PyTree) -> Any:
     return jax.tree.map(backend.unwrap, tree) if backend.global_arrays else tree
 
 
-def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[..., Any]:
+def eager(fun: Callable[..., T], name: str, **jit_kwargs: object) -> Callable[..., T]:
     """A function of this module's callers as a step of its own: compiled once for each kind of arguments.
 
     What it returns are arrays of this rank alone, on every backend.
@@ -98,21 +104,21 @@ def eager(fun: Callable[..., Any], name: str, **jit_kwargs: Any) -> Callable[...
     fun.__name__ = name
     step = Step(replace(describe(fun, (), (), jit_kwargs), of_user=False), jit_kwargs)
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> T:
         session.current(name)  # for an error that names the function
         return local(step(*args))
 
     return call
 
 
-def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+def anywhere(fun: Callable[..., T], name: str) -> Callable[..., T]:
     """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
 
     Keep what this returns: it holds what was compiled, and another one compiles again.
     """
     step = eager(fun, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> T:
         backend = session.current(name)
         outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
         return step(*args) if outside else fun(*args)
@@ -120,14 +126,14 @@ def anywhere(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def compiled(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
     """As `anywhere`, for a function with loops and branches of its own: called eagerly, it is a step on one rank, too.
 
     Its arguments may have leaves that are no arrays, which are constants of the step.
     """
     step = eager(lambda structure, arrays: fun(*_joined(structure, arrays)), name, static_argnums=0)
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> T:
         if _jaxcompat.tracing():
             return fun(*args)
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_per_rank)
@@ -139,7 +145,7 @@ def compiled(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _joined(structure: Any, given: Sequence[Any]) -> Any:
+def _joined(structure: Structure, given: Sequence[Leaf]) -> tuple[PyTree, ...]:
     treedef, arrays, constants = structure
     left = iter(given)
     return treedef.unflatten([next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)])

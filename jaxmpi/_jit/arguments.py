@@ -1,29 +1,32 @@
 """The arguments of a call: their arrays, in words and by shape and dtype; what no program can take is refused by name."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
+from jax.tree_util import KeyPath, PyTreeDef
 
 from jaxmpi import _jaxcompat
-from jaxmpi._jit.function import Function, is_per_rank
+from jaxmpi._jit.function import Function, Leaf, is_per_rank
+from jaxmpi._leaves import PyTree
 
 __all__ = ["argument_name", "check_arguments", "kinds", "positions", "refuse_per_rank"]
 
 
-def check_arguments(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
     """Raise a TypeError or a ValueError that names an argument which no program can have."""
     kinds(function, args, kwargs)
     function.key(function.leaves(args, kwargs), args, kwargs)
 
 
-def kinds(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, list[jax.ShapeDtypeStruct]]:
+def kinds(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> tuple[list[tuple[KeyPath, Leaf]], PyTreeDef, list[jax.ShapeDtypeStruct]]:
     """The arrays among the arguments with their paths, the structure, and shape and dtype of each."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
     return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
 
-def refuse_per_rank(function: Function, paths: Sequence[tuple[Any, Any]]) -> None:
+def refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
     """Raise a TypeError that names the first value of simulated ranks among the arguments."""
     if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
         raise TypeError(
@@ -32,14 +35,14 @@ def refuse_per_rank(function: Function, paths: Sequence[tuple[Any, Any]]) -> Non
         )
 
 
-def argument_name(path: Any) -> str:
+def argument_name(path: KeyPath) -> str:
     """The path of a leaf of (args, kwargs) in words."""
     (_, first, *rest) = path
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
     return name + jax.tree_util.keystr(tuple(rest))
 
 
-def _struct(function: Function, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and dtype of one rank's array."""
     try:
         aval = jax.typeof(leaf.stack if is_per_rank(leaf) else leaf)

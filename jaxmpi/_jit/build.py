@@ -1,14 +1,14 @@
 """From a call to its program: the function is traced for the kinds of its arguments, checked, and made one of the backend."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.analyze import Analysis, analyze, paths_of
 from jaxmpi._jit.arguments import argument_name, kinds, positions, refuse_per_rank
-from jaxmpi._jit.function import Function, is_per_rank
+from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
 from jaxmpi._leaves import PyTree, is_own, leaf_name
@@ -22,12 +22,12 @@ __all__ = ["build_program"]
 class _Flat:
     """A function of the arrays of its arguments, which returns those of its outputs; it is called once."""
 
-    tree: PyTree = None  # of the outputs
+    tree: PyTreeDef  # of the outputs, once it was called
 
-    def __init__(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], treedef: Any) -> None:
+    def __init__(self, function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], treedef: PyTreeDef) -> None:
         self._function, self._args, self._kwargs, self._treedef = function, args, kwargs, treedef
 
-    def __call__(self, *xs: Any) -> list[Any]:
+    def __call__(self, *xs: Leaf) -> list[Leaf]:
         arrays, named_arrays = self._treedef.unflatten(xs)
         static = self._function.static
         args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(self._args, arrays, strict=True))]
@@ -38,7 +38,9 @@ class _Flat:
         return outs
 
 
-def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any], backend: Backend, *, hide: bool) -> Program:
+def build_program(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend, *, hide: bool
+) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`.
 
     `hide` is as in `lower.build`.
@@ -66,7 +68,7 @@ def build_program(function: Function, args: Sequence[Any], kwargs: dict[str, Any
     stacked = [False] * len(captured) + per_rank
     program, finish = lower.build(found.jaxpr, backend, stacked, first, signature.fingerprint, hide=hide)
 
-    def call(leaves: Sequence[Any]) -> list[Any]:
+    def call(leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
         return finish(program(*captured, *arrays))
 

@@ -13,12 +13,13 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Literal, TypeAlias
 
 import jax
+from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import long_operation
+from jaxmpi._backends.base import ProcessGroup, long_operation
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._process import settings
 from jaxmpi._process.made_once import made_once
@@ -27,7 +28,10 @@ from jaxmpi._world import session
 
 __all__ = ["compile_alone", "compile_once", "shares"]
 
-ALONE = "compiled", b""  # what a rank says that has no executable for the others
+# The executable of a program, or the error of its compilation, as one rank tells it the others.
+Outcome: TypeAlias = tuple[Literal["compiled"], bytes] | tuple[Literal["failed"], Exception]
+
+ALONE: Outcome = "compiled", b""  # what a rank says that has no executable for the others
 
 
 def shares() -> bool:
@@ -38,7 +42,7 @@ def shares() -> bool:
     return settings.get("JAXMPI_COMPILE") == "once" and jax.default_backend() == "cpu"
 
 
-def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
+def compile_once(backend: ProcessGroup, title: str, lower: Callable[[], Lowered]) -> None:
     """Compile a program that the ranks have agreed on, so that JAX compiles nothing at its call.
 
     **Collective:** every rank calls it.
@@ -62,9 +66,9 @@ def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
     _report_kinds(backend, [of_rank for _, of_rank in everyone])
     if rank != ranks[0]:
         what = f"the compilation of {title} on rank {ranks[0]}"
-        _take_over(lowered, *backend.broadcast_asleep(None, ranks, what))
+        _take_over(lowered, backend.broadcast_asleep(None, ranks, what))
         return
-    result: tuple[str, Any] = ALONE
+    result = ALONE
     try:
         if len(ranks) > 1:
             with long_operation(backend, f"compiling {title}, for {in_words(ranks[1:])}, too"):
@@ -77,7 +81,7 @@ def compile_once(backend: Any, title: str, lower: Callable[[], Any]) -> None:
         raise failure
 
 
-def compile_alone(backend: Any, title: str, lowered: Any) -> None:
+def compile_alone(backend: ProcessGroup, title: str, lowered: Lowered) -> None:
     """Compile a program that other ranks may not come to, or take it from one of this host that has come to it before."""
     digest = _jaxcompat.module_digest(lowered)
     if not digest or jax.config.jax_disable_jit:
@@ -97,7 +101,7 @@ def kind() -> dict[str, str]:
     return {"processor": processor(), "jax": jax.__version__, "jaxlib": version.__version__, "XLA_FLAGS": flags}
 
 
-def _compiled(lowered: Any) -> tuple[str, Any]:
+def _compiled(lowered: Lowered) -> Outcome:
     """The executable of a program, or the error of its compilation."""
     try:
         return "compiled", _jaxcompat.compile_entry(lowered)
@@ -105,12 +109,12 @@ def _compiled(lowered: Any) -> tuple[str, Any]:
         return "failed", _picklable(error)
 
 
-def _take_over(lowered: Any, what: str, value: Any) -> None:
+def _take_over(lowered: Lowered, result: Outcome) -> None:
     """Load what another rank has compiled, or raise what it has raised."""
-    if what == "failed":
-        raise value
-    if what == "compiled":
-        _jaxcompat.load_entry(lowered, value)
+    if result[0] == "failed":
+        raise result[1]
+    if result[0] == "compiled":
+        _jaxcompat.load_entry(lowered, result[1])
 
 
 def _picklable(error: Exception) -> Exception:
@@ -122,7 +126,7 @@ def _picklable(error: Exception) -> Exception:
         return jax.errors.JaxRuntimeError(str(error))
 
 
-def _report_kinds(backend: Any, kinds: Sequence[Mapping[str, str]]) -> None:
+def _report_kinds(backend: ProcessGroup, kinds: Sequence[Mapping[str, str]]) -> None:
     """Say once, on the first rank that is of another kind than rank 0, why it compiles for itself."""
     other = next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None)
     if other is None or backend.registry.kinds_reported:

@@ -8,12 +8,11 @@ different times, or one alone.
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from jax.typing import ArrayLike
-
 from jaxmpi._backends.base import ProcessGroup
 from jaxmpi._consistency import values
 from jaxmpi._consistency.compare import check_consistent, has_run, note_run, outliers
 from jaxmpi._errors import RankMismatchError
+from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Program
 from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._world import session
@@ -23,7 +22,7 @@ __all__ = ["compare"]
 Sums = Mapping[str, int]  # checksums of inputs by their names, those from outside first
 
 
-def compare(backend: ProcessGroup, program: Program, leaves: Sequence[ArrayLike]) -> None:
+def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> None:
     """Compare what a program is called with for the first time.
 
     Args:

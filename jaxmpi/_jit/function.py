@@ -1,17 +1,22 @@
 """A Python function of pytrees, and what is known of its arguments."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._leaves import PyTree
 
-__all__ = ["Arguments", "Function", "choose_arguments", "is_per_rank"]
+__all__ = ["Arguments", "Function", "Leaf", "choose_arguments", "is_per_rank"]
+
+Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments of a call, or of what it returns
 
 _aval = attrgetter("aval")
 
@@ -22,7 +27,7 @@ class Arguments(NamedTuple):
     nums: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def hold(self, path: Any) -> bool:
+    def hold(self, path: KeyPath) -> bool:
         """Whether a leaf of (args, kwargs) is in one of them."""
         kind, first = path[0].idx, path[1]
         return first.key in self.names if kind else first.idx in self.nums
@@ -32,7 +37,7 @@ class Arguments(NamedTuple):
 class Function:
     """A Python function, and what is known of its arguments and outputs."""
 
-    fun: Callable[..., Any]
+    fun: Callable[..., PyTree]
     static: Arguments  # that are no arrays, and compared by value
     donated: Arguments
     replicated: Arguments  # that are equal on all ranks
@@ -44,7 +49,7 @@ class Function:
         """What errors call it."""
         return getattr(self.fun, "__name__", None) or type(self.fun).__name__
 
-    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def dynamic(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
         """The arguments with None in the place of static ones."""
         if not self.static.names and not self.static.nums:
             return args, kwargs
@@ -53,11 +58,11 @@ class Function:
             {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
         )
 
-    def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    def leaves(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[Leaf]:
         """The arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)
 
-    def key(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def key(self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[object, ...]:
         """What two calls with one structure have in common if they run the same program.
 
         In the steady state all comparisons of keys are of identity.
@@ -69,7 +74,7 @@ class Function:
         x64 = jax.config.jax_enable_x64
         if not self.static.names and not self.static.nums:
             return avals, x64
-        values: list[tuple[int | str, Any]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
+        values: list[tuple[int | str, object]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
         values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
         for which, value in values:
             try:
@@ -82,7 +87,9 @@ class Function:
         return avals, x64, [(which, type(value), value) for which, value in values]
 
 
-def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Arguments:
+def choose_arguments(
+    fun: Callable[..., PyTree], nums: int | Iterable[int] | None, names: str | Iterable[str] | None
+) -> Arguments:
     """Arguments by position and by name, each inferred from the other as in `jax.jit`."""
     nums = {nums} if isinstance(nums, int) else set(nums or ())
     names = {names} if isinstance(names, str) else set(names or ())
@@ -100,10 +107,10 @@ def choose_arguments(fun: Callable[..., Any], nums: Any, names: Any) -> Argument
     return Arguments(frozenset(nums), frozenset(names))
 
 
-def is_per_rank(x: Any) -> bool:
+def is_per_rank(x: object) -> TypeGuard[PerRank]:
     """Whether every simulated rank has its own."""
     return isinstance(x, PerRank)
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Leaf) -> object:
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | np.generic) else type(x)

@@ -1,18 +1,20 @@
 """A function under `jax.jit`: whenever JAX traces it, its program for these arguments is built, or taken as it is there."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxmpi._backends.base import Backend, ProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._jit.build import build_program
 from jaxmpi._jit.compile_once import shares
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, refuse_nan_search
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.costs import table
 from jaxmpi._process import settings
 
@@ -39,7 +41,7 @@ class Jitted:
       traced: that of the last trace of `with_end`.
     """
 
-    def __init__(self, function: Function, options: dict[str, Any], backend: Any) -> None:
+    def __init__(self, function: Function, options: dict[str, object], backend: Backend) -> None:
         self._function, self._backend = function, backend
         self._alone = backend.place.size == 1 or backend.simulates
         self.shares = not self._alone and shares()
@@ -49,7 +51,7 @@ class Jitted:
         self.with_end = jax.jit(self._body(hide=True, end=True), **options)
         self.nested = jax.jit(self._body(hide=False), **options)
 
-    def build(self, args: Any, kwargs: Any, *, hide: bool = True) -> Program:
+    def build(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True) -> Program:
         """The program for these arguments."""
         ready, self.ready = self.ready, None
         return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
@@ -61,14 +63,14 @@ class Jitted:
         program.announced = show
         if program.statement and not self._alone:
             details = program.signature.details if self._backend.compares_inline else dict
-            compare.register_program(self._backend, program.statement, program.signature.sent, details)
+            compare.register_program(cast(ProcessGroup, self._backend), program.statement, program.signature.sent, details)
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
-    def _body(self, *, hide: bool, end: bool = False) -> Callable[..., Any]:
+    def _body(self, *, hide: bool, end: bool = False) -> Callable[..., PyTree]:
         """What `jax.jit` traces, with the name and the signature of the user's function."""
 
-        def body(*args: Any, **kwargs: Any) -> Any:
+        def body(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if not self._alone:
                 refuse_nan_search(self._function.title)
             program = self.build(args, kwargs, hide=hide)

@@ -2,27 +2,28 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+
+from jaxmpi._leaves import PyTree
 
 __all__ = ["is_object", "watch_changes"]
 
 
-def is_object(x: Any) -> bool:
+def is_object(x: object) -> bool:
     """Whether this is an nnx Module, Optimizer, Rngs, Metric or Variable."""
     nnx = sys.modules.get("flax.nnx")  # who has one has imported it
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def watch_changes(title: str, arguments: Any) -> Callable[[Sequence[Any]], None]:
+def watch_changes(title: str, arguments: PyTree) -> Callable[[Sequence[object]], None]:
     """A function of the outputs' arrays that raises a ValueError if one of the objects was changed, and is not among them."""
     if "flax.nnx" not in sys.modules:
         return lambda outs: None
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_object)
     found = [(path, x, _arrays(x)) for path, x in paths if is_object(x)]
 
-    def check(outs: Sequence[Any]) -> None:
+    def check(outs: Sequence[object]) -> None:
         returned = set(map(id, outs))
         for (_, first, *rest), x, before in found:
             after = _arrays(x)  # new variables, such as intermediates, are not missed
@@ -39,5 +40,5 @@ def watch_changes(title: str, arguments: Any) -> Callable[[Sequence[Any]], None]
     return check
 
 
-def _arrays(x: Any) -> dict[str, Any]:
+def _arrays(x: PyTree) -> dict[str, object]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]}

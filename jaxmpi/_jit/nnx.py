@@ -1,11 +1,12 @@
 """Steps that change Flax nnx objects in place: they travel as their graphs and their arrays, and the arrays come back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
+from jax.tree_util import KeyEntry
 
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.lost_nnx_changes import is_object
@@ -13,6 +14,9 @@ from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PerRankKey, PyTree
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 __all__ = ["InPlace"]
 
@@ -35,18 +39,18 @@ class _OwnKey(PerRankKey):
 class _Part:
     """An argument with nnx objects in it. What several arguments share is in the first that has it."""
 
-    own: Any  # its arrays that each rank has of its own, by their types
+    own: PyTree  # its arrays that each rank has of its own, by their types
     state: PyTree  # the others
-    graph: Any  # of all such arguments together
+    graph: "nnx.GraphDef | None"  # of all such arguments together
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[KeyEntry, PyTree], ...], "nnx.GraphDef | None"]:
         return ((_OwnKey("own"), self.own), (_Key("state"), self.state)), self.graph
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], "nnx.GraphDef | None"]:
         return (self.own, self.state), self.graph
 
     @classmethod
-    def tree_unflatten(cls, graph: Any, children: Any) -> "_Part":
+    def tree_unflatten(cls, graph: "nnx.GraphDef | None", children: Sequence[PyTree]) -> "_Part":
         own, state = children
         return cls(own, state, graph)
 
@@ -54,10 +58,10 @@ class _Part:
 class InPlace(Step):
     """A Step whose nnx arguments hold, after a call, what the function has left in them."""
 
-    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+    def __init__(self, function: Function, options: dict[str, object]) -> None:
         super().__init__(replace(function, fun=_pure(function.fun)), options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function, and leave in its objects what it has made of them."""
         from flax import nnx
 
@@ -65,35 +69,37 @@ class InPlace(Step):
             args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super().__call__(*args, **kwargs))
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """As `jax.jit(fun).trace`."""
         args, kwargs, _ = _split(args, kwargs)
         return super().trace(*args, **kwargs)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `jax.jit(fun).eval_shape`."""
         args, kwargs, _ = _split(args, kwargs)
         return super().eval_shape(*args, **kwargs)[-1]
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
         """What a call with these arguments would do."""
         args, kwargs, _ = _split(args, kwargs)
         return super().program(*args, **kwargs)
 
-    def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_compiled(
+        self, program: Program, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super()._run_compiled(program, compiled, args, kwargs))
 
 
-def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The function of parts. It returns what becomes of each positional argument, then of those by name, then its result."""
     from flax import nnx
 
-    def pure(*args: Any, **kwargs: Any) -> Any:
+    def pure(*args: PyTree, **kwargs: PyTree) -> PyTree:
         given = _named(args, kwargs)
         parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
-        graph: Any = next((part.graph for part in parts.values()), None)
-        objects = nnx.merge(graph, *_states(parts)) if parts else {}
+        graph = next((part.graph for part in parts.values()), None)
+        objects = nnx.merge(graph, *_states(parts)) if graph is not None else {}
         given |= objects
         out = fun(*(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs})
         left, found = _taken_apart(objects)
@@ -106,12 +112,14 @@ def _pure(fun: Callable[..., Any]) -> Callable[..., Any]:
         return *here, {name: found[name] for name in kwargs if name in found}, out
 
     update_wrapper(pure, fun)
-    named: Any = next((f for f in (fun, getattr(fun, "func", None)) if hasattr(f, "__name__")), type(fun))
+    named = next((f for f in (fun, getattr(fun, "func", fun)) if hasattr(f, "__name__")), type(fun))
     pure.__name__ = named.__name__
     return pure
 
 
-def _split(args: Any, kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _split(
+    args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree], dict[str, PyTree]]:
     """The arguments with parts in the place of objects, and the objects by the names of their arguments."""
     given = _named(args, kwargs)
     objects = {key: arg for key, arg in given.items() if _has_object(arg)}
@@ -121,16 +129,16 @@ def _split(args: Any, kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
     return tuple(given[str(i)] for i in range(len(args))), {name: given[name] for name in kwargs}, objects
 
 
-def _named(args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
     """All arguments, positional ones by their number."""
     return {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
 
 
-def _has_object(arg: Any) -> bool:
+def _has_object(arg: PyTree) -> bool:
     return any(map(is_object, jax.tree.leaves(arg, is_leaf=is_object)))
 
 
-def _write_back(objects: dict[str, Any], outs: Any) -> Any:
+def _write_back(objects: dict[str, PyTree], outs: PyTree) -> PyTree:
     from flax import nnx
 
     *here, named, out = outs
@@ -140,17 +148,16 @@ def _write_back(objects: dict[str, Any], outs: Any) -> Any:
     return out
 
 
-def _taken_apart(objects: dict[str, Any]) -> tuple[Any, dict[str, _Part]]:
+def _taken_apart(objects: dict[str, PyTree]) -> tuple["nnx.GraphDef", dict[str, _Part]]:
     """The graph of nnx objects, and the arrays of each."""
     from flax import nnx
 
-    split: Any = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState, nnx.RngState), ...)
-    graph, own, rest = split
-    empty: Any = nnx.State({})
+    graph, own, *(rest,) = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState, nnx.RngState), ...)
+    empty: nnx.State = nnx.State({})
     return graph, {key: _Part(own.get(key, empty), rest.get(key, empty), None) for key in objects}
 
 
-def _states(parts: Mapping[str, _Part]) -> tuple[Any, Any]:
+def _states(parts: Mapping[str, _Part]) -> tuple["nnx.State", "nnx.State"]:
     """The arrays of all parts, as nnx has them."""
     from flax import nnx
 

@@ -1,23 +1,30 @@
 """The program of a function, for one kind of arguments and one backend."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.stages import Lowered
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency import compare
-from jaxmpi._jit.function import Function
+from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.forgotten_mean import Carried
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.summary import Entry
 
-__all__ = ["Program", "refuse_nan_search"]
+__all__ = ["Program", "Run", "refuse_nan_search"]
+
+T = TypeVar("T")
+Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]  # of the arguments' arrays; see `Program.compiled`
 
 
 @dataclass(eq=False)
@@ -25,30 +32,28 @@ class Program:
     """What a function does for one kind of arguments."""
 
     function: Function
-    call: Callable[[Sequence[Any]], list[Any]]  # of the arguments' arrays to the outputs', for `jax.jit`
-    tree: PyTree  # of the outputs
+    call: Callable[[Sequence[Leaf]], list[Leaf]]  # of the arguments' arrays to the outputs', for `jax.jit`
+    tree: PyTreeDef  # of the outputs
     entries: Sequence[Entry]  # what it sends
     signature: Signature  # what the ranks compare
-    same_module: Any  # the traced program, where all ranks must run one compiled program; or None
+    same_module: ClosedJaxpr | None  # the traced program, where all ranks must run one compiled program; or None
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
     outputs: list[str]  # in words
     equal: tuple[list[bool], list[bool]]  # which arrays of the arguments, and of the outputs, are the same on all ranks
     scalars: list[int]  # the arrays of the arguments that `replicated_argnums` names and that are one number
-    captured: Sequence[Any] = ()  # the arrays that the function has from outside
+    captured: Sequence[ArrayLike] = ()  # the arrays that the function has from outside
     carried: Carried | None = None  # of which a call may show that a mean is forgotten
-    structure: Any = None  # of the arguments
-    key: Any = None
     announced: bool = False
     compiled_once: bool = False  # or left to JAX, as the ranks don't share it
-    lower: Any = None  # of the arguments' arrays, to the `jax.stages.Lowered` of what `compiled` has returned
+    lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)  # of the arguments' arrays; `compiled` sets it
 
     @property
     def statement(self) -> compare.Statement | None:
         """What this rank is about to do; None where the ranks have nothing to agree on."""
         return self.signature.statement
 
-    def numbers(self, leaves: Sequence[Any]) -> list[str]:
+    def numbers(self, leaves: Sequence[Leaf]) -> list[str]:
         """What Python and NumPy know of the arguments that must be equal on all ranks, such as the number of a step.
 
         Those that are numbers of JAX may not be known yet.
@@ -56,16 +61,16 @@ class Program:
         known = [i for i in self.scalars if not isinstance(leaves[i], jax.Array)]
         return [f"{self.arguments[i]} is {np.asarray(leaves[i]).item()}" for i in known]
 
-    def lowered_to(self, lowered: Any) -> None:
+    def lowered_to(self, lowered: Lowered) -> None:
         """Have the ranks compare what XLA compiles, a `jax.stages.Lowered`, where all must run the same."""
         if self.same_module is not None:
             self.signature.lowered_to(lowered, self.same_module)
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """Trace it, inside of a `jax.jit`."""
         return self.tree.unflatten(self.call(leaves))
 
-    def compiled(self, options: Mapping[str, Any], leaves: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    def compiled(self, options: Mapping[str, object], leaves: Sequence[Leaf]) -> Run:
         """A function of the arguments' arrays that runs it, with these options of `jax.jit`.
 
         It returns an array that is ready when the program has ended, and that nobody donates, and the outputs. `leaves` are
@@ -74,12 +79,12 @@ class Program:
         given, kept = ([i for i, d in enumerate(self.donated) if d == which] for which in (True, False))
         order = np.argsort([*given, *kept]).tolist()
 
-        def flat(given: Sequence[Any], kept: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
+        def flat(given: Sequence[Leaf], kept: Sequence[Leaf]) -> tuple[jax.Array, list[Leaf]]:
             refuse_nan_search(self.function.title)
             leaves = (*given, *kept)
             return jnp.zeros((), jnp.bool_), self.call([leaves[i] for i in order])
 
-        def run(leaves: Sequence[Any]) -> Any:
+        def run(leaves: Sequence[Leaf]) -> tuple[jax.Array, PyTree]:
             end, outs = jitted(take_given(leaves), take_kept(leaves))
             return end, self.tree.unflatten(outs)
 
@@ -92,7 +97,7 @@ class Program:
         return run
 
 
-def _taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _taker(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
     """What takes these out of a list; mostly they are its first or its last."""
     if list(indices) == list(range(min(indices, default=0), max(indices, default=-1) + 1)):
         return itemgetter(slice(min(indices, default=0), max(indices, default=-1) + 1))

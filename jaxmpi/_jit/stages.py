@@ -1,9 +1,15 @@
 """A step that is compiled ahead of time: the stages of `jax.stages`, whose last the ranks compare before each call."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+import jax
+
+from jaxmpi._leaves import PyTree
 
 __all__ = ["Compiled", "Lowered", "Traced"]
+
+Run: TypeAlias = Callable[[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
 
 
 class _Stage:
@@ -14,7 +20,7 @@ class _Stage:
       run: calls what was compiled, `run(compiled, args, kwargs)`.
     """
 
-    def __init__(self, stage: Any, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    def __init__(self, stage: jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled, run: Run) -> None:
         self._stage, self._run = stage, run
 
     def __getattr__(self, name: str) -> Any:
@@ -30,11 +36,11 @@ class Traced(_Stage):
       lowered_to: is called with JAX's next stage.
     """
 
-    def __init__(self, stage: Any, run: Callable[..., Any], lowered_to: Callable[[Any], None]) -> None:
+    def __init__(self, stage: jax.stages.Traced, run: Run, lowered_to: Callable[[jax.stages.Lowered], None]) -> None:
         super().__init__(stage, run)
         self._lowered_to = lowered_to
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Lowered":
+    def lower(self, *args: object, **kwargs: object) -> "Lowered":
         """Lower it; nothing is sent."""
         lowered = self._stage.lower(*args, **kwargs)
         self._lowered_to(lowered)
@@ -44,7 +50,7 @@ class Traced(_Stage):
 class Lowered(_Stage):
     """What `Step.lower` returns: a `jax.stages.Lowered` that leads to a `Compiled`."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+    def compile(self, *args: object, **kwargs: object) -> "Compiled":
         """Compile it; nothing is sent."""
         return Compiled(self._stage.compile(*args, **kwargs), self._run)
 
@@ -52,6 +58,6 @@ class Lowered(_Stage):
 class Compiled(_Stage):
     """What `Lowered.compile` returns: a `jax.stages.Compiled` that the ranks compare before each call."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Compare, and run."""
         return self._run(self._stage, args, kwargs)

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import Any
+from typing import cast
 
 import jax
 
 from jaxmpi import _axis, _jaxcompat
+from jaxmpi._backends.base import Backend, ProcessGroup
 from jaxmpi._jit.executors import ComparesBefore, ComparesInline, Executor
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.jitted import Jitted
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Lowered, Traced
+from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
 __all__ = ["Step"]
@@ -21,13 +23,13 @@ __all__ = ["Step"]
 class Step:
     """A function that `jaxmpi.jit` has wrapped."""
 
-    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+    def __init__(self, function: Function, options: dict[str, object]) -> None:
         self._function, self._options = function, options
-        self._backend: Any = None
+        self._backend: Backend | None = None
         self._executor: Executor | None = None  # of several ranks
         update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function on all ranks."""
         if session.current("jaxmpi.jit") is not self._backend:
             self._on()
@@ -37,15 +39,15 @@ class Step:
             return self._plain(*args, **kwargs)
         return self._executor(args, kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> "Step | MethodType":
         return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
         self._on()
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
         args, kwargs = self._wrapped(args, kwargs)
@@ -56,7 +58,7 @@ class Step:
             self._jitted.ready = None  # where JAX has traced it before
         return Traced(stage, partial(self._run_compiled, program), program.lowered_to)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `jax.jit(fun).eval_shape`."""
         self._on()
         return self._plain.eval_shape(*args, **kwargs)
@@ -65,51 +67,59 @@ class Step:
         """Forget what was compiled."""
         self._backend = self._executor = None
 
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
         """What a call with these arguments would do; nothing is sent or compiled."""
         self._on()
         return self._jitted.build(*self._wrapped(args, kwargs))
 
     def _on(self) -> None:
         """Begin anew for the backend in use, where that is another one."""
-        backend: Any = session.current("jaxmpi.jit")
+        backend = session.current("jaxmpi.jit")
         if backend is self._backend:
             return
         if backend.forked:
-            backend.turn.take()  # raises
+            cast(ProcessGroup, backend).turn.take()  # raises
         self.clear_cache()  # where what follows raises, the next call raises, too
         self._jitted = Jitted(self._function, self._options, backend)
         self._plain = self._jitted.plain
         if backend.place.size > 1 and not backend.simulates:
             kind = ComparesInline if backend.compares_inline else ComparesBefore
-            self._executor = kind(self._function, self._options, backend, self._jitted)
+            self._executor = kind(self._function, self._options, cast(ProcessGroup, backend), self._jitted)
         self._backend = backend  # at last: another thread may be calling
 
-    def _inside(self) -> Callable[..., Any]:
+    def _inside(self) -> Callable[..., PyTree]:
         """What runs where the caller is traced, too."""
         if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
             return jax.jit(self._function.fun, **self._options)
-        if self._backend.place.size == 1:
+        backend = self._backend
+        assert backend is not None
+        if backend.place.size == 1:
             return self._plain
-        if self._backend.nests:  # other programs may stand beside this one: the effect keeps the order
+        if backend.nests:  # other programs may stand beside this one: the effect keeps the order
             return self._jitted.nested
         raise RuntimeError(
             f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
-            f"the {self._backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
+            f"the {backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
         )
 
-    def _run_compiled(self, program: Program, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_compiled(
+        self, program: Program, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         args, kwargs = self._wrapped(args, kwargs)
         if self._executor is None:
             return compiled(*args, **kwargs)
         return self._executor.run_compiled(program, compiled, args, kwargs)
 
-    def _wrapped(self, args: Any, kwargs: Any) -> Any:
-        if not self._backend.global_arrays or self._backend.place.size == 1:
+    def _wrapped(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        backend = self._backend
+        assert backend is not None
+        if not backend.global_arrays or backend.place.size == 1:
             return args, kwargs
-        return tuple(map(self._wrap, args)), {name: self._wrap(arg) for name, arg in kwargs.items()}
+        wrap = partial(_wrap, backend)
+        return tuple(map(wrap, args)), {name: wrap(arg) for name, arg in kwargs.items()}
 
-    def _wrap(self, arg: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(arg)
-        wrapped = self._backend.wrap(leaves)
-        return arg if wrapped is leaves else treedef.unflatten(wrapped)
+
+def _wrap(backend: Backend, arg: PyTree) -> PyTree:
+    leaves, treedef = jax.tree.flatten(arg)
+    wrapped = backend.wrap(leaves)
+    return arg if wrapped is leaves else treedef.unflatten(wrapped)
