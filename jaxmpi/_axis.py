@@ -1,6 +1,6 @@
 """The ranks are a named axis of a train step, as the axes of `jax.vmap` and `jax.shard_map` are."""
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -56,7 +56,7 @@ def bound(axis: Axis = AXIS) -> bool:
     return True
 
 
-def equal_on_all_ranks(x: Any) -> Any:
+def equal_on_all_ranks(x: PyTree) -> PyTree:
     """`x`, of which the caller knows that it is equal on all ranks, such as a counter that all have advanced together.
 
     A branch with a collective may depend on it. It is an identity with a name, which `variation` looks for.
@@ -64,7 +64,7 @@ def equal_on_all_ranks(x: Any) -> Any:
     return checkpoint_name(x, EQUAL)
 
 
-def may_differ(tree: PyTree) -> Any:
+def may_differ(tree: PyTree) -> PyTree:
     """Arrays of which the caller means that each rank has its own, such as updates between two meetings of the ranks.
 
     Train state that takes them up is no sign of a forgotten mean. They are identities with a name, too.
@@ -74,7 +74,7 @@ def may_differ(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, DIFFERS), tree)
 
 
-def as_shard(x: Any, axis: Axis = AXIS) -> Any:
+def as_shard(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
     """`x`, this rank's shard of an array that is cut over the ranks along an axis. It is an identity with a name, too."""
     return checkpoint_name(x, SHARD + ", ".join(names(axis)))
 
@@ -84,12 +84,12 @@ def sharded_axis(name: str) -> Axis | None:
     return tuple(name.removeprefix(SHARD).split(", ")) if name.startswith(SHARD) else None
 
 
-def as_whole(x: Any, axis: Axis = AXIS) -> Any:
+def as_whole(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
     """`x`, of which the caller knows that it is no shard, and equal on the ranks along an axis. It is an identity, too."""
     return equal_on_all_ranks(x) if axis == AXIS else checkpoint_name(x, WHOLE)
 
 
-def with_parameters(tree: PyTree, text: str) -> Any:
+def with_parameters(tree: PyTree, text: str) -> PyTree:
     """Arrays that a call works with, whose parameters must be equal on all ranks, such as the root of a broadcast.
 
     The ranks compare the text with the program. It is the name of an identity on the first array, and no part of the program

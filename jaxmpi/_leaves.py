@@ -1,10 +1,12 @@
 """What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 __all__ = [
     "PerRankKey",
@@ -22,6 +24,13 @@ __all__ = [
 
 
 PyTree: TypeAlias = Any  # of arrays and numbers, as `jax.tree` takes them apart; mypy has no type for it
+
+
+class HasDtype(Protocol):
+    """An array, or what stands for one, such as a `jax.ShapeDtypeStruct`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
@@ -63,49 +72,49 @@ class PerRankState:
     >>> run["key"] = PerRankState(key)
     """
 
-    def __init__(self, per_rank: Any) -> None:
+    def __init__(self, per_rank: PyTree) -> None:
         self.per_rank = per_rank
 
     def __repr__(self) -> str:
         return f"PerRankState({self.per_rank!r})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[PerRankKey, PyTree]], None]:
         return ((PerRankKey("per_rank"), self.per_rank),), None
 
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
+    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
         return (self.per_rank,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "PerRankState":
+    def tree_unflatten(cls, _: None, children: Sequence[PyTree]) -> "PerRankState":
         return cls(*children)
 
 
-def is_own(path: Any) -> bool:
+def is_own(path: KeyPath) -> bool:
     """Whether the leaf at this path of `jax.tree_util` is in a `PerRankState`."""
     return any(isinstance(key, PerRankKey) for key in path)
 
 
-def in_shard(path: Any) -> bool:
+def in_shard(path: KeyPath) -> bool:
     """Whether the leaf at this path of `jax.tree_util` is the shard of a `ShardedArray`."""
     return shard_axis(path) is not None
 
 
-def shard_axis(path: Any) -> str | tuple[str, ...] | None:
+def shard_axis(path: KeyPath) -> str | tuple[str, ...] | None:
     """The axis over which the `ShardedArray` at this path of `jax.tree_util` is cut; None where there is none."""
     return next((key.axis for key in path if isinstance(key, ShardKey)), None)
 
 
-def leaf_name(path: Any) -> str:
+def leaf_name(path: KeyPath) -> str:
     """How errors call the leaf at this path of `jax.tree_util`."""
     return jax.tree_util.keystr(path) or "the argument"
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: HasDtype) -> bool:
     """Whether an array holds PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def as_array(function: str, path: Any, leaf: Any, op: str | None) -> jax.Array:
+def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.Array:
     """The leaf as a JAX array, or a TypeError that names it.
 
     Args:
@@ -135,7 +144,7 @@ def as_array(function: str, path: Any, leaf: Any, op: str | None) -> jax.Array:
     return x
 
 
-def check_rows(function: str, path: Any, x: jax.Array, size: int) -> None:
+def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:
     """Raise a ValueError that names the leaf unless its first axis is the ranks."""
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(

@@ -4,13 +4,12 @@ import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxmpi._checkpoint import folders, parts
 from jaxmpi._checkpoint.compatibility import difference
-from jaxmpi._checkpoint.manifest import Leaf, Manifest
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.reading import newest, read
 from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
@@ -98,7 +97,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     return None if whole is None else whole[1].step
 
 
-def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None) -> Any:
+def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None) -> PyTree:
     """What `save` has saved, on as many ranks as there are now, and on any backend.
 
     Parameters, and the states of their optimizers, come back bit by bit on any number of ranks, whether they are whole, as with
@@ -151,7 +150,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
 
 
-def _leaves_to_save(tree: PyTree, step: Any, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, Any]]:
+def _leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
     if operator.index(step) < 0 or (keep is not None and keep < 1):
         raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
     found = parts.leaves_of(local(tree), axes)

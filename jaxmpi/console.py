@@ -7,15 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TextIO, TypeVar
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxmpi._leaves import as_array
+from jaxmpi._leaves import PyTree, as_array
 from jaxmpi._monitor.ordered_output import Key
-from jaxmpi._optim.weights import weighted_mean
+from jaxmpi._optim.weights import Weight, weighted_mean
 from jaxmpi._process import settings
 from jaxmpi._world import session
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _calls: Counter[tuple[str, int, str]] = Counter()
 
 
-def print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = False) -> None:
+def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print on behalf of every rank that calls it, in the order of the ranks, each line with its time and `[rank/size]`.
 
     It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those of one call together. Ranks
@@ -93,7 +93,7 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
     return logger
 
 
-def progress(iterable: Iterable[T], **options: Any) -> "tqdm[T]":
+def progress(iterable: Iterable[T], **options: object) -> "tqdm[T]":
     """A tqdm progress bar on rank 0; on the other ranks, and where there is no terminal, only the items.
 
     Args:
@@ -108,7 +108,7 @@ def progress(iterable: Iterable[T], **options: Any) -> "tqdm[T]":
     return tqdm(iterable, disable=not shown, **options)
 
 
-def average_metrics(metrics: Any, weight: Any = 1.0) -> Any:
+def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     """Average metrics over all ranks, each rank's counting `weight`: its number of samples or tokens.
 
     out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank of weight zero may hold NaN.

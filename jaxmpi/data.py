@@ -23,17 +23,19 @@ import numpy.typing as npt
 
 from jaxmpi import _axis
 from jaxmpi._axis import AXIS, Axis
+from jaxmpi._backends.base import Backend
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
-from jaxmpi._data.sources import Arrays, Samples, open_source
+from jaxmpi._data.sources import Arrays, RandomAccess, Samples, open_source
+from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
 __all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
 
 
-def shard(data: Any, *, axis: Axis = AXIS) -> "Shard":
+def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> "Shard":
     """Return this rank's part of the data, as a sequence.
 
     part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N and p; a part can be
@@ -69,7 +71,7 @@ def shard(data: Any, *, axis: Axis = AXIS) -> "Shard":
 
 
 def batches(
-    data: Any,
+    data: PyTree | RandomAccess,
     batch_size: int,
     *,
     seed: int | None = None,
@@ -132,14 +134,14 @@ def batches(
     return made
 
 
-def _along(function: str, axis: Axis, backend: Any, rank: int) -> tuple[int, int]:
+def _along(function: str, axis: Axis, backend: Backend, rank: int) -> tuple[int, int]:
     """A rank's number along an axis, and how many there are."""
     check_axis(function, axis, backend)
     groups = groups_along(backend.axes, _axis.names(axis))
     return position(groups, rank)[1], len(groups[0])
 
 
-def rank_key(key: jax.Array) -> Any:
+def rank_key(key: jax.Array) -> jax.Array | Any:
     """Derive this rank's own PRNG key.
 
     key_r = fold_in(key, r)
@@ -167,29 +169,29 @@ def rank_key(key: jax.Array) -> Any:
     return jax.random.fold_in(key, session.rank())
 
 
-class Shard(Sequence[Any]):
+class Shard(Sequence[PyTree]):
     """One rank's part of the data: what `shard` returns, for any rank and size."""
 
-    def __init__(self, data: Any, *, rank: int, size: int) -> None:
+    def __init__(self, data: PyTree | RandomAccess, *, rank: int, size: int) -> None:
         self._source = _open("shard", data)
         self._rows = _part(len(self._source), rank, size)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int | slice) -> PyTree:
         try:
             rows = self._rows[index]
         except IndexError:
             raise IndexError(f"shard: index {index} is outside the {len(self)} samples of this rank.") from None
         return self._source.view(rows) if isinstance(rows, range) else self._source.sample(rows)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         # Sequence's own would take an IndexError of the source for the end.
         return (self._source.sample(row) for row in self._rows)
 
 
-class Batches(Iterable[Any]):
+class Batches(Iterable[PyTree]):
     """One rank's rows of every global batch: what `batches` returns, for any rank and size.
 
     Attributes:
@@ -201,7 +203,7 @@ class Batches(Iterable[Any]):
 
     def __init__(
         self,
-        data: Any,
+        data: PyTree | RandomAccess,
         batch_size: int,
         *,
         rank: int,
@@ -235,7 +237,7 @@ class Batches(Iterable[Any]):
         left = len(self._order) - self._start
         return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         self.agree()
         if not len(self) and not self._start and not self._rank:
             warnings.warn(
@@ -259,7 +261,7 @@ class Batches(Iterable[Any]):
         return rows, np.arange(n_rows) < len(part)
 
 
-class StackedBatches(Iterable[Any]):
+class StackedBatches(Iterable[PyTree]):
     """The batches of all simulated ranks side by side, as `PerRank` arrays."""
 
     def __init__(self, ranks: Sequence[Batches]) -> None:
@@ -273,12 +275,12 @@ class StackedBatches(Iterable[Any]):
         """That of every rank."""
         return self._ranks[0].position
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         for parts in zip(*self._ranks, strict=True):
             yield jax.tree.map(lambda *xs: PerRank(np.stack(xs)), *parts)
 
 
-def _agree(backend: Any, arguments: Mapping[str, Any]) -> None:
+def _agree(backend: Backend, arguments: Mapping[str, object]) -> None:
     """Compare them, where collectives may be called: on the main thread of the rank itself."""
     if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
         lines = [f"batches {name}={value}" for name, value in arguments.items()]
@@ -307,7 +309,7 @@ def _int(argument: str, value: int, least: int, advice: str) -> int:
     return number
 
 
-def _open(function: str, data: Any) -> Arrays | Samples:
+def _open(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
     if isinstance(data, Shard):
         raise TypeError(f"{function}: data is a Shard, which is split over the ranks already. Pass the whole data.")
     return open_source(function, data)

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.objects import barrier
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.costs import Cost, cost, table
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._world import session
@@ -33,7 +35,7 @@ class Explanation:
       text: the table.
     """
 
-    def __init__(self, title: str, entries: Sequence[Entry], backend: Any, seconds: Callable[[Cost], float] | None) -> None:
+    def __init__(self, title: str, entries: Sequence[Entry], backend: Backend, seconds: Callable[[Cost], float] | None) -> None:
         self.entries = entries
         costs = [cost(entry, backend) for entry in entries]
         times = [entry.times for entry in entries]
@@ -46,7 +48,7 @@ class Explanation:
         return self.text
 
 
-def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Explanation:
     """Print what a step will communicate, before it runs.
 
     The table has a row for each collective: what it is, its arrays, the bytes that each rank sends, messages, how often, the
@@ -72,7 +74,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       allreduce sum  float32[1000]  6 KB           1         1      <doctest jaxmpi.diagnose.explain[1]>:2
       total                         6 KB           1
     """
-    backend: Any = session.current("explain")
+    backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
     result = Explanation(program.function.title, program.entries, backend, _measured(backend) if program.entries else None)
     if backend.place.rank == 0:

@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyEntry
 
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import describe
 from jaxmpi._jit.nnx import InPlace
+from jaxmpi._leaves import PyTree
 
 __all__ = ["average_batch_stats", "jit"]
 
 
-def jit(fun: Callable[..., Any] | None = None, *, replicated_argnums: int | Sequence[int] = (), **jit_kwargs: Any) -> Any:
+def jit(fun: Callable[..., object] | None = None, *, replicated_argnums: int | Sequence[int] = (), **jit_kwargs: Any) -> Any:
     """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
 
     What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold after the call. Their
@@ -55,7 +57,7 @@ def jit(fun: Callable[..., Any] | None = None, *, replicated_argnums: int | Sequ
     return InPlace(describe(fun, replicated_argnums, replicated_argnums, jit_kwargs), jit_kwargs)
 
 
-def average_batch_stats(stats: Any) -> Any:
+def average_batch_stats(stats: PyTree) -> PyTree:
     """Batch statistics of all ranks as one, before evaluation or saving.
 
     Each rank's BatchNorm keeps running statistics of its own batches, unless it has `axis_name=jaxmpi.AXIS`. Where a "var"
@@ -94,6 +96,6 @@ def average_batch_stats(stats: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _name(key: Any) -> str:
+def _name(key: KeyEntry) -> str:
     """What a part of a path is called."""
     return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))

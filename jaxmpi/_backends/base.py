@@ -8,15 +8,18 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.groups import described
 from jaxmpi._process.communicating_thread import Turn
 
 __all__ = ["Backend", "Collective", "Overlap", "Place", "ProcessGroup", "Registry", "Wait", "fingerprint_of", "long_operation"]
+
+T = TypeVar("T")
 
 
 def fingerprint_of(text: str) -> int:
@@ -133,7 +136,7 @@ class Backend(Protocol):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call` on every array of `xs`, in traced code."""
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array | np.int32:
         """This rank's number, an int32, in traced code: a value of the running program, which is the same on all ranks."""
 
     def carries(self, call: Collective) -> bool:
@@ -145,16 +148,16 @@ class Backend(Protocol):
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
 
-    def wrap(self, leaves: list[Any]) -> list[Any]:
+    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
         """Arrays of this rank as its programs take them; the list itself if they all are."""
 
-    def unwrap(self, x: Any) -> Any:
+    def unwrap(self, x: jax.Array) -> jax.Array:
         """This rank's array of one that a program has returned."""
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: T) -> list[T]:
         """All ranks' picklable objects, in the order of the ranks."""
 
-    def broadcast_object(self, obj: Any, root: int) -> Any:
+    def broadcast_object(self, obj: object, root: int) -> Any:
         """The object of rank `root`."""
 
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:

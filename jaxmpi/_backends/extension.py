@@ -4,7 +4,7 @@ import hashlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -18,14 +18,14 @@ INTERFACE = 7  # as in native/module.cc: another number for every change of what
 ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
 
 
-def load() -> Any:
+def load() -> ModuleType:
     """Import the extension.
 
     Raises:
       ImportError: it is not built.
       MPIError: it was built for another version of jaxmpi, or, in an editable install, from other sources.
     """
-    native: Any = importlib.import_module("jaxmpi._native")
+    native = importlib.import_module("jaxmpi._native")
     there = getattr(native, "interface", 0)
     if there != INTERFACE:
         raise MPIError(
@@ -41,7 +41,7 @@ def load() -> Any:
     return native
 
 
-def rank_value(rank: int) -> Callable[[], Any]:
+def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
     """Return a function that gives this rank's number in traced code: an FFI call, the same in the programs of all ranks.
 
     Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program of its own.
@@ -58,7 +58,7 @@ def rank_value(rank: int) -> Callable[[], Any]:
     return jax.ffi.ffi_call("jaxmpi_rank", jax.ShapeDtypeStruct((), np.int32))
 
 
-def check_ffi(native: Any) -> None:
+def check_ffi(native: ModuleType) -> None:
     """Let jaxlib look at a handler of the extension: it refuses those of an XLA FFI that is newer or older than it accepts.
 
     It looks once JAX's backend has started: before, it only keeps what it is given.

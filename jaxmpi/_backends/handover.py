@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi._backends.communicator import Communicator
+
 __all__ = ["barrier", "broadcast"]
 
 HEADER, BODY = 1, 2  # tags
@@ -14,12 +16,12 @@ PIECE_BYTES = 1 << 28  # of one message: MPI's counts are 32 bits wide
 SHORTEST, LONGEST = 1e-4, 2e-2  # seconds between two looks
 
 
-def barrier(comm: Any) -> None:
+def barrier(comm: Communicator) -> None:
     """Return once every rank has called it."""
     _until(comm.Ibarrier().Test)
 
 
-def broadcast(comm: Any, obj: Any, ranks: Sequence[int]) -> Any:
+def broadcast(comm: Communicator, obj: object, ranks: Sequence[int]) -> Any:
     """The picklable object of the first of these ranks, on all of them; each passes it on to those after it, as in a tree.
 
     Args:
@@ -38,13 +40,13 @@ def broadcast(comm: Any, obj: Any, ranks: Sequence[int]) -> Any:
     return obj if here == 0 else pickle.loads(data.data)  # what a rank of this job has written
 
 
-def _send(comm: Any, data: np.ndarray, rank: int) -> None:
+def _send(comm: Communicator, data: np.ndarray, rank: int) -> None:
     comm.send(data.size, rank, HEADER)
     for start in range(0, data.size, PIECE_BYTES):
         comm.Send(data[start : start + PIECE_BYTES], rank, BODY)
 
 
-def _received(comm: Any, rank: int) -> np.ndarray:
+def _received(comm: Communicator, rank: int) -> np.ndarray:
     _until(lambda: comm.iprobe(rank, HEADER))
     data = np.empty(comm.recv(source=rank, tag=HEADER), np.uint8)
     for start in range(0, data.size, PIECE_BYTES):

@@ -1,6 +1,6 @@
 """The collectives in JAX's own words, over the bound axis: what stands in a traced function until it is differentiated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
@@ -19,7 +20,7 @@ __all__ = ["bcast_p", "from_root", "run"]
 
 bcast_p = Primitive("jaxmpi_bcast")
 
-REDUCE: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+REDUCE: dict[str, Callable[..., tuple[jax.Array, ...]]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
 def run(call: Collective, xs: Sequence[jax.Array], axis: Axis = AXIS) -> list[jax.Array]:
@@ -84,7 +85,7 @@ _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
 # only, and no code for CPUs.) `trace` puts `from_root` in its place once everything is differentiated.
 
 
-def from_root(is_root: Any, total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def from_root(is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """The root's array: a sum of bits, which are zero on all other ranks. A sum of floats would make 0.0 of -0.0.
 
     Args:
@@ -102,16 +103,18 @@ def from_root(is_root: Any, total: Callable[[jax.Array], jax.Array], x: jax.Arra
     return lax.bitcast_convert_type(from_root(is_root, total, bits), x.dtype)
 
 
-def _abstract(x: Any, *, root: int, axis_name: Axis) -> tuple[ShapedArray, Any]:
+def _abstract(x: ShapedArray, *, root: int, axis_name: Axis) -> tuple[ShapedArray, set[Hashable]]:
     return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), set(map(_jaxcompat.axis_effect, names(axis_name)))
 
 
-def _transpose(ct: Any, x: Any, *, root: int, axis_name: Axis) -> list[jax.Array]:
+def _transpose(ct: jax.Array, x: object, *, root: int, axis_name: Axis) -> list[jax.Array]:
     (total,) = run(Collective("allreduce", op="sum"), [ct], axis_name)
     return [jnp.where(lax.axis_index(axis_name) == root, total, jnp.zeros_like(total))]
 
 
-def _batch(axis: Any, xs: Any, dims: Any, *, root: int, axis_name: Axis) -> tuple[jax.Array, int | None]:
+def _batch(
+    axis: Any, xs: Sequence[jax.Array], dims: Sequence[int | None], *, root: int, axis_name: Axis
+) -> tuple[jax.Array, int | None]:
     (x,), (dim,), over = xs, dims, names(axis_name)
     if axis.name not in over:
         return bcast_p.bind(x, root=root, axis_name=axis_name), dim

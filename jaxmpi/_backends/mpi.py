@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
 from math import prod
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +21,7 @@ from jax import lax
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends import bucketing, extension
 from jaxmpi._backends.base import Collective
+from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, named_groups, position
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._backends.wire_dtypes import from_carrier, mean_as_sum, reduce_rows, to_carrier
@@ -49,7 +51,8 @@ class Mpi(MpiProcessGroup):
         self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
         super().__init__(mpi)
         self._programs = mpi.COMM_WORLD.Dup()
-        self._communicators: dict[tuple[tuple[int, ...], ...], Any] = {}  # of this rank's group, for each way to part the ranks
+        # of this rank's group, for each way to part the ranks
+        self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
         self.index = extension.rank_value(self.place.rank)
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
 
@@ -154,7 +157,7 @@ def _sentence(error: Exception) -> str:
     return str(error).rstrip(". \n") + "."
 
 
-def import_mpi4py(launched: int) -> Any:
+def import_mpi4py(launched: int) -> ModuleType:
     """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
     _keep_to_this_host(os.environ)
     try:
@@ -182,7 +185,7 @@ def import_mpi4py(launched: int) -> Any:
     return MPI
 
 
-def _start(mpi: Any, rc: Any) -> None:
+def _start(mpi: ModuleType, rc: Any) -> None:
     """Start MPI as mpi4py does when it is imported, and end it with this process.
 
     MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other threads run meanwhile. And
@@ -201,7 +204,7 @@ def _start(mpi: Any, rc: Any) -> None:
         atexit.register(_end, mpi, os.getpid())
 
 
-def _end(mpi: Any, pid: int) -> None:
+def _end(mpi: ModuleType, pid: int) -> None:
     if os.getpid() == pid and not mpi.Is_finalized():
         mpi.Finalize()
 
@@ -288,13 +291,13 @@ def mpi4jax_version() -> str:
     return str(_import_mpi4jax(1).__version__)
 
 
-def find_mpi4jax(launched: int) -> Any:
+def find_mpi4jax(launched: int) -> ModuleType:
     """mpi4jax; an MPIError on all ranks if it does not load on one of them."""
     gathered(launched, lambda: _import_mpi4jax(launched).__name__)
     return _import_mpi4jax(launched)
 
 
-def _import_mpi4jax(launched: int) -> Any:
+def _import_mpi4jax(launched: int) -> ModuleType:
     """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
     try:
         import mpi4jax

@@ -27,6 +27,7 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls
 from jaxmpi._backends.base import Collective, Overlap, Wait, fingerprint_of
+from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
@@ -162,7 +163,7 @@ class Native(Mpi):
 
         self._native.on_disagreement(handler)
 
-    def _of(self, ranks: Sequence[int]) -> Any:
+    def _of(self, ranks: Sequence[int]) -> Communicator:
         groups = next((groups for groups, i in self._transports.items() if ranks and self._members[i] == ranks), None)
         return self._communicators[groups] if groups else self._objects
 
@@ -182,7 +183,7 @@ class Native(Mpi):
         """The word of the last message."""
         return self._native.word()
 
-    def events(self) -> list[Sequence[int | None]]:
+    def events(self) -> list[Sequence[Any]]:
         """The last messages, as `MpiProcessGroup` has them."""
         return self._native.events()
 
@@ -202,7 +203,7 @@ class Native(Mpi):
             memory.close()
             os.close(file)
 
-    def _open(self, comm: Any, members: Sequence[int]) -> int:
+    def _open(self, comm: Communicator, members: Sequence[int]) -> int:
         """Map the memory that ranks of a node share, and say how those on other nodes are reached.
 
         Args:
@@ -261,7 +262,7 @@ class Native(Mpi):
         self.description = f"between nodes: {found or ''}{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
         return tuning
 
-    def _handle(self, of: Any) -> int:
+    def _handle(self, of: object) -> int:
         """A pointer, or an int that mpi4py takes for unsigned."""
         return ctypes.c_int64(self._mpi._handleof(of)).value
 
@@ -283,7 +284,7 @@ def _carrier(call: Collective) -> Collective:
     return Collective("allreduce", op="sum") if call.op else call
 
 
-def _shared_memory(world: Any, node: Any, size: int) -> tuple[int, mmap.mmap]:
+def _shared_memory(world: Communicator, node: Communicator, size: int) -> tuple[int, mmap.mmap]:
     """A file of zeros that all ranks of `node` map, and that has no name any more once they do; on all ranks, or on none."""
     path, mapped, failure = "", None, ""
     if node.rank == 0:  # it makes the file, then the others open it

@@ -6,9 +6,9 @@ too, with nothing in them yet. A message that is sent ahead, for a later call of
 all calls of a program in order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxmpi import _jaxcompat
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.sent_ahead import NUMBER
 
 __all__ = ["run", "send_ahead", "start", "take"]
@@ -27,14 +27,29 @@ __all__ = ["run", "send_ahead", "start", "take"]
 KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
 OPS = ("sum", "max", "min", "prod")
 
+Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]  # of a primitive, and its effects
 
-def run(xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int) -> list[jax.Array]:
+
+class Transport(Protocol):
+    """What the calls need of the backend."""
+
+    place: Place
+
+    @property
+    def effects(self) -> frozenset[Hashable]:
+        """The JAX effects of the calls."""
+
+    def transport_of(self, call: Collective) -> int:
+        """The number of the transport that carries it."""
+
+
+def run(xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int) -> list[jax.Array]:
     """Carry out `call` on arrays of the types that the transport knows: one message."""
     return native_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)
 
 
 def start(
-    xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int, *, bucket: bool, first: bool
+    xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int, *, bucket: bool, first: bool
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Start the same, and return the function that waits for it.
 
@@ -52,37 +67,37 @@ def start(
     return lambda before: wait_p.bind(*started, *before, started=len(started), arrays=len(xs), backend=backend)
 
 
-def send_ahead(xs: Sequence[jax.Array], call: Collective, backend: Any, fingerprint: int) -> jax.Array:
+def send_ahead(xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int) -> jax.Array:
     """Start the same with copies of the arrays, and return the message's number, for `take` in a later call of the program."""
     return send_ahead_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)[0]
 
 
-def take(xs: Sequence[jax.Array], number: jax.Array, call: Collective, backend: Any, fingerprint: int) -> list[jax.Array]:
+def take(xs: Sequence[jax.Array], number: jax.Array, call: Collective, backend: Transport, fingerprint: int) -> list[jax.Array]:
     """What the message of this number has brought for `xs`; where there is none, `run`."""
     return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
 
 
-def _abstract(*xs: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+def _abstract(*xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int) -> Outputs:
     return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
 
 
 def _abstract_start(
-    *xs: Any, call: Collective, backend: Any, fingerprint: int, bucket: bool, first: bool
-) -> tuple[list[Any], Any]:
+    *xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int, bucket: bool, first: bool
+) -> Outputs:
     sent = [ShapedArray(x.shape, x.dtype) for x in xs]
     outs, effects = _abstract(*xs, call=call, backend=backend, fingerprint=fingerprint)
     return (sent if call.kind == "allreduce" else [*sent, *outs]), effects
 
 
-def _abstract_wait(*xs: Any, started: int, arrays: int, backend: Any) -> tuple[list[ShapedArray], Any]:
+def _abstract_wait(*xs: ShapedArray, started: int, arrays: int, backend: Transport) -> Outputs:
     return [ShapedArray(x.shape, x.dtype) for x in xs[started - arrays :]], backend.effects
 
 
-def _abstract_send_ahead(*xs: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+def _abstract_send_ahead(*xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int) -> Outputs:
     return [ShapedArray(NUMBER.shape, NUMBER.dtype)], backend.effects
 
 
-def _abstract_take(*args: Any, call: Collective, backend: Any, fingerprint: int) -> tuple[list[ShapedArray], Any]:
+def _abstract_take(*args: ShapedArray, call: Collective, backend: Transport, fingerprint: int) -> Outputs:
     return _abstract(*args[:-1], call=call, backend=backend, fingerprint=fingerprint)
 
 
@@ -93,7 +108,7 @@ def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
     return sources, [to.get(rank, -1) for rank in range(size)]
 
 
-def _attributes(call: Collective, backend: Any, fingerprint: int) -> dict[str, Any]:
+def _attributes(call: Collective, backend: Transport, fingerprint: int) -> dict[str, np.generic | np.ndarray]:
     size = call.count(backend.place.size)
     sources, dests = _peers(call, size)
     return {
@@ -107,26 +122,38 @@ def _attributes(call: Collective, backend: Any, fingerprint: int) -> dict[str, A
     }
 
 
-def _lower(ctx: Any, *xs: Any, target: str, call: Collective, backend: Any, fingerprint: int) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *xs: mlir.ir.Value, target: str, call: Collective, backend: Transport, fingerprint: int
+) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
     in_place = {i: i for i in range(len(ctx.avals_out))} if call.kind == "allreduce" and target != "send_ahead" else {}
     return _jaxcompat.ffi_call_in_order(ctx, f"jaxmpi_{target}", xs, effect, in_place, _attributes(call, backend, fingerprint))
 
 
-def _lower_start(ctx: Any, *xs: Any, call: Collective, backend: Any, fingerprint: int, bucket: bool, first: bool) -> Any:
+def _lower_start(
+    ctx: mlir.LoweringRuleContext,
+    *xs: mlir.ir.Value,
+    call: Collective,
+    backend: Transport,
+    fingerprint: int,
+    bucket: bool,
+    first: bool,
+) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
     attributes = _attributes(call, backend, fingerprint) | {"bucket": np.bool_(bucket), "first": np.bool_(first)}
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_start", xs, effect, {i: i for i in range(len(xs))}, attributes)
 
 
-def _lower_wait(ctx: Any, *xs: Any, started: int, arrays: int, backend: Any) -> Any:
+def _lower_wait(
+    ctx: mlir.LoweringRuleContext, *xs: mlir.ir.Value, started: int, arrays: int, backend: Transport
+) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
     first = started - arrays
     in_place = {first + i: i for i in range(len(xs) - first)}
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_wait", xs, effect, in_place, {"started": np.int32(started)})
 
 
-def _primitive(name: str, abstract: Callable[..., Any], lower: Callable[..., Any]) -> Primitive:
+def _primitive(name: str, abstract: Callable[..., Outputs], lower: Callable[..., Sequence[mlir.ir.Value]]) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(abstract)

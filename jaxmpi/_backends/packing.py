@@ -5,7 +5,6 @@ An allreduce of several arrays is one of XLA's collectives; the others take one 
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ def messages(call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
     return [sum(each[i] for i in leaves) for leaves in _groups(call, arrays, size)]
 
 
-def _groups(call: Collective, arrays: Sequence[Any], size: int) -> list[list[int]]:
+def _groups(call: Collective, arrays: Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct], size: int) -> list[list[int]]:
     """Which arrays travel together, by their numbers; empty ones do not travel."""
     rows = size if ROWS[call.kind][0] else 1
     groups: list[list[int]] = []

@@ -15,8 +15,7 @@ The convention is that of `lax.psum` under `vmap`, `pmap` and `shard_map(check_v
 of all ranks' outputs.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +50,14 @@ def compare_fingerprint(fingerprint: int, backend: Backend) -> None:
     collective_p.bind(call=Collective("meet", fingerprint=fingerprint), backend=backend)
 
 
-def _abstract(*xs: Any, call: Collective, backend: Backend) -> tuple[list[ShapedArray], Any]:
+def _abstract(*xs: ShapedArray, call: Collective, backend: Backend) -> tuple[list[ShapedArray], frozenset[Hashable]]:
     size = backend.place.size
     return [ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs], backend.effects
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, call: Collective, backend: Backend
+) -> tuple[list[jax.Array], list[jax.Array | ad.Zero]]:
     if call.op not in ("", "sum"):
         raise TypeError(f"jaxmpi: {call.kind} with op {call.op!r} is not linear. Call it through jaxmpi.tree_allreduce.")
     outs = collective_p.bind(*primals, call=call, backend=backend)
@@ -69,13 +70,15 @@ def _jvp(primals: Any, tangents: Any, *, call: Collective, backend: Backend) -> 
     return outs, tangents_out
 
 
-def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[Any]:
+def _transpose(
+    cts: Sequence[jax.Array | ad.Zero], *xs: ad.UndefinedPrimal, call: Collective, backend: Backend
+) -> list[jax.Array | ad.Zero]:
     live = [ct for ct in cts if type(ct) is not ad.Zero]
     back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs), groups=call.groups)
     moved = iter(run(back_call, live, backend))
     roots = [group[call.root] for group in call.groups] or [call.root]
     keep = jnp.isin(backend.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
-    outs = []
+    outs: list[jax.Array | ad.Zero] = []
     for ct, x in zip(cts, xs, strict=True):
         if type(ct) is ad.Zero:
             outs.append(ad.Zero(x.aval))
@@ -85,7 +88,9 @@ def _transpose(cts: Any, *xs: Any, call: Collective, backend: Backend) -> list[A
     return outs
 
 
-def _batch(xs: Any, dims: Any, *, call: Collective, backend: Backend) -> tuple[list[Any], list[Any]]:
+def _batch(
+    xs: Sequence[jax.Array], dims: Sequence[int | None], *, call: Collective, backend: Backend
+) -> tuple[list[jax.Array], list[int | None]]:
     # the batch axis goes last, out of the way of the axis over ranks: one message for the whole batch
     moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(xs, dims, strict=True)]
     outs = collective_p.bind(*moved, call=call, backend=backend)

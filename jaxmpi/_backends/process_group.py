@@ -12,20 +12,25 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
 from jaxmpi._backends.base import Collective, Overlap, Place, Registry
+from jaxmpi._backends.communicator import Communicator, Request
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir, settings
 from jaxmpi._process.communicating_thread import Turn
 
 __all__ = ["MpiProcessGroup", "check_start"]
+
+T = TypeVar("T")
 
 EVENTS = 4096  # are kept
 
@@ -38,7 +43,7 @@ class MpiProcessGroup:
     simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
     takes_references = True
 
-    def __init__(self, mpi: Any) -> None:
+    def __init__(self, mpi: ModuleType) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
         self._mpi = mpi
         world = mpi.COMM_WORLD
@@ -64,7 +69,7 @@ class MpiProcessGroup:
         self._compared = 0
         self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
-        self._sending: list[Any] = []
+        self._sending: list[Request] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     @property
@@ -85,15 +90,15 @@ class MpiProcessGroup:
         """Whether it carries a collective within its groups, and not through all ranks."""
         return True
 
-    def wrap(self, leaves: list[Any]) -> list[Any]:
+    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
         """The arrays as they are."""
         return leaves
 
-    def unwrap(self, x: Any) -> Any:
+    def unwrap(self, x: jax.Array) -> jax.Array:
         """The array as it is."""
         return x
 
-    def _node_communicator(self) -> Any:
+    def _node_communicator(self) -> Communicator:
         """The ranks of this node; JAXMPI_NODE_RANKS=k takes every k ranks for a node, to try several on one machine."""
         world = self._mpi.COMM_WORLD
         if pretended := settings.get("JAXMPI_NODE_RANKS"):
@@ -121,7 +126,7 @@ class MpiProcessGroup:
                 end.block_until_ready()
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[Callable[[Any], None]]:
+    def starting(self) -> Iterator[Callable[[jax.Array], None]]:
         """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
 
         Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
@@ -133,21 +138,21 @@ class MpiProcessGroup:
         finally:
             self._starting = False
 
-    def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
+    def gather_details(self, side: T, ranks: Sequence[int] = ()) -> list[T]:
         """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
         with _Entered(self):
             return self._of(ranks).allgather(side)
 
-    def _of(self, ranks: Sequence[int]) -> Any:
+    def _of(self, ranks: Sequence[int]) -> Communicator:
         """The communicator for objects of a group of ranks, or of all."""
         return self._objects
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: T) -> list[T]:
         """All ranks' picklable objects, in the order of the ranks."""
         with self._enter():
             return self._objects.allgather(obj)
 
-    def broadcast_object(self, obj: Any, root: int) -> Any:
+    def broadcast_object(self, obj: object, root: int) -> Any:
         """The object of rank `root`."""
         with self._enter():
             return self._objects.bcast(obj, root)
@@ -158,13 +163,13 @@ class MpiProcessGroup:
             with self._enter():  # each piece is a step forward, for those who watch
                 self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
 
-    def allgather_asleep(self, obj: Any) -> list[Any]:
+    def allgather_asleep(self, obj: T) -> list[T]:
         """As `allgather_object`, for what may take a rank seconds to come to."""
         with self._enter():
             handover.barrier(self._objects)
             return self._objects.allgather(obj)
 
-    def broadcast_asleep(self, obj: Any, ranks: Sequence[int], title: str) -> Any:
+    def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
         """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep.
 
         Every rank calls it, with its own group of ranks. Those who watch learn by `title` what is waited for.
@@ -227,7 +232,7 @@ class MpiProcessGroup:
         """The word of the last collective, or program, that this rank has entered."""
         return self._events[-1][1] or 0 if self._events else 0
 
-    def events(self) -> list[Sequence[int | None]]:
+    def events(self) -> list[Sequence[Any]]:
         """The last collectives: number, word, bytes, and when this rank entered it, all had, and it was done.
 
         Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
@@ -244,7 +249,7 @@ class MpiProcessGroup:
 
     # the monitor's channel: short messages that nobody has to be waiting for
 
-    def send(self, rank: int, message: Any) -> None:
+    def send(self, rank: int, message: object) -> None:
         """Start sending a picklable object to one rank; returns at once."""
         self._sending = [request for request in self._sending if not request.test()[0]]
         self._sending.append(self._channel.issend(message, rank))
@@ -301,7 +306,7 @@ class _Entered:
         self._backend._inside = False
 
 
-def check_start(mpi: Any, launched: int) -> None:
+def check_start(mpi: ModuleType, launched: int) -> None:
     """Check that the launcher belongs to the MPI that runs.
 
     Args:
@@ -322,7 +327,7 @@ def check_start(mpi: Any, launched: int) -> None:
         )
 
 
-def _unlink_shared_memory(node_comm: Any) -> None:
+def _unlink_shared_memory(node_comm: Communicator) -> None:
     """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
 
     Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a

@@ -7,7 +7,6 @@ are the same either way.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +46,11 @@ def sent_ahead(xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
     return sent_ahead_p.bind(*xs, number)
 
 
-def _batch_send(xs: Any, dims: Any, **params: Any) -> tuple[Any, None]:
+def _batch_send(xs: Sequence[jax.Array], dims: Sequence[int | None], **params: object) -> tuple[jax.Array, None]:
     return send_ahead_p.bind(*xs, **params), None
 
 
-def _batch_sent(args: Any, dims: Any) -> tuple[list[Any], Any]:
+def _batch_sent(args: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[list[jax.Array], Sequence[int | None]]:
     return sent_ahead_p.bind(*args), dims[:-1]
 
 

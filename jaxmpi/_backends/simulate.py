@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Collective, Place
@@ -20,7 +21,7 @@ class PerRank:
     A pytree node, so that it goes into and comes out of `jaxmpi.jit`, and `jax.device_get` and `np.asarray` take it.
     """
 
-    def __init__(self, stack: Any) -> None:
+    def __init__(self, stack: jax.Array | np.ndarray) -> None:
         self.stack = stack
 
     def __getitem__(self, rank: int) -> Any:
@@ -29,17 +30,17 @@ class PerRank:
     def __len__(self) -> int:
         return len(self.stack)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.stack, dtype) if copy else np.asarray(self.stack, dtype)
 
     def __repr__(self) -> str:
         return f"PerRank({self.stack!r})"
 
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
+    def tree_flatten(self) -> tuple[tuple[jax.Array | np.ndarray], None]:
         return (self.stack,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "PerRank":
+    def tree_unflatten(cls, _: None, children: Sequence[jax.Array | np.ndarray]) -> "PerRank":
         return cls(*children)
 
 

@@ -1,17 +1,20 @@
 """One process: every collective is the identity, and MPI is neither needed nor started."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective, Place
 
 __all__ = ["OneProcess", "Single"]
+
+T = TypeVar("T")
 
 
 class OneProcess:
@@ -38,19 +41,19 @@ class OneProcess:
         """As between processes of backend "xla"."""
         return packing.messages(call, arrays, self.place.size)
 
-    def wrap(self, leaves: list[Any]) -> list[Any]:
+    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
         """The arrays as they are."""
         return leaves
 
-    def unwrap(self, x: Any) -> Any:
+    def unwrap(self, x: jax.Array) -> jax.Array:
         """The array as it is."""
         return x
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: T) -> list[T]:
         """The object, once for each rank."""
         return [obj] * self.place.size
 
-    def broadcast_object(self, obj: Any, root: int) -> Any:
+    def broadcast_object(self, obj: object, root: int) -> Any:
         """The object itself."""
         return obj
 

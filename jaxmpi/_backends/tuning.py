@@ -9,9 +9,11 @@ import statistics
 import time
 from collections.abc import Mapping
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxmpi._backends.communicator import Communicator
 
 __all__ = ["Network", "Tuning", "free_bytes", "probe", "tuned"]
 
@@ -69,7 +71,7 @@ def _bucket_bytes(wanted: float) -> int:
     return size
 
 
-def probe(world: Any, firsts: list[int]) -> Network:
+def probe(world: Communicator, firsts: list[int]) -> Network:
     """What a message from node to node costs, the same on all ranks: some messages of 8 bytes and of 1 MB around a ring.
 
     Args:
@@ -86,7 +88,7 @@ def probe(world: Any, firsts: list[int]) -> Network:
     return Network(latency, LARGE_BYTES / max(1e-9, statistics.median(large for _, large in everyone) - latency))
 
 
-def _median_seconds(world: Any, after: int, before: int, size: int) -> float:
+def _median_seconds(world: Communicator, after: int, before: int, size: int) -> float:
     sent, received, taken = np.zeros(size, np.uint8), np.zeros(size, np.uint8), []
     for _ in range(4):
         start = time.perf_counter()

@@ -5,7 +5,6 @@ group needs: with p ranks in groups of g, p/g times as much as an allgather, or 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ __all__ = ["of_all", "through_all"]
 Run = Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
 
 
-def through_all(run: Run, call: Collective, xs: Sequence[jax.Array], rank: Any) -> list[jax.Array]:
+def through_all(run: Run, call: Collective, xs: Sequence[jax.Array], rank: jax.Array | np.int32) -> list[jax.Array]:
     """Carry out `call`, in groups, with a `run` for collectives of all ranks, in traced code; `rank` is this rank's number."""
     size = sum(map(len, call.groups))
     members = jnp.asarray(_members(call.groups, size))[rank]  # of this rank's group

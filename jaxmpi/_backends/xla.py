@@ -9,11 +9,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
@@ -88,7 +88,7 @@ class Xla(MpiProcessGroup):
         """The bytes of each of XLA's collectives for arrays like these."""
         return packing.messages(call, arrays, self.place.size)
 
-    def wrap(self, leaves: list[Any]) -> list[Any]:
+    def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
         """Arrays of this rank as global ones; the list itself if all are global already, as the state of a train step is."""
         try:
             if [x.sharding for x in leaves].count(self.sharding) == len(leaves):
@@ -97,13 +97,13 @@ class Xla(MpiProcessGroup):
             pass
         return [self._wrap(x) for x in leaves]
 
-    def _wrap(self, x: Any) -> Any:
+    def _wrap(self, x: ArrayLike) -> ArrayLike:
         if isinstance(x, bool | int | float | complex) or getattr(x, "sharding", None) == self.sharding:
             return x
         mine = jax.device_put(x, jax.local_devices()[0])
         return jax.make_array_from_single_device_arrays(mine.shape, self.sharding, [mine])
 
-    def unwrap(self, x: Any) -> Any:
+    def unwrap(self, x: jax.Array) -> jax.Array:
         """This rank's array of a global one."""
         return x.addressable_data(0) if isinstance(x, jax.Array) and x.sharding == self.sharding else x
 

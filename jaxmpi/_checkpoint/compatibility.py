@@ -1,12 +1,11 @@
 """Whether a checkpoint fits the tree that it is to be restored into."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._checkpoint.manifest import Leaf, dtype_of
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, dtype_of
 from jaxmpi._errors import CheckpointError
 
 __all__ = ["difference", "fitted"]
@@ -51,7 +50,7 @@ def _kind_of_number(leaf: Leaf) -> str:
     return next((kind for kind, of in kinds.items() if jnp.issubdtype(dtype, of)), leaf.dtype)
 
 
-def fitted(saved: Leaf, wanted: Leaf, value: Any) -> Any:
+def fitted(saved: Leaf, wanted: Leaf, value: LeafValue) -> LeafValue:
     """A value as it was saved, as an array where one is wanted for a number of Python's own."""
     if isinstance(value, np.ndarray) or wanted.plain:
         return value

@@ -11,8 +11,8 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def advice(error: Exception) -> str:
 # writing
 
 
-def create(path: Path) -> Any:
+def create(path: Path) -> BufferedWriter:
     """A new file, open for writing: neither one that is there already nor what a link points to."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
@@ -69,7 +69,7 @@ def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> tuple[in
     return size, members
 
 
-def _add(archive: zipfile.ZipFile, file: Any, name: str, x: np.ndarray) -> Member:
+def _add(archive: zipfile.ZipFile, file: BufferedWriter, name: str, x: np.ndarray) -> Member:
     info = zipfile.ZipInfo(name)
     with archive.open(info, "w", force_zip64=True) as member:
         start = file.tell()
@@ -89,7 +89,7 @@ def _plain(x: np.ndarray) -> np.ndarray:
 # reading
 
 
-def open_regular(path: Path) -> Any:
+def open_regular(path: Path) -> FileIO:
     """A file, open for reading; raises a CheckpointError unless it is a regular file, without waiting for one that is not."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)

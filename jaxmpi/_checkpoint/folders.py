@@ -19,8 +19,8 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 
 from jaxmpi._checkpoint.files import PIECE_BYTES, Archive, advice, create, open_regular
 from jaxmpi._checkpoint.manifest import Manifest, format_manifest, parse_manifest
@@ -40,7 +40,7 @@ _UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
 # writing
 
 
-def begin(directory: Path) -> tuple[Path, Any]:
+def begin(directory: Path) -> tuple[Path, BufferedWriter]:
     """A new folder to write into, and its lock: an open file, to be closed in the end.
 
     What jobs that were killed have left is removed.

@@ -4,7 +4,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +13,26 @@ from jaxmpi._axis import AXIS
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._optim.shards import shard_shape
 
-__all__ = ["PLAIN", "Leaf", "Manifest", "Member", "dtype_of", "file_name", "format_manifest", "is_plain", "parse_manifest"]
+__all__ = [
+    "PLAIN",
+    "Leaf",
+    "LeafValue",
+    "Manifest",
+    "Member",
+    "dtype_of",
+    "file_name",
+    "format_manifest",
+    "is_plain",
+    "parse_manifest",
+]
 
 FORMAT = "jaxmpi checkpoint"
 VERSION = 2  # version 1, of jaxmpi 0.1, has no checksums: those in the files' own headers count
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}  # values of Python that stand in the manifest itself
 PARTS = ("all", "shard", "own")
 HEADER_BYTES = 1 << 16  # at most, of the header that NumPy's format puts before the numbers
+
+LeafValue: TypeAlias = Any  # an array, a `PerRank`, or a number or text of Python's own: the `Leaf` says which
 
 
 class Leaf(NamedTuple):
@@ -40,7 +53,7 @@ class Leaf(NamedTuple):
     part: str
     dtype: str
     shape: tuple[int, ...] = ()
-    value: Any = None
+    value: LeafValue = None
     stacked: int = 0
     axis: tuple[str, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
@@ -122,7 +135,7 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(jnp.dtype(name))
 
 
-def is_plain(x: Any) -> bool:
+def is_plain(x: object) -> bool:
     """Whether this is a number or text of Python's own."""
     return PLAIN.get(type(x).__name__) is type(x)
 
@@ -165,7 +178,7 @@ def parse_manifest(text: bytes) -> Manifest:
     return Manifest(_integer(about["step"]), ranks, sizes, members, leaves)
 
 
-def _leaf(name: str, part: str, dtype: str, shape: list[int], value: Any, stacked: int = 0, *of: Any, ranks: int) -> Leaf:
+def _leaf(name: str, part: str, dtype: str, shape: list[int], value: LeafValue, stacked: int = 0, *of: Any, ranks: int) -> Leaf:
     if not isinstance(name, str) or part not in PARTS:
         raise ValueError(f"leaf {name} is {part}")
     leaf = Leaf(name, part, dtype, tuple(map(_integer, shape)), value, _integer(stacked), *_axis(part, *of, ranks=ranks))
@@ -211,7 +224,7 @@ def _is_like(leaf: Leaf, ranks: int, dtype: str, shape: list[int]) -> bool:
     return True
 
 
-def _integer(x: Any) -> int:
+def _integer(x: object) -> int:
     if type(x) is not int or not 0 <= x < 2**63:
         raise ValueError(f"{x} is no count")
     return x

@@ -5,17 +5,17 @@ A leaf is equal on all ranks ("all"), cut into equal shards that the ranks have 
 ranks has all shards; groups that differ can be restored with the same axes only.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.groups import position
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._checkpoint.manifest import Leaf, is_plain
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
 from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray
@@ -28,10 +28,10 @@ KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbre
 
 INNER, MASTER = jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("master")  # of `ShardedState.parts`
 
-Reader = Callable[[Leaf, int], Any]  # what a rank has of a leaf: an array, or a value of Python's own
+Reader = Callable[[Leaf, int], LeafValue]  # what a rank has of a leaf
 
 
-def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, Any]]:
+def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
     """The leaves, with what this process has of each: an array, a number, or a `PerRank`.
 
     Args:
@@ -75,11 +75,11 @@ def old_names(like: PyTree) -> dict[str, str]:
     return {_name((*path, *_in_state(rest))): _name((*path, *rest)) for path, rest in leaves}
 
 
-def put_back(tree: PyTree, values: Sequence[Any]) -> Any:
+def put_back(tree: PyTree, values: Sequence[LeafValue]) -> PyTree:
     """The tree with other values for its leaves, in the order of `leaves_of`."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_stands_for_leaves)
     rest = iter(values)
-    new: list[Any] = []
+    new: list[PyTree] = []
     for node in nodes:
         if isinstance(node, ShardedState):
             inner = jax.tree.structure(node.parts, is_leaf=_is_per_rank)
@@ -91,12 +91,12 @@ def put_back(tree: PyTree, values: Sequence[Any]) -> Any:
     return treedef.unflatten(new)
 
 
-def bits(value: Any) -> bytes:
+def bits(value: LeafValue) -> bytes:
     """What is equal where two values are."""
     return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
 
 
-def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> Any:
+def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
     """A leaf that `ranks` ranks have saved; raises a CheckpointError where each, or each group of them, has its own.
 
     `wanted` is what it is to be restored as, for the error.
@@ -117,7 +117,7 @@ def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> Any:
     return rows[0]
 
 
-def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> Any:
+def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
     """A leaf that each group of ranks has saved."""
     rows = [[read(leaf, rank) for rank in group] for group in leaf.groups(ranks)]
     wholes = [_joined(leaf, of_group) if leaf.part == "shard" else of_group[0] for of_group in rows]
@@ -135,7 +135,7 @@ def _joined(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
     return _arrays(leaf, rows)[:, : prod(leaf.shape[leaf.stacked :])].reshape(leaf.shape)
 
 
-def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> Any:
+def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> LeafValue:
     """What rank `rank` of `size` has of a leaf that `ranks` ranks have saved."""
     same = (saved.part, saved.stacked, ranks) == (leaf.part, leaf.stacked, size) and leaf.part != "all"
     if same and saved.groups(ranks) == leaf.groups(size):
@@ -165,7 +165,7 @@ def _arrays(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([row.reshape(prod(leaf.shape[: leaf.stacked]), -1) for row in rows], axis=1)
 
 
-def like(leaf: Any, value: Any) -> Any:
+def like(leaf: LeafValue, value: LeafValue) -> LeafValue:
     """`value` as the kind of leaf that `leaf` is: an array on its device, or a number of Python's own."""
     if not isinstance(value, np.ndarray):
         return value
@@ -180,7 +180,7 @@ def like(leaf: Any, value: Any) -> Any:
     return PerRank(x) if stacked else x
 
 
-def _on_device(leaf: Any, value: np.ndarray, stacked: bool) -> Any:
+def _on_device(leaf: jax.Array | jax.ShapeDtypeStruct, value: np.ndarray, stacked: bool) -> jax.Array | np.ndarray:
     if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         return value  # JAX would shorten it
     committed = isinstance(leaf, jax.Array) and leaf.committed and not stacked
@@ -188,18 +188,18 @@ def _on_device(leaf: Any, value: np.ndarray, stacked: bool) -> Any:
     return jax.random.wrap_key_data(x, impl=_kind(leaf)) if is_key(leaf) else x
 
 
-def to_host(x: Any, *, copy: bool) -> np.ndarray:
+def to_host(x: jax.Array | np.ndarray | np.generic, *, copy: bool) -> np.ndarray:
     """An array's numbers; a copy stays as it is whatever becomes of the array."""
     data = jax.random.key_data(x) if is_key(x) else x
     return np.array(data) if copy else np.asarray(data)
 
 
-def _stored(x: Any) -> Any:
+def _stored(x: LeafValue) -> jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct:
     """What has the shape of the numbers that are stored of a leaf."""
     return np.asarray(x) if is_plain(x) else jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
 
 
-def _of_sharded_array(path: Any, node: ShardedArray, size: int) -> tuple[Leaf, Any]:
+def _of_sharded_array(path: KeyPath, node: ShardedArray, size: int) -> tuple[Leaf, LeafValue]:
     if node.ranks != size:
         raise ValueError(f"{leaf_name(path)} is one of {node.ranks} shards, and there are {size} ranks.")
     leaf, x = _described(path, node.shard, "all", None)
@@ -209,7 +209,7 @@ def _of_sharded_array(path: Any, node: ShardedArray, size: int) -> tuple[Leaf, A
     return leaf._replace(part="shard", shape=(*leaf.shape[:stacked], *node.of), stacked=stacked), x
 
 
-def _ranks_along(path: Any, axis: Axis, axes: Mapping[str, int]) -> int:
+def _ranks_along(path: KeyPath, axis: Axis, axes: Mapping[str, int]) -> int:
     """The number of ranks along the axis of a node; raises a ValueError where they do not have it."""
     if not {*names(axis)} <= {*axes}:
         known = ", ".join(map(repr, axes))
@@ -225,7 +225,7 @@ def _over(leaf: Leaf, axis: Axis, axes: Mapping[str, int]) -> Leaf:
     return leaf._replace(part="own" if leaf.part == "all" else leaf.part, axis=names(axis), axes=sizes)
 
 
-def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, Any]:
+def _described(path: KeyPath, x: LeafValue, part: str, of: tuple[int, ...] | None) -> tuple[Leaf, LeafValue]:
     """A leaf, which may be a shard `of` an array."""
     name = _name(path)
     if is_plain(x):
@@ -240,12 +240,12 @@ def _described(path: Any, x: Any, part: str, of: tuple[int, ...] | None) -> tupl
     return Leaf(name, part, str(array.dtype), shape), x
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     """The name of a leaf, which is the same whether it is marked as each rank's own or not."""
-    return leaf_name([key for key in path if not isinstance(key, PerRankKey)])
+    return leaf_name(tuple(key for key in path if not isinstance(key, PerRankKey)))
 
 
-def _of_sharded(state: ShardedState) -> Iterator[tuple[Any, Any, str, tuple[int, ...] | None]]:
+def _of_sharded(state: ShardedState) -> Iterator[tuple[KeyPath, LeafValue, str, tuple[int, ...] | None]]:
     """Path and value of each leaf, what part of it a rank has, and of what array it is a shard."""
     paths, _ = jax.tree_util.tree_flatten_with_path(state.parts, is_leaf=_is_per_rank)
     for (path, x), shape in zip(paths, state.layout.shapes, strict=False):
@@ -253,20 +253,20 @@ def _of_sharded(state: ShardedState) -> Iterator[tuple[Any, Any, str, tuple[int,
         yield _in_state(path), x, "all" if of is None else "shard", of
 
 
-def _in_state(path: Any) -> Any:
+def _in_state(path: KeyPath) -> KeyPath:
     """The path of a leaf of `ShardedState.parts` in the state: as in that of `inner`, or below "master"."""
     return path[1:] if path[0] == INNER else (MASTER, *path[1:])
 
 
-def _kind(key: Any) -> Any:
+def _kind(key: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
     """The implementation of PRNG keys; of a `ShapeDtypeStruct`, the dtype tells it."""
     tag = str(key.dtype).removeprefix("key<").removesuffix(">")
     return jax.random.key_impl(key) if isinstance(key, jax.Array) else KEYS.get(tag, tag)
 
 
-def _stands_for_leaves(x: Any) -> bool:
+def _stands_for_leaves(x: object) -> bool:
     return isinstance(x, ShardedState | ShardedArray | PerRank)
 
 
-def _is_per_rank(x: Any) -> bool:
+def _is_per_rank(x: object) -> bool:
     return isinstance(x, PerRank)

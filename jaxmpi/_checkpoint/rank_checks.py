@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmpi._backends.base import Backend, fingerprint_of
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._checkpoint.manifest import Leaf, is_plain
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
 from jaxmpi._checkpoint.parts import to_host
 from jaxmpi._consistency import compare
 from jaxmpi._errors import CheckpointError, RankMismatchError
@@ -33,7 +33,7 @@ def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
         raise
 
 
-def check_equal(backend: Backend, described: Sequence[tuple[Leaf, Any]]) -> None:
+def check_equal(backend: Backend, described: Sequence[tuple[Leaf, LeafValue]]) -> None:
     """Raise a RankMismatchError on all ranks, with the leaf, unless what is saved once is equal on all of them.
 
     **Communication:** 16 bytes; where the ranks differ, a checksum for each leaf.
@@ -63,7 +63,7 @@ def check_equal(backend: Backend, described: Sequence[tuple[Leaf, Any]]) -> None
     )
 
 
-def _digest(x: Any) -> int | str:
+def _digest(x: LeafValue) -> int | str:
     """What is equal where values are: a CRC-32 of an array, the text of a number of Python's own."""
     if is_plain(x):
         return repr(x)[:80] + (f"... {zlib.crc32(repr(x).encode())}" if len(repr(x)) > 80 else "")

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._checkpoint import folders, parts
 from jaxmpi._checkpoint.compatibility import fitted
 from jaxmpi._checkpoint.files import Archive
-from jaxmpi._checkpoint.manifest import Leaf, Manifest, dtype_of
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
 from jaxmpi._checkpoint.rank_checks import ranks_here, run_on_all_or_raise
 
 __all__ = ["newest", "read"]
@@ -21,7 +20,7 @@ __all__ = ["newest", "read"]
 def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[Path, Manifest] | None, str]:
     """The folder of a checkpoint that is whole with its manifest, or None; and what is wrong with others."""
 
-    def look() -> Any:
+    def look() -> tuple[tuple[Path, Manifest] | None, str] | None:
         if backend.place.rank:
             return None
         with long_operation(backend, f"reading the checkpoints in {directory}"):
@@ -33,12 +32,12 @@ def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[P
     return backend.broadcast_object(run_on_all_or_raise(backend, look), 0)
 
 
-def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]) -> list[Any]:
+def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]) -> list[LeafValue]:
     """What this process has of each leaf, given as it is wanted and as it was saved."""
     place = backend.place
     common = [leaf.part == saved.part == "all" and saved.stored for leaf, saved in pairs]
 
-    def mine() -> list[Any]:
+    def mine() -> list[LeafValue]:
         with long_operation(backend, f"reading {folder}"), _reader(folder, manifest) as stored:
             return [
                 _empty(saved, place.size) if one and place.rank else _value(backend, leaf, saved, manifest.ranks, stored)
@@ -52,7 +51,7 @@ def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[L
     return values
 
 
-def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: parts.Reader) -> Any:
+def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: parts.Reader) -> LeafValue:
     """An array, or a value of Python's own; a stack of arrays where simulated ranks differ."""
     size = backend.place.size
     if not saved.plain and not saved.stored:
@@ -72,7 +71,7 @@ def _reader(folder: Path, manifest: Manifest) -> Iterator[parts.Reader]:
     with ExitStack() as stack:
         opened: dict[int, Archive] = {}
 
-        def read(leaf: Leaf, rank: int) -> Any:
+        def read(leaf: Leaf, rank: int) -> LeafValue:
             if leaf.plain:
                 return leaf.value[rank] if leaf.part == "own" else leaf.value
             if rank not in opened:

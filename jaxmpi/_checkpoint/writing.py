@@ -4,15 +4,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import files, folders, parts
-from jaxmpi._checkpoint.manifest import Leaf, Member
+from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Member
 from jaxmpi._checkpoint.rank_checks import run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
 from jaxmpi._process.at_exit import at_the_very_end
@@ -21,13 +22,13 @@ from jaxmpi._world import session
 __all__ = ["Parts", "Save", "arrays_of", "begin"]
 
 
-def arrays_of(described: list[tuple[Leaf, Any]], rank: int) -> dict[str, np.ndarray]:
+def arrays_of(described: list[tuple[Leaf, LeafValue]], rank: int) -> dict[str, np.ndarray]:
     """Copies of what a rank writes."""
     mine = [(leaf, x) for leaf, x in described if leaf.in_file(rank)]
     return {leaf.name: parts.to_host(x[rank] if isinstance(x, PerRank) else x, copy=True) for leaf, x in mine}
 
 
-def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Any]:
+def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, BufferedWriter | None]:
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
     if watch := session.monitor():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
@@ -57,13 +58,13 @@ class Save:
     """A save that is being written, by a thread."""
 
     last: "Save | None" = None
-    outcomes: ClassVar[dict[str, dict[int, Any]]] = {}  # of the other ranks' parts, by folder; for rank 0
+    outcomes: ClassVar[dict[str, dict[int, "Parts | str"]]] = {}  # of the other ranks' parts, by folder; for rank 0
     changed = threading.Condition()
 
     def __init__(
         self,
         backend: Backend,
-        folder: tuple[Path, Any],
+        folder: tuple[Path, BufferedWriter | None],
         step: int,
         arrays: dict[int, dict[str, np.ndarray]],
         writers: Sequence[int],
@@ -110,7 +111,8 @@ class Save:
         except Exception as error:
             self.error = f"{self._what}: {error}"
         finally:
-            self._lock.close()
+            if self._lock:
+                self._lock.close()
 
     def _gathered(self, mine: Parts | str) -> Parts:
         """What each rank has written, once all have."""
@@ -133,7 +135,7 @@ class Save:
         return written
 
     @classmethod
-    def on_saved(cls, rank: int, message: tuple[str, Any]) -> None:
+    def on_saved(cls, rank: int, message: tuple[str, Parts | str]) -> None:
         """Note what another rank says of its part."""
         folder, outcome = message
         with cls.changed:

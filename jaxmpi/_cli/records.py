@@ -44,7 +44,7 @@ def _record(path: Path) -> Record:
     return {**record, "host": _printable(record["host"]), "why": _printable(record["why"]), "events": events}
 
 
-def _wrong(record: Any) -> str:
+def _wrong(record: object) -> str:
     """What is wrong with a record; "" if nothing is."""
     if not isinstance(record, dict):
         return f"it holds a {type(record).__name__}"
@@ -61,7 +61,7 @@ def _wrong(record: Any) -> str:
     return ""
 
 
-def _is_count(x: Any) -> bool:
+def _is_count(x: object) -> bool:
     return type(x) is int and 0 <= x < 1 << 63
 
 
@@ -69,15 +69,15 @@ def _is_time(x: Any) -> bool:
     return type(x) in (int, float) and abs(x) < 1e12  # seconds; false for NaN
 
 
-def _is_text(x: Any) -> bool:
+def _is_text(x: object) -> bool:
     return isinstance(x, str)
 
 
-def _is_list(x: Any) -> bool:
+def _is_list(x: object) -> bool:
     return isinstance(x, list)
 
 
-def _maybe(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _maybe(right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda x: x is None or right(x)
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmpi._cli.finding import START_SECONDS, Finding, environment
+from jaxmpi._leaves import PyTree
 from jaxmpi._run.placement import Machine
 
 __all__ = ["speed"]
@@ -76,7 +77,7 @@ def _measure() -> None:
         sys.stdout.write(MEASURED + json.dumps(numbers) + "\n")
 
 
-def _median(call: Callable[[], Any], times: int) -> float:
+def _median(call: Callable[[], PyTree], times: int) -> float:
     import jaxmpi
 
     jax.block_until_ready(call())

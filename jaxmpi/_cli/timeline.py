@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxmpi._cli.picture import picture
 from jaxmpi._cli.records import Record, read
@@ -41,10 +40,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def trace(records: Sequence[Record]) -> dict[str, Any]:
+def trace(records: Sequence[Record]) -> dict[str, object]:
     """In the Trace Event Format of Chrome: a process for each host, a thread for each rank."""
     hosts = list(dict.fromkeys(record["host"] for record in records))
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": i, "args": {"name": host}} for i, host in enumerate(hosts)
     ]
     for record in records:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from jaxmpi._cli.observe import Here, Remote
 from jaxmpi._cli.rank_rates import Row, rows
@@ -122,7 +121,7 @@ def _serve_prometheus(watcher: Watcher, port: int) -> int:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_: object) -> None:
             """Say nothing of each request."""
 
     try:

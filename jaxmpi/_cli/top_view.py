@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxmpi._cli.rank_rates import Row
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["as_json", "as_prometheus", "as_table"]
 
@@ -20,13 +23,13 @@ METRICS = {
 }
 
 
-def as_table(rows: Sequence[Row], errors: Mapping[str, str]) -> Any:
+def as_table(rows: Sequence[Row], errors: Mapping[str, str]) -> "Group":
     """A table of rich, with a line for each rank; `errors` of other hosts, by their names."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = []
+    parts: list[Table | Text] = []
     for job in dict.fromkeys(row.job for row in rows):
         ranks = [row for row in rows if row.job == job]
         table = Table(title=f"job {job}, {len(ranks)} of {ranks[0].size} ranks", title_justify="left", expand=True)

@@ -1,9 +1,9 @@
 """The collectives on lists of arrays, in traced code, wherever the ranks are known from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxmpi._backends.single import Single
 
 __all__ = ["Bound", "Plain", "Ranks", "allreduce", "along", "axis_size", "check_axis", "move", "reduce", "reduce_scatter"]
 
-WIDE: list[tuple[Any, Any, Any]] = [
+WIDE: list[tuple[type[np.generic], Callable[[np.dtype], "jnp.finfo | jnp.iinfo"], type[np.generic]]] = [
     (jnp.floating, jnp.finfo, np.float32),
     (jnp.signedinteger, jnp.iinfo, np.int32),
     (jnp.unsignedinteger, jnp.iinfo, np.uint32),
@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
     size: int
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array | int:
         """This rank's number."""
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -84,7 +84,7 @@ def axis_size(axis: _axis.Axis, backend: Backend) -> int:
     return prod(backend.axes[name] for name in _axis.names(axis))
 
 
-def check_axis(function: str, axis: Any, backend: Backend) -> None:
+def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
     """Raise an error that names `function` unless an axis is a name of the ranks, or a tuple of some.
 
     Raises:
@@ -163,7 +163,9 @@ def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
 
 
 @_nonlinear.defjvp
-def _nonlinear_jvp(op: str, ranks: Ranks, primals: Any, tangents: Any) -> Any:
+def _nonlinear_jvp(
+    op: str, ranks: Ranks, primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]
+) -> tuple[list[jax.Array], list[jax.Array | np.ndarray]]:
     """Dy = Σ_r w_r dx_r: for max and min w = 1/k on the k ranks that hold the extreme; for prod w_r = Π_{s≠r} x_s."""
     (xs,), (dxs,) = primals, tangents
     outs = _nonlinear(op, ranks, xs)

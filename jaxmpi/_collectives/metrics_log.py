@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmpi._collectives.throughput import Rate
 from jaxmpi._world import session
@@ -63,7 +64,7 @@ class MetricsLog:
             self._events = import_module("tensorboardX.event_file_writer").EventsWriter(str(self.directory / "events"))
             weakref.finalize(self, self._events.close)
 
-    def write(self, step: int, metrics: Mapping[str, Any], rate: Rate | None = None) -> None:
+    def write(self, step: int, metrics: Mapping[str, ArrayLike], rate: Rate | None = None) -> None:
         """Write one line; the other ranks do nothing.
 
         Args:
@@ -102,7 +103,7 @@ class MetricsLog:
         self._events.flush()
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: ArrayLike) -> float:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biufV":  # V: bfloat16 and its like
         raise TypeError(f"MetricsLog.write: metric {name!r} is {array.dtype} of shape {array.shape}, and must be one number.")

@@ -1,6 +1,6 @@
 """Collectives on Python objects, outside of traced code."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,8 +12,10 @@ from jaxmpi._world import session
 
 __all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "untraced"]
 
+T = TypeVar("T")
 
-def broadcast_object(obj: Any, root: int = 0) -> Any:
+
+def broadcast_object(obj: object, root: int = 0) -> Any:
     """Give every rank the object of rank `root`, whatever can be pickled.
 
     The objects come from the ranks of the same job; nothing is unpickled that was read from a file.
@@ -34,7 +36,7 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
     return agreed(f"broadcast_object root={root}").broadcast_object(obj, root)
 
 
-def allgather_object(obj: Any) -> list[Any]:
+def allgather_object(obj: T) -> list[T]:
     """All ranks' objects, whatever can be pickled, in the order of the ranks.
 
     **Collective:** every rank calls it.

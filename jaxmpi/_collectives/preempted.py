@@ -1,7 +1,5 @@
 """A signal to any rank, and all stop together."""
 
-from typing import Any
-
 from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._process import stderr
 from jaxmpi._world import session
@@ -31,7 +29,7 @@ def preempted() -> bool:
     >>> preempted()
     False
     """
-    backend: Any = untraced("preempted")
+    backend = untraced("preempted")
     if watch := session.monitor():
         watch.stop.watch()
         return watch.stop.now()

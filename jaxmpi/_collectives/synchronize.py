@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.objects import agreed, untraced
@@ -30,7 +32,7 @@ class _Leaf(NamedTuple):
         return f"{self.dtype} {list(self.shape)}" if self.kind == "array" else self.kind
 
 
-def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> Any:
+def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     """Give every rank the pytree of rank `root`: parameters, optimizer state, model state, PRNG keys.
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep their dtype, device and kind
@@ -74,7 +76,7 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _describe(path: Any, leaf: Any) -> _Leaf:
+def _describe(path: KeyPath, leaf: object) -> _Leaf:
     name = leaf_name(path)
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype != object:
         return _Leaf(name, "array", str(leaf.dtype), leaf.shape)
@@ -113,7 +115,7 @@ def _raise_first(backend: Backend, difference: str | None) -> None:
         raise RankMismatchError(f"synchronize: {differences[0]} Build the same tree on every rank before the call.")
 
 
-def _send_numbers(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
+def _send_numbers(backend: Backend, leaves: list[object], spec: list[_Leaf], root: int) -> list[object]:
     numbers = [i for i, leaf in enumerate(spec) if leaf.kind == "number"]
     if not numbers:
         return leaves
@@ -124,7 +126,7 @@ def _send_numbers(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: 
     return leaves
 
 
-def _agree_on_others(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> None:
+def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], root: int) -> None:
     others = [i for i, leaf in enumerate(spec) if leaf.kind not in ("array", "number")]
     if not others:
         return
@@ -160,7 +162,7 @@ def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: i
     return leaves
 
 
-def _like(leaf: Any, value: np.ndarray) -> Any:
+def _like(leaf: object, value: np.ndarray) -> ArrayLike:
     """`value` as the kind of array that `leaf` is, on its device."""
     if not isinstance(leaf, jax.Array):
         return value.copy() if isinstance(leaf, np.ndarray) else value[()]

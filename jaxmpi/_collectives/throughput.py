@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmpi._collectives.objects import agreed
 from jaxmpi._process import run_dir
@@ -56,7 +56,7 @@ class Throughput:
           RankMismatchError: on every rank, if one of them calls something else.
           RuntimeError: called in traced code.
         """
-        backend: Any = agreed("Throughput.read")
+        backend = agreed("Throughput.read")
         now_ns, exposed_ns = time.monotonic_ns(), _exposed_ns()
         share = 0.0 if backend.place.size == 1 or backend.simulates else None
         if exposed_ns is not None:

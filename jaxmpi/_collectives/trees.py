@@ -5,9 +5,8 @@ or a Python number and comes back as a JAX array of the same dtype; PRNG keys mo
 containers are structure and send nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, partial
-from typing import Any
 
 import jax
 
@@ -26,7 +25,7 @@ __all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "t
 OPS = ("mean", "sum", "max", "min", "prod")
 
 
-def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
+def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
     """Reduce a pytree over all ranks; every rank gets the result.
 
     out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
@@ -56,7 +55,7 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
     return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, axis, op=op)
 
 
-def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> Any:
+def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> PyTree:
     """Give every rank the pytree of rank `root`.
 
     out = tree_root; with `axis`, as in `tree_allreduce`, within each group, whose ranks count from 0. For parameters and
@@ -74,7 +73,7 @@ def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> Any:
     return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree, axis)
 
 
-def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = AXIS) -> Any:
+def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = AXIS) -> PyTree:
     """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
 
     out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root. `axis` and root are as in `tree_bcast`.
@@ -91,7 +90,7 @@ def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = A
     return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op)
 
 
-def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> Any:
+def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
     """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
 
     out[r] = tree_r. With `axis`, as in `tree_allreduce`, size is that of a group, and r counts its ranks.
@@ -105,7 +104,7 @@ def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> Any:
     return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree, axis)
 
 
-def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> Any:
+def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
     """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
 
     out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input. `axis` is as in
@@ -122,7 +121,7 @@ def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) ->
     return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, axis, op=op, rows=True)
 
 
-def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> Any:
+def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
     """Send row q of every leaf to rank q: `[size, ...]` stays `[size, ...]`.
 
     out_q[r] = tree_r[q], a transposition of ranks and rows. `axis` is as in `tree_allgather`.
@@ -137,7 +136,7 @@ def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> Any:
     return _apply("tree_alltoall", partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True)
 
 
-def check_op(function: str, op: Any) -> None:
+def check_op(function: str, op: object) -> None:
     """Raise a ValueError that names `function` unless op is one of OPS."""
     if op not in OPS:
         raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
@@ -146,7 +145,7 @@ def check_op(function: str, op: Any) -> None:
 # from trees to lists of arrays
 
 
-def _check_root(function: str, root: Any, axis: Axis) -> None:
+def _check_root(function: str, root: object, axis: Axis) -> None:
     backend = session.current(function)
     check_axis(function, axis, backend)
     session.check_root(function, root, arrays.axis_size(axis, backend))
@@ -154,7 +153,7 @@ def _check_root(function: str, root: Any, axis: Axis) -> None:
 
 def _apply(
     function: str, work: partial[list[jax.Array]], tree: PyTree, axis: Axis, *, op: str | None = None, rows: bool = False
-) -> Any:
+) -> PyTree:
     """Check every leaf, then apply `work` to the list of those that hold numbers."""
     backend = session.current(function)
     check_axis(function, axis, backend)
@@ -213,11 +212,11 @@ def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis) -> st
 def _program_of(
     function: str,
     work: Callable[..., list[jax.Array]],
-    keywords: tuple[tuple[str, Any], ...],
+    keywords: tuple[tuple[str, Hashable], ...],
     axis: Axis,
     op: str | None,
     rows: bool,
-) -> Callable[[Any], Any]:
+) -> Callable[[PyTree], PyTree]:
     """An eager call as a function of `jaxmpi.jit`: compiled once for each kind of tree."""
     bound = partial(work, **dict(keywords))
     return eager(lambda tree: _apply(function, bound, tree, axis, op=op, rows=rows), function)

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
+from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._errors import RankMismatchError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def check_consistent(backend: Backend, statement: Statement, details: Callable[[
         raise _mismatch(cast(ProcessGroup, backend), statement, details())
 
 
-def describe(backend: ProcessGroup, fingerprint: int) -> str:
+def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:
     """What a rank has sent with this word."""
     program, what = backend.described(fingerprint)
     if program not in backend.registry.programs:

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi._leaves import PyTree
+
 __all__ = ["Prefetched", "prefetch"]
 
 
-def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
+def prefetch(batches: Iterable[PyTree], ahead: int = 2) -> "Prefetched":
     """The same batches, each on this rank's device before it is asked for.
 
     A thread reads them, up to `ahead` of the one in use, and copies their NumPy arrays; other leaves stay as they are. Reading
@@ -45,7 +47,7 @@ def prefetch(batches: Iterable[Any], ahead: int = 2) -> "Prefetched":
 class Prefetched:
     """What `prefetch` returns."""
 
-    def __init__(self, batches: Iterable[Any], ahead: int) -> None:
+    def __init__(self, batches: Iterable[PyTree], ahead: int) -> None:
         self._batches, self._ahead = batches, ahead
         self._begun = False
         self.position: int | None = getattr(batches, "position", None)
@@ -53,13 +55,13 @@ class Prefetched:
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         if self._begun and isinstance(self._batches, Iterator):
             raise RuntimeError("prefetch: the batches come from an iterator, which has begun. Make a new one for each epoch.")
         self._begun = True
         return self._read()
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self) -> Iterator[PyTree]:
         ready: queue.Queue[tuple[str, Any, int | None]] = queue.Queue(self._ahead)
         left = threading.Event()
         device = jax.config.jax_default_device  # of the thread that trains

@@ -4,15 +4,16 @@ Each has a length, `sample(row)`, `view(rows)` for a slice and `gather(rows)` fo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.tree_util import PyTreeDef
 
 from jaxmpi._leaves import PyTree
 
-__all__ = ["Arrays", "Samples", "open_source"]
+__all__ = ["Arrays", "RandomAccess", "Samples", "open_source"]
 
 
 @runtime_checkable
@@ -20,14 +21,14 @@ class RandomAccess(Protocol):
     """What a sequence of samples needs at least."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> PyTree: ...
 
 
 @runtime_checkable
 class BulkAccess(Protocol):
     """A source that fetches many samples at once, as torch and Hugging Face ones do."""
 
-    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
+    def __getitems__(self, indices: list[int], /) -> Sequence[PyTree]: ...
 
 
 class Arrays:
@@ -53,15 +54,15 @@ class Arrays:
     def __len__(self) -> int:
         return self._n
 
-    def sample(self, row: int) -> Any:
+    def sample(self, row: int) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[row], self._tree)
 
-    def view(self, rows: range) -> Any:
+    def view(self, rows: range) -> PyTree:
         # A range that counts down to row 0 stops at -1, which a slice would take for the last row.
         index = slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step) if rows else slice(0)
         return jax.tree.map(lambda leaf: leaf[index], self._tree)
 
-    def gather(self, rows: npt.NDArray[np.int64]) -> Any:
+    def gather(self, rows: npt.NDArray[np.int64]) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[rows], self._tree)
 
 
@@ -74,10 +75,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self._data)
 
-    def sample(self, row: int) -> Any:
+    def sample(self, row: int) -> PyTree:
         return self._data[row]
 
-    def view(self, rows: Iterable[int]) -> list[Any]:
+    def view(self, rows: Iterable[int]) -> list[PyTree]:
         rows = list(rows)
         if not isinstance(self._data, BulkAccess):
             return [self._data[row] for row in rows]
@@ -89,7 +90,7 @@ class Samples:
             )
         return samples
 
-    def gather(self, rows: npt.NDArray[np.int64]) -> Any:
+    def gather(self, rows: npt.NDArray[np.int64]) -> PyTree:
         samples = self.view(rows.tolist())
         samples = [jax.tree.map(np.asarray, sample, is_leaf=lambda x: isinstance(x, list)) for sample in samples]
         layout = _layout(samples[0])
@@ -102,12 +103,12 @@ class Samples:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
 
 
-def _layout(sample: Any) -> tuple[Any, list[tuple[int, ...]]]:
+def _layout(sample: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]]]:
     leaves, structure = jax.tree.flatten(sample)
     return structure, [leaf.shape for leaf in leaves]
 
 
-def open_source(function: str, data: Any) -> Arrays | Samples:
+def open_source(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
     """The adapter for `data`, or an error in the name of `function` that says what can be passed."""
     if isinstance(data, np.ndarray | jax.Array) or not (isinstance(data, list) or jax.tree_util.all_leaves([data])):
         return Arrays(function, data)
@@ -124,7 +125,7 @@ def open_source(function: str, data: Any) -> Arrays | Samples:
     return Samples(function, data)
 
 
-def _is_columns(data: Sequence[Any]) -> bool:
+def _is_columns(data: Sequence[object]) -> bool:
     """Whether a list looks like arrays of as many samples, and not like samples."""
     arrays = [x for x in data[:8] if isinstance(x, np.ndarray | jax.Array) and x.ndim]
     lengths = {len(x) for x in arrays}

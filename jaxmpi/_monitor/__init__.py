@@ -1,6 +1,7 @@
 """Nobody hangs: what each rank does beside the program, and why a job ends.
 
 monitor          a thread on every rank that ends the job when one of them is gone
+watching         what the parts of a monitor use of it
 watchdog         who waits for whom, where, and what the missing ranks are doing
 death_reporter   a process that names the rank that was killed, where MPI does not
 flight_recorder  the last collectives of each rank

@@ -3,10 +3,13 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from jaxmpi._monitor.watching import Watching
 
 __all__ = ["Gathering"]
 
+T = TypeVar("T")
 TOPIC = "gather"
 KEPT = 64  # keys with the messages of some ranks
 
@@ -14,15 +17,15 @@ KEPT = 64  # keys with the messages of some ranks
 class Gathering:
     """Collects messages by key, in the monitors' threads; no rank waits."""
 
-    def __init__(self, monitor: Any) -> None:
+    def __init__(self, monitor: Watching) -> None:
         self._monitor = monitor
-        self._messages: dict[str, dict[int, Any]] = {}  # by rank
+        self._messages: dict[str, dict[int, object]] = {}  # by rank
         self._counts: Counter[str] = Counter()
         self._judges: dict[str, Callable[[Sequence[Any]], str]] = {}
         self._lock = threading.Lock()
         monitor.topics[TOPIC] = self._add
 
-    def add(self, key: str, message: Any, judge: Callable[[Sequence[Any]], str]) -> None:
+    def add(self, key: str, message: T, judge: Callable[[Sequence[T]], str]) -> None:
         """Add this rank's message: its n-th with this key is looked at with the others' n-th.
 
         Args:
@@ -41,7 +44,7 @@ class Gathering:
         else:
             self._add(rank, (key, message))
 
-    def _add(self, rank: int, said: tuple[str, Any]) -> None:
+    def _add(self, rank: int, said: tuple[str, object]) -> None:
         key, message = said
         with self._lock:
             of_ranks = self._messages.setdefault(key, {})

@@ -13,7 +13,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxmpi._backends.process_group import MpiProcessGroup
 
 __all__ = ["call", "connect", "start"]
 
@@ -21,7 +24,7 @@ _CREDENTIALS = "3i"  # struct ucred: process, user and group id
 _RANK = "2i"  # what a rank says first: its number, and how many ranks there are
 
 
-def call(backend: Any) -> Callable[[], None]:
+def call(backend: "MpiProcessGroup") -> Callable[[], None]:
     """Leave one on each node where nobody else names a rank that is killed; returns what sends it away."""
     place = backend.place
     if backend.launcher_names_the_killed:

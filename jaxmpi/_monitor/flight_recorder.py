@@ -13,9 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
+from jaxmpi._monitor.watching import Watching
 from jaxmpi._process import files, settings
 
 __all__ = ["Recorder"]
@@ -24,7 +25,7 @@ __all__ = ["Recorder"]
 class Recorder:
     """That of one rank."""
 
-    def __init__(self, monitor: Any) -> None:
+    def __init__(self, monitor: Watching) -> None:
         self._backend, self._monitor = monitor.backend, monitor
         # the name of the folder: the same on all ranks, and nobody else can make it before they do
         self._token = self._backend.broadcast_object(secrets.token_hex(8), 0)
@@ -72,7 +73,7 @@ class Recorder:
                 stack.callback(os.close, folder)
             yield path, folder
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, object]:
         place, (pid, host) = self._backend.place, self._monitor.members[self._backend.place.rank]
         seconds = lambda ns: (ns - self._zero) / 1e9 if ns else None
         names: dict[int, str] = {}
@@ -84,7 +85,7 @@ class Recorder:
         return {"rank": place.rank, "size": place.size, "host": host, "pid": pid, "began": self._at, "events": events}
 
 
-def where(backend: Any) -> str:
+def where(backend: MpiProcessGroup) -> str:
     """What a rank is doing, as far as its communication goes."""
     if title := backend.waits_for():
         return f"in {title}"

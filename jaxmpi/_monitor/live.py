@@ -4,9 +4,9 @@ import contextlib
 import os
 import time
 from collections import deque
-from typing import Any
 
 from jaxmpi._monitor.flight_recorder import where
+from jaxmpi._monitor.watching import Watching
 from jaxmpi._process.live_record import Writer
 
 __all__ = ["Live"]
@@ -18,7 +18,7 @@ RATE_SECONDS = 5.0  # over which samples per second are counted
 class Live:
     """One rank's."""
 
-    def __init__(self, monitor: Any) -> None:
+    def __init__(self, monitor: Watching) -> None:
         self._monitor, self._backend = monitor, monitor.backend
         self._next, self._entered, self._since = 0.0, -1, time.monotonic()
         self._counts: deque[tuple[float, int]] = deque(maxlen=1 + round(RATE_SECONDS / EVERY_SECONDS))

@@ -50,13 +50,13 @@ class Monitor:
         self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
         self.rounds = OrderedOutput(backend.place.size)
         self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
-        self.topics: dict[str, Callable[[int, Any], None]] = {"print": self._on_print, "left": self._on_left}
-        self.at_end: list[Callable[[str], Any]] = []  # called with the reason
+        self.topics: dict[str, Callable[[int, Any], object]] = {"print": self._on_print, "left": self._on_left}
+        self.at_end: list[Callable[[str], object]] = []  # called with the reason
         self.stop = Preemption(self, backend.place.size, backend.place.rank)
         self.gathering = Gathering(self)
         self.signals = Signals()
         self.samples = 0  # that `Throughput` has counted on this rank
-        self._failed: list[Callable[..., Any]] = []
+        self._failed: list[Callable[..., object]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
@@ -89,7 +89,7 @@ class Monitor:
             time.sleep(0.001)
         self.rounds.flush()
 
-    def send(self, rank: int, topic: str, message: Any) -> None:
+    def send(self, rank: int, topic: str, message: object) -> None:
         """Send a picklable object to another rank's monitor; returns at once."""
         with self._lock:
             self.backend.send(rank, (topic, message))
@@ -102,7 +102,7 @@ class Monitor:
             if topic in self.topics:
                 self._call(self.topics[topic], rank, message)
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> None:
+    def _call(self, function: Callable[..., object], *args: object) -> None:
         """Call what watches; a defect in it must not end the watching of the rest."""
         try:
             function(*args)
@@ -111,7 +111,7 @@ class Monitor:
                 self._failed.append(function)
                 self.say(f"a defect in jaxmpi's monitor, which goes on:\n{traceback.format_exc()}")
 
-    def send_all(self, topic: str, message: Any) -> None:
+    def send_all(self, topic: str, message: object) -> None:
         """Send an object to the monitors of all other ranks."""
         for rank in range(self.backend.place.size):
             if rank != self.backend.place.rank:

@@ -11,6 +11,7 @@ import signal
 import threading
 from typing import Any
 
+from jaxmpi._monitor.watching import Watching
 from jaxmpi._process import run_dir
 
 __all__ = ["Preemption"]
@@ -19,10 +20,11 @@ __all__ = ["Preemption"]
 class Preemption:
     """One rank's part in it."""
 
-    def __init__(self, monitor: Any, size: int, rank: int) -> None:
+    def __init__(self, monitor: Watching | None, size: int, rank: int) -> None:
         """Listen to the other ranks, where there are any to listen to: `monitor` may be None."""
         self.signalled = False
-        self._monitor, self._size, self._rank = monitor, size, rank
+        self._size, self._rank = size, rank
+        self._monitor: Any = monitor  # which is there where it is used
         self._who = rank
         self._changed = threading.Condition()
         self._calls, self._asked = 0, False
@@ -62,10 +64,10 @@ class Preemption:
             self._monitor.say(f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point.")
         return True
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, *_: object) -> None:
         self.signalled = True
 
-    def _send(self, rank: int, topic: str, message: Any) -> None:
+    def _send(self, rank: int, topic: str, message: object) -> None:
         if rank == self._rank:
             self._monitor.topics[topic](rank, message)
         else:

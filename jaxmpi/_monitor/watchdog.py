@@ -15,11 +15,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._monitor.flight_recorder import Recorder, where
+from jaxmpi._monitor.watching import Watching
 from jaxmpi._process import run_dir, settings
 
 __all__ = ["Watchdog"]
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 class Watchdog:
     """One rank's."""
 
-    def __init__(self, monitor: Any, recorder: Recorder) -> None:
+    def __init__(self, monitor: Watching, recorder: Recorder) -> None:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._limit, self._last = settings.limits()
         self._main = threading.main_thread().ident or 0

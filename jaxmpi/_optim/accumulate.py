@@ -1,6 +1,6 @@
 """One communication for several steps."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import optax
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
-from jaxmpi._optim.weights import as_weight, scaled
+from jaxmpi._optim.weights import Weight, as_weight, scaled
 
 __all__ = ["AccumulateState", "accumulate"]
 
@@ -26,7 +26,7 @@ class AccumulateState(NamedTuple):
 
     calls: jax.Array
     sums: PerRankState
-    inner: Any
+    inner: PyTree
 
 
 def accumulate(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
@@ -64,8 +64,8 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         return AccumulateState(jnp.zeros((), jnp.int32), PerRankState((zeros, jnp.zeros((), total))), inner.init(params))
 
     def update(
-        updates: PyTree, state: AccumulateState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
-    ) -> tuple[Any, AccumulateState]:
+        updates: PyTree, state: AccumulateState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+    ) -> tuple[PyTree, AccumulateState]:
         w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)  # NaN tells the other ranks, in inner
         gradients, weights = state.sums.per_rank
         new = scaled("accumulate", updates, w)

@@ -1,7 +1,5 @@
 """Adasum: between the sum of gradients that have nothing in common, and the mean of equal ones."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +13,7 @@ from jaxmpi._world import session
 __all__ = ["adasum", "coefficients"]
 
 
-def adasum(tree: PyTree, axis: Axis = AXIS) -> Any:
+def adasum(tree: PyTree, axis: Axis = AXIS) -> PyTree:
     """Combine the trees of the ranks along an axis leaf by leaf, in a binary tree of the ranks; each of them gets the result.
 
     a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), for any number of ranks: neighbours first, and

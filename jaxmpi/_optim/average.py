@@ -4,9 +4,9 @@ tx = jaxmpi.distributed(optax.adam(1e-3))
 tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from jaxmpi._optim.deterministic import canonical_mean, invariant_update
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import Given, over_ranks
 from jaxmpi._optim.sharded_array import refuse_shards
-from jaxmpi._optim.weights import as_weight, check_total, divided, scaled, weighted_mean
+from jaxmpi._optim.weights import Weight, as_weight, check_total, divided, scaled, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["DistributedState", "average_gradients", "average_loss", "distributed", "mean", "mean_of_all"]
+
+P = ParamSpec("P")
 
 
 class DistributedState(NamedTuple):
@@ -37,7 +39,7 @@ class DistributedState(NamedTuple):
       codec: that of the codec, a `PerRankState`.
     """
 
-    inner: Any
+    inner: PyTree
     codec: PerRankState
 
 
@@ -67,7 +69,7 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     """
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Any = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         given = Given(extra_args, None)
         if local := [*given.local, *given.functions]:
@@ -82,7 +84,7 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def average_loss(fun: Callable[..., Any], *, weight: Any = None, axis: Axis = AXIS) -> Callable[..., Any]:
+def average_loss(fun: Callable[P, PyTree], *, weight: Weight | None = None, axis: Axis = AXIS) -> Callable[P, PyTree]:
     """A function with the mean of `fun` over all ranks as its value, and the mean of the gradients as its gradient.
 
     f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is `fun` with the samples of
@@ -181,11 +183,11 @@ def distributed(
         )
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> PyTree:
         refuse_shards("distributed", params, AXIS if op == "adasum" else axis)
         return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
 
-    def reduced(updates: PyTree, local: Any, weight: Any) -> tuple[PyTree, PyTree]:
+    def reduced(updates: PyTree, local: dict[str, PyTree], weight: Weight | None) -> tuple[PyTree, PyTree]:
         """The gradients of all ranks, and the `value` and `grad`."""
         if op not in ("mean", "sum"):
             grads = adasum(updates, axis) if op == "adasum" else tree_allreduce(updates, op=op, axis=axis)
@@ -197,14 +199,16 @@ def distributed(
             tree = mean("distributed", tree, weight, axis) if op == "mean" else tree_allreduce(tree, op="sum", axis=axis)
         return tree if local else (tree, {})
 
-    def check(weight: Any, functions: Any) -> None:
+    def check(weight: Weight | None, functions: Iterable[str]) -> None:
         other = "micro_batches" if micro_batches else f"op {op!r}"
         if weight is not None and (micro_batches or op != "mean"):
             raise ValueError(f"distributed: weight does not go together with {other}. Leave one of them out.")
         if functions and (micro_batches or op not in ("mean", "sum")):
             raise ValueError(f"distributed: {' and '.join(functions)} does not go together with {other}. Use op 'mean'.")
 
-    def step(updates: PyTree, state: PyTree, params: PyTree, weight: Any, extra_args: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def step(
+        updates: PyTree, state: PyTree, params: PyTree, weight: Weight | None, extra_args: dict[str, object]
+    ) -> tuple[PyTree, PyTree]:
         check_axis("distributed", axis, session.current("distributed"))
         given = Given(extra_args, updates)
         check(weight, given.functions)
@@ -225,30 +229,30 @@ def distributed(
     whole_step = compiled(step, "distributed") if micro_batches else step
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Any = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
         return whole_step(updates, state, params, weight, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def mean_of_all(function: str, fun: Callable[..., Any], weight: Any, axis: Axis = AXIS) -> Callable[..., Any]:
+def mean_of_all(function: str, fun: Callable[..., PyTree], weight: Weight | None, axis: Axis = AXIS) -> Callable[..., PyTree]:
     """`average_loss`, for a function that says its name in errors."""
     counts = None if weight is None else as_weight(function, weight, ())[0] != 0
     return over_ranks(fun, lambda out: mean(function, out, weight, axis), counts, axis=axis)
 
 
-def mean(function: str, updates: PyTree, weight: Any, axis: Axis = AXIS) -> Any:
+def mean(function: str, updates: PyTree, weight: Weight | None, axis: Axis = AXIS) -> PyTree:
     """The mean over the ranks along an axis, weighted where there is a weight, in the dtypes of `updates`."""
     means = weighted_mean(function, updates, weight, axis=axis)
     return means if weight is None else _rounded(function, means, updates)
 
 
-def _rounded(function: str, means: Any, like: PyTree) -> Any:
+def _rounded(function: str, means: PyTree, like: PyTree) -> PyTree:
     return map_floats(function, lambda mean, x: mean.astype(x.dtype), means, like)
 
 
-def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Any) -> tuple[PyTree, PyTree]:
+def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None) -> tuple[PyTree, PyTree]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
     if axis_size(codec.axis, session.current("distributed")) == 1:
         return mean("distributed", updates, weight, codec.axis), state

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, names, with_parameters
 from jaxmpi._collectives.arrays import axis_size
@@ -28,9 +29,9 @@ class OneMessage(NamedTuple):
       averages: whether the arrays are averaged on the way.
     """
 
-    init: Callable[[Any], Any]
-    encode: Callable[[Any, Any], tuple[list[jax.Array], Any]]
-    decode: Callable[[list[jax.Array], Any], Any]
+    init: Callable[[PyTree], PyTree]
+    encode: Callable[[PyTree, PyTree], tuple[list[jax.Array], PyTree]]
+    decode: Callable[[list[jax.Array], PyTree], PyTree]
     averages: bool
 
 
@@ -44,13 +45,13 @@ class Codec(NamedTuple):
       axis: of the ranks that the mean is over.
     """
 
-    init: Callable[[Any], Any]
-    mean: Callable[[Any, Any], tuple[Any, Any]]
+    init: Callable[[PyTree], PyTree]
+    mean: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
     one_message: OneMessage | None = None
     axis: Axis = AXIS
 
 
-def check_codec(function: str, codec: Any, axis: Axis) -> None:
+def check_codec(function: str, codec: object, axis: Axis) -> None:
     """Raise unless it is a codec for means along an axis.
 
     Raises:
@@ -86,7 +87,7 @@ def f16(*, axis: Axis = AXIS) -> Codec:
     return _cast("codecs.f16", jnp.float16, axis)
 
 
-def _cast(name: str, dtype: Any, axis: Axis) -> Codec:
+def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
     largest = float(jnp.finfo(dtype).max)
 
     def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
@@ -133,7 +134,7 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     """
     _at_least_one("int8", "block", block)
 
-    def columns(leaves: list[Any]) -> int:
+    def columns(leaves: list[jax.Array]) -> int:
         """How many numbers of each rank's part, in whole blocks."""
         return -(-sum(x.size for x in leaves) // (_size(axis) * block)) * block
 
@@ -155,7 +156,7 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
         scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
         return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
 
-    def mean(updates: PyTree, state: Residual) -> tuple[Any, Residual]:
+    def mean(updates: PyTree, state: Residual) -> tuple[PyTree, Residual]:
         leaves, put = floats("codecs.int8", with_parameters(updates, f"codecs.int8 block={block}"))
         size, k = _size(axis), columns(leaves)
         flat = _flat(leaves)
@@ -166,7 +167,7 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
         whole = decode(tree_allgather(answer, axis=axis), k).reshape(-1)
         return put(_cut(whole, leaves)), Residual(mine - decode(coded, k), part - decode(answer, k))
 
-    def blocks_of(leaves: list[Any]) -> int:
+    def blocks_of(leaves: list[jax.Array]) -> int:
         return -(-sum(x.size for x in leaves) // block) * block
 
     def encode_all(updates: PyTree, state: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -185,11 +186,11 @@ def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     return Codec(init, mean, OneMessage(init_all, encode_all, decode_all, averages=False), axis)
 
 
-def _flat(leaves: list[Any]) -> jax.Array:
+def _flat(leaves: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
 
 
-def _cut(flat: jax.Array, leaves: list[Any]) -> list[jax.Array]:
+def _cut(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
     """Arrays like `leaves`, of the numbers of all of them."""
     ends = [sum(x.size for x in leaves[: i + 1]) for i in range(len(leaves))]
     return [flat[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
@@ -241,7 +242,7 @@ def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
                 outs[i] = (total / len(rows)).reshape(x.shape).astype(x.dtype)
         return put(outs)
 
-    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
         coded, kept = encode(updates, state)
         return decode(tree_allgather(coded, axis=axis), updates), kept
 
@@ -276,7 +277,7 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
     """
     _at_least_one("powersgd", "rank", rank)
 
-    def shapes(leaves: list[Any]) -> dict[int, tuple[int, int]]:
+    def shapes(leaves: list[jax.Array]) -> dict[int, tuple[int, int]]:
         """Rows and columns of what is compressed, by the number of the leaf."""
         matrices = {i: (x.size // x.shape[-1], x.shape[-1]) for i, x in enumerate(leaves) if x.ndim > 1 and x.size}
         return {i: (n, m) for i, (n, m) in matrices.items() if rank * (n + m) < n * m}
@@ -286,7 +287,7 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
         qs = [jax.random.normal(jax.random.key(i), (m, rank), jnp.float32) for i, (_, m) in chosen.items()]
         return LowRank(qs, [jnp.zeros(shape, jnp.float32) for shape in chosen.values()])
 
-    def mean(updates: PyTree, state: LowRank) -> tuple[Any, LowRank]:
+    def mean(updates: PyTree, state: LowRank) -> tuple[PyTree, LowRank]:
         leaves, put = floats("codecs.powersgd", with_parameters(updates, f"codecs.powersgd rank={rank}"))
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]

@@ -7,11 +7,14 @@ optimizer, sums have one order for any number of threads of a rank (`ordered`).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, with_parameters
@@ -32,7 +35,7 @@ MATRIX_PRODUCTS = (
 )
 
 
-def micro_batch_grads(fun: Callable[..., Any], micro_batches: int, *, axis: Axis = AXIS) -> Callable[..., Any]:
+def micro_batch_grads(fun: Callable[..., PyTree], micro_batches: int, *, axis: Axis = AXIS) -> Callable[..., PyTree]:
     """A gradient function that is applied to one micro-batch after the other.
 
         grads = jaxmpi.micro_batch_grads(jax.grad(loss), 8)(params, batch)  # leaves [8 / size, ...]
@@ -58,10 +61,10 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int, *, axis: Axis
         communicates, with the source line.
     """
 
-    def grads(params: PyTree, batch: Any, *rest: Any) -> Any:
+    def grads(params: PyTree, batch: PyTree, *rest: PyTree) -> PyTree:
         here = _mine("micro_batch_grads", micro_batches, axis)
 
-        def split(path: Any, x: Any) -> Any:
+        def split(path: KeyPath, x: ArrayLike) -> jax.Array:
             if jnp.ndim(x) == 0 or len(x) % here:
                 raise ValueError(
                     f"micro_batch_grads: leaf {leaf_name(path)} of the batch has shape {list(jnp.shape(x))}, which cannot "
@@ -75,7 +78,7 @@ def micro_batch_grads(fun: Callable[..., Any], micro_batches: int, *, axis: Axis
     return compiled(grads, "micro_batch_grads")
 
 
-def canonical_mean(stacks: Any, micro_batches: int, axis: Axis) -> Any:
+def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
     """The mean of the ranks' `[M/p, ...]` leaves over their first axes, in an order that the number of ranks does not change.
 
     Each rank adds up what is a whole branch of the tree; the rest travels: a part of every array to each rank (alltoall), which
@@ -84,7 +87,7 @@ def canonical_mean(stacks: Any, micro_batches: int, axis: Axis) -> Any:
     size, here = axis_size(axis, session.current("distributed")), _mine("distributed", micro_batches, axis)
     branch = here & -here if size > 1 else here  # the largest power of two that divides it: whole branches of the tree
 
-    def check(path: Any, x: Any) -> None:
+    def check(path: KeyPath, x: jax.Array) -> None:
         if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != here):
             raise ValueError(
                 f"distributed: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis must be the {here} "
@@ -93,7 +96,7 @@ def canonical_mean(stacks: Any, micro_batches: int, axis: Axis) -> Any:
 
     jax.tree_util.tree_map_with_path(check, stacks)
 
-    def branches(x: Any) -> Any:
+    def branches(x: jax.Array) -> jax.Array:
         x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
         return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
 
@@ -105,27 +108,27 @@ def canonical_mean(stacks: Any, micro_batches: int, axis: Axis) -> Any:
         sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), sums)
         sums = tree_allgather(sums, axis=axis)
 
-    def finish(x: Any, total: Any) -> Any:
+    def finish(x: jax.Array, total: jax.Array) -> jax.Array:
         n = x.size // here
         return (total.reshape(-1)[:n] / micro_batches).reshape(x.shape[1:]).astype(x.dtype)
 
     return _fusion_barrier(map_floats("distributed", finish, stacks, sums))
 
 
-def invariant_update(inner: Any) -> Callable[..., Any]:
+def invariant_update(inner: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[PyTree, PyTree]]:
     """`inner.update` with the same bits for any number of threads.
 
     Raises:
       ValueError: `inner` multiplies matrices, which has no order that does not depend on the threads of a rank.
     """
 
-    def update(updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree, **extra_args: object) -> tuple[PyTree, PyTree]:
         return in_one_order(lambda *args: inner.update(*args, **extra_args), _check_orderable)(updates, state, params)
 
     return update
 
 
-def _check_silent(jaxpr: Any) -> None:
+def _check_silent(jaxpr: ClosedJaxpr) -> None:
     for *callers, eqn in equations(jaxpr):
         if eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (not list(subjaxprs(eqn)) and communicates(eqn)):
             line = next(filter(None, map(_jaxcompat.source_line, (eqn, *reversed(callers)))), "a line of a library")
@@ -135,7 +138,7 @@ def _check_silent(jaxpr: Any) -> None:
             )
 
 
-def _check_orderable(jaxpr: Any) -> None:
+def _check_orderable(jaxpr: ClosedJaxpr) -> None:
     for path in equations(jaxpr):
         if path[-1].primitive.name in MATRIX_PRODUCTS:
             names = (name for eqn in reversed(path) for name in _jaxcompat.function_names(eqn))
@@ -170,7 +173,7 @@ def _tree_sum(x: jax.Array) -> jax.Array:
     return x[0]
 
 
-def _fusion_barrier(tree: PyTree) -> Any:
+def _fusion_barrier(tree: PyTree) -> PyTree:
     """The same numbers, behind what XLA cannot look through.
 
     Where it can, as on one rank, it fuses the sum with the optimizer's arithmetic, and then rounds elsewhere: a product and a

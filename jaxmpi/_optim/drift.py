@@ -1,11 +1,12 @@
 """Replicas that drift apart are found, before they are a mystery in a loss curve."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allgather
@@ -27,7 +28,7 @@ class ReplicaState(NamedTuple):
       rank: on which rank.
     """
 
-    inner: Any
+    inner: PyTree
     step: jax.Array
     found: jax.Array
     leaf: jax.Array
@@ -59,7 +60,9 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
     def init(params: PyTree) -> ReplicaState:
         return ReplicaState(inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32))
 
-    def update(updates: PyTree, state: ReplicaState, params: PyTree = None, **extra_args: Any) -> tuple[Any, ReplicaState]:
+    def update(
+        updates: PyTree, state: ReplicaState, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, ReplicaState]:
         if params is None:
             raise ValueError("watch_replicas: update needs the parameters. Call update(grads, state, params).")
         out, after = inner.update(updates, state.inner, params, **extra_args)
@@ -100,7 +103,7 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
         _check(watched, params)
 
 
-def _is_watched(x: Any) -> bool:
+def _is_watched(x: object) -> bool:
     return isinstance(x, ReplicaState)
 
 
@@ -140,7 +143,7 @@ def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(jnp.int32)
 
 
-def _checksum(x: Any) -> jax.Array:
+def _checksum(x: ArrayLike) -> jax.Array:
     """A uint32 that differs where the bits do, but for one case in 2³²."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

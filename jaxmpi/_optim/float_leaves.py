@@ -1,13 +1,15 @@
 """The leaves that the transforms of this folder compute with."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._leaves import PyTree, leaf_name
@@ -26,6 +28,8 @@ __all__ = [
     "wide",
 ]
 
+T = TypeVar("T")
+
 
 def check_in_step(function: str) -> None:
     """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
@@ -36,7 +40,7 @@ def check_in_step(function: str) -> None:
         )
 
 
-def check_transform(function: str, name: str, transform: Any) -> None:
+def check_transform(function: str, name: str, transform: object) -> None:
     """Raise a TypeError unless `transform` is one of optax."""
     if not isinstance(transform, optax.GradientTransformation):
         raise TypeError(
@@ -44,7 +48,7 @@ def check_transform(function: str, name: str, transform: Any) -> None:
         )
 
 
-def check_shapes(function: str, gradients: Any, like: PyTree) -> None:
+def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:
     """Raise a ValueError if the gradients have one axis more than `like`: the parameters, or what `inner` makes of them."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
     if treedef != jax.tree.structure(like):
@@ -59,19 +63,19 @@ def check_shapes(function: str, gradients: Any, like: PyTree) -> None:
             )
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> np.dtype:
     """The dtype that sums of numbers of this one are formed in: 32 bits at least."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def map_floats(function: str, work: Callable[..., Any], tree: PyTree, *others: Any) -> Any:
+def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others: PyTree) -> PyTree:
     """`jax.tree.map` over the leaves that hold real or complex numbers; float0, the gradient of an integer, stays as it is.
 
     Raises:
       TypeError: a leaf of integers or booleans, with its path.
     """
 
-    def one(path: Any, x: Any, *ys: Any) -> Any:
+    def one(path: KeyPath, x: ArrayLike, *ys: PyTree) -> PyTree:
         dtype = jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
         if dtype == jax.dtypes.float0:
             return x
@@ -85,7 +89,7 @@ def map_floats(function: str, work: Callable[..., Any], tree: PyTree, *others: A
     return jax.tree_util.tree_map_with_path(one, tree, *others)
 
 
-def floats(function: str, tree: PyTree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def floats(function: str, tree: PyTree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
     """The leaves of real numbers, and a function that puts others in their places.
 
     Raises:
@@ -101,7 +105,7 @@ def floats(function: str, tree: PyTree) -> tuple[list[Any], Callable[[list[Any]]
             raise TypeError(f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. Leave it out.")
         chosen.append(i)
 
-    def put(new: list[Any]) -> Any:
+    def put(new: list[jax.Array]) -> PyTree:
         changed = list(leaves)
         for i, x in zip(chosen, new, strict=True):
             changed[i] = x
@@ -110,12 +114,12 @@ def floats(function: str, tree: PyTree) -> tuple[list[Any], Callable[[list[Any]]
     return [leaves[i] for i in chosen], put
 
 
-def equal_types(new: Any, old: Any) -> Any:
+def equal_types(new: PyTree, old: PyTree) -> PyTree:
     """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
     return jax.tree.map(lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)), new, old)
 
 
-def computed_once(flag: Any) -> jax.Array:
+def computed_once(flag: jax.Array) -> jax.Array:
     """A boolean that follows from all leaves, for use on every leaf: XLA computes it once.
 
     Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves take n² instructions to
@@ -124,7 +128,7 @@ def computed_once(flag: Any) -> jax.Array:
     return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
 
 
-def either(which: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: Any) -> Any:
+def either(which: ArrayLike, yes: Callable[..., T], no: Callable[..., T], *args: PyTree) -> T:
     """`lax.cond`; called eagerly, one of the two functions is called eagerly, as it may communicate."""
     if isinstance(which, jax.core.Tracer):
         return lax.cond(which, yes, no, *args)

@@ -6,10 +6,12 @@ written as ever, its gradients are shards, and the optimizer is plain optax on t
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, as_shard, as_whole
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_reduce_scatter
@@ -19,13 +21,13 @@ from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
 from jaxmpi._optim.sharded_state import ShardedState, whole_state
 from jaxmpi._optim.shards import check_cut, joined, rows, size_along
-from jaxmpi._optim.weights import MeanOverRanks, weighted_mean
+from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["fully_shard", "unshard"]
 
 
-def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -> Any:
+def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -> PyTree:
     """Keep 1/p of each array of a pytree on each rank: FSDP, or ZeRO stage 3.
 
     Each array of floats becomes a `ShardedArray`, of which this rank keeps its shard. `jaxmpi.unshard` makes them whole inside
@@ -73,7 +75,7 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
     return _cut(tuple(map(bool, flags)), axis)(params)
 
 
-def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
+def unshard(tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | None = None) -> PyTree:
     """Make what is sharded whole, on every rank: parameters inside of a step, and states of optimizers, to look at them.
 
     Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank. Anything else stays as it
@@ -118,8 +120,8 @@ def unshard(tree: PyTree, *, dtype: Any = None, weight: Any = None) -> Any:
 
 
 @cache
-def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[Any], Any]:
-    def each(params: PyTree) -> Any:
+def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[PyTree], PyTree]:
+    def each(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, stacked, strict=True)
         return treedef.unflatten([cut(x, flag, axis=axis) if _is_float(x) else x for x, flag in pairs])
@@ -128,8 +130,8 @@ def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[Any], Any]:
 
 
 @cache
-def _wholes(dtype: Any) -> Callable[[list[ShardedArray], Any], list[jax.Array]]:
-    def whole(shards: list[ShardedArray], weight: Any) -> list[jax.Array]:
+def _wholes(dtype: np.dtype | None) -> Callable[[list[ShardedArray], Weight | None], list[jax.Array]]:
+    def whole(shards: list[ShardedArray], weight: Weight | None) -> list[jax.Array]:
         layouts = [Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype), x.axis) for x in shards]
         if session.size() == 1 and weight is None:
             return [x.shard.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
@@ -148,8 +150,8 @@ class Layout(NamedTuple):
 
     stacked: int  # how many axes there are before those of one array
     of: tuple[int, ...]  # the shape of one array
-    dtype: Any  # of the shard
-    to: Any  # of the whole array
+    dtype: np.dtype  # of the shard
+    to: np.dtype  # of the whole array
     axis: Axis
 
     @property
@@ -159,7 +161,7 @@ class Layout(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> list[jax.Array]:
+def _gather(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Weight | None) -> list[jax.Array]:
     """The whole arrays, all of one axis."""
     parts = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
     cuts = {i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut}
@@ -170,11 +172,15 @@ def _gather(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], we
     return wholes
 
 
-def _gather_fwd(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Any) -> tuple[list[jax.Array], Any]:
+def _gather_fwd(
+    axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Weight | None
+) -> tuple[list[jax.Array], Weight | None]:
     return _gather(axis, layouts, shards, weight), weight
 
 
-def _gather_bwd(axis: Axis, layouts: tuple[Layout, ...], weight: Any, cts: list[jax.Array]) -> tuple[list[jax.Array], None]:
+def _gather_bwd(
+    axis: Axis, layouts: tuple[Layout, ...], weight: Weight | None, cts: list[jax.Array]
+) -> tuple[list[jax.Array], None]:
     """This rank's shards of the mean of the cotangents."""
     size, pairs = size_along(axis), list(zip(cts, layouts, strict=True))
     stacks = [rows(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
@@ -192,7 +198,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def _mean_shards(axis: Axis) -> MeanOverRanks:
     """The means of what is cut into rows, in the row of this rank, and of the rest; before them that of weights, if any."""
 
-    def means_of(function: str, tree: Any) -> Any:
+    def means_of(function: str, tree: PyTree) -> PyTree:
         weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
         shards = tree_reduce_scatter(stacks, op="mean", axis=axis)
         weight, wholes = tree_allreduce((weight, wholes), op="mean", axis=axis)
@@ -201,18 +207,18 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
     return means_of
 
 
-def _cast(x: ShardedArray, dtype: Any) -> Any:
+def _cast(x: ShardedArray, dtype: np.dtype | None) -> np.dtype:
     """The dtype of the whole array."""
     return dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: ArrayLike) -> bool:
     return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
 
 
-def _is_sharded(x: Any) -> bool:
+def _is_sharded(x: object) -> bool:
     return isinstance(x, ShardedArray | ShardedState)
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_leaf(x: object) -> bool:
     return is_sharded_array(x) or is_per_rank(x)

@@ -1,6 +1,6 @@
 """Steps of each rank's own, averaged now and then: for links where every step cannot communicate."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ class LocalSGDState(NamedTuple):
 
     calls: jax.Array
     inner: PerRankState
-    anchor: Any
-    outer: Any
+    anchor: PyTree
+    outer: PyTree
     codec: PerRankState
 
 
@@ -105,7 +105,7 @@ def local_sgd(
             PerRankState(coded),
         )
 
-    def averaged(here: Any, state: LocalSGDState) -> tuple[Any, Any, Any]:
+    def averaged(here: PyTree, state: LocalSGDState) -> tuple[PyTree, PyTree, PyTree]:
         """The parameters that all go on from, and the states of the outer transform and the codec."""
         here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
         if not outer and not codec:
@@ -121,19 +121,21 @@ def local_sgd(
         step, outer_state = outer.update(delta, state.outer, state.anchor)
         return optax.apply_updates(state.anchor, step), outer_state, coded
 
-    def update(updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LocalSGDState]:
+    def update(
+        updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, LocalSGDState]:
         if params is None:
             raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
         check_axis("local_sgd", axis, session.current("local_sgd"))
         own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)
         calls = equal_on_all_ranks(state.calls) + 1
 
-        def with_the_others() -> Any:
+        def with_the_others() -> tuple[PyTree, PyTree]:
             there, outer_state, coded = averaged(optax.apply_updates(params, own_updates), state)
             after = (there if outer or codec else (), outer_state, coded)
             return map_floats("local_sgd", way, params, there), equal_types(after, state[2:])
 
-        def alone() -> Any:
+        def alone() -> tuple[PyTree, PyTree]:
             return may_differ(equal_types(own_updates, params)), tuple(state[2:])
 
         out, after = either(calls == every, with_the_others, alone)
@@ -155,7 +157,9 @@ def _streaming(streams: Streams) -> optax.GradientTransformationExtraArgs:
             "topk of jaxmpi.codecs."
         )
 
-    def update(updates: PyTree, state: StreamingState, params: PyTree = None, **extra_args: Any) -> tuple[Any, StreamingState]:
+    def update(
+        updates: PyTree, state: StreamingState, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, StreamingState]:
         if params is None:
             raise ValueError("local_sgd: update needs the parameters. Call update(grads, state, params).")
         check_axis("local_sgd", streams.axis, session.current("local_sgd"))

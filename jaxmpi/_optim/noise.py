@@ -1,6 +1,6 @@
 """The gradient noise scale, from what a mean sends anyway."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import optax
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import wide
+from jaxmpi._optim.weights import Weight
 from jaxmpi._world import session
 
 __all__ = ["NoiseScaleState", "measure_noise_scale"]
@@ -67,8 +68,8 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         )
 
     def update(
-        updates: PyTree, state: NoiseScaleState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
-    ) -> tuple[Any, NoiseScaleState]:
+        updates: PyTree, state: NoiseScaleState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+    ) -> tuple[PyTree, NoiseScaleState]:
         if weight is not None:
             raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
         size = session.size()

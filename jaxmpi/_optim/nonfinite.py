@@ -1,24 +1,25 @@
 """Decisions that all ranks take together, on what one of them has seen."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import check_transform, computed_once, equal_types, map_floats, wide
-from jaxmpi._optim.weights import as_weight
+from jaxmpi._optim.weights import Weight, as_weight
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 
 
-def any_rank(flag: Any) -> jax.Array:
+def any_rank(flag: ArrayLike) -> jax.Array:
     """Whether a condition holds on any rank: a bool that is equal on all of them.
 
     For votes: a rank that wants to stop, to save, or that has seen something wrong. In a `jaxmpi.jit` it travels with the means
@@ -34,7 +35,7 @@ def any_rank(flag: Any) -> jax.Array:
 
 
 @partial(anywhere, name="any_rank")
-def _vote(flag: Any) -> jax.Array:
+def _vote(flag: ArrayLike) -> jax.Array:
     return tree_allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
 
 
@@ -47,7 +48,7 @@ class SkipState(NamedTuple):
       last: whether the last step was.
     """
 
-    inner: Any
+    inner: PyTree
     skipped: jax.Array
     last: jax.Array
 
@@ -71,7 +72,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def init(params: PyTree) -> SkipState:
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.bool_))
 
-    def update(updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any) -> tuple[Any, SkipState]:
+    def update(updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, SkipState]:
         bad = computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
         out, after = inner.update(updates, state.inner, params, **extra_args)
         out, after = _unless(bad, out, after, state.inner)
@@ -90,7 +91,7 @@ class LossScaleState(NamedTuple):
       skipped: how many steps were skipped.
     """
 
-    inner: Any
+    inner: PyTree
     scale: jax.Array
     good: jax.Array
     skipped: jax.Array
@@ -128,7 +129,9 @@ def dynamic_loss_scale(
         scale = jnp.full((), initial, jnp.float32)
         return LossScaleState(guarded.init(params).inner, scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def update(updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
+    def update(
+        updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, LossScaleState]:
         updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
         plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale, updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
@@ -141,7 +144,7 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _finite(updates: PyTree, weight: Any) -> jax.Array:
+def _finite(updates: PyTree, weight: Weight | None) -> jax.Array:
     """Whether all numbers are; those of a rank without samples do not count."""
     leaves = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])) if leaves else jnp.array(True)
@@ -151,7 +154,7 @@ def _finite(updates: PyTree, weight: Any) -> jax.Array:
     return (finite & jnp.isfinite(w)) | (w == 0)
 
 
-def _unless(bad: jax.Array, out: Any, after: Any, before: Any) -> tuple[PyTree, PyTree]:
+def _unless(bad: jax.Array, out: PyTree, after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
     """The updates and the state after a step, or zero and the state before it."""
     still = map_floats("skip_nonfinite", lambda x: lax.select(bad, jnp.zeros_like(x), x), out)
     return still, jax.tree.map(

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
@@ -18,6 +19,8 @@ __all__ = ["Given", "over_ranks"]
 
 LOCAL = ("value", "grad")
 
+Function: TypeAlias = Callable[..., PyTree]  # of parameters, which come first
+
 
 class Given:
     """The extra arguments of an `update`, told apart.
@@ -28,9 +31,9 @@ class Given:
       others: what is passed on as it is.
     """
 
-    def __init__(self, extra_args: dict[str, Any], updates: PyTree) -> None:
+    def __init__(self, extra_args: dict[str, object], updates: PyTree) -> None:
         self.local = {name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args}
-        self.functions = {name: x for name, x in extra_args.items() if callable(x)}
+        self.functions: dict[str, Function] = {name: x for name, x in extra_args.items() if callable(x)}
         self.others = {name: x for name, x in extra_args.items() if name not in self.local and not callable(x)}
         self._grad_is_updates = _same(extra_args.get("grad"), updates)
         if self._grad_is_updates:
@@ -43,7 +46,7 @@ class Given:
                 f"{function}: {' and '.join(self.functions)} does not go together with axis {axis!r}. Leave one of them out."
             )
 
-    def reduced(self, mean: Any, local: dict[str, Any], over: Callable[[Any], Any]) -> dict[str, Any]:
+    def reduced(self, mean: PyTree, local: dict[str, PyTree], over: Callable[[Function], Function]) -> dict[str, object]:
         """The extra arguments for the inner transform.
 
         Args:
@@ -54,7 +57,7 @@ class Given:
         grad = {"grad": mean} if self._grad_is_updates else {}
         return self.others | local | grad | {name: over(fun) for name, fun in self.functions.items()}
 
-    def marked(self, trees: Any) -> Any:
+    def marked(self, trees: PyTree) -> PyTree:
         """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
         if not self.functions or session.size() == 1:
             return trees
@@ -65,8 +68,8 @@ class Given:
 
 
 def over_ranks(
-    fun: Callable[..., Any], reduce: Callable[[Any], Any], counts: Any = None, *, axis: Axis = AXIS
-) -> Callable[..., Any]:
+    fun: Function, reduce: Callable[[PyTree], PyTree], counts: ArrayLike | None = None, *, axis: Axis = AXIS
+) -> Function:
     """A function of parameters whose result is reduced over the ranks along an axis, and so are its derivatives.
 
     Args:
@@ -77,7 +80,7 @@ def over_ranks(
     """
 
     @wraps(fun)
-    def reduced(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def reduced(params: PyTree, *args: object, **kwargs: object) -> PyTree:
         if session.size() == 1:
             return fun(params, *args, **kwargs)
         return reduce(fun(_equal(axis, params, counts), *args, **kwargs))
@@ -86,17 +89,17 @@ def over_ranks(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _equal(axis: Axis, params: PyTree, counts: Any) -> Any:
+def _equal(axis: Axis, params: PyTree, counts: ArrayLike | None) -> PyTree:
     """`params`. They are equal on the ranks and so are their tangents, so the transpose is the mean of the cotangents."""
     return _marked(axis, params)
 
 
-def _marked(axis: Axis, params: PyTree) -> Any:
+def _marked(axis: Axis, params: PyTree) -> PyTree:
     return equal_on_all_ranks(params) if axis == AXIS else params
 
 
 @_equal.defjvp
-def _equal_jvp(axis: Axis, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+def _equal_jvp(axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
     params, counts = primals
     mean = tree_allreduce(tangents[0], op="mean", axis=axis)
     if counts is not None:
@@ -104,13 +107,13 @@ def _equal_jvp(axis: Axis, primals: Any, tangents: Any) -> tuple[PyTree, PyTree]
     return _marked(axis, params), mean
 
 
-def _float(x: Any) -> Any:
+def _float(x: ArrayLike) -> ArrayLike:
     """An array of floats, as the mean of integers is rounded; float0 stays as it is."""
     dtype = jnp.result_type(x)
     return x if dtype == jax.dtypes.float0 else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
 
 
-def _same(tree: PyTree, other: Any) -> bool:
+def _same(tree: PyTree, other: PyTree) -> bool:
     """Whether two trees have the same arrays at their leaves."""
     one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
     return tree is not None and one[1] == two[1] and all(x is y for x, y in zip(one[0], two[0], strict=True))

@@ -7,12 +7,11 @@ a number that is always 1, which XLA cannot know. Matrix products stay as they a
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmpi import _jaxcompat
 from jaxmpi._leaves import PyTree
@@ -21,17 +20,17 @@ from jaxmpi._lowering.trace import evaluate
 
 __all__ = ["equations", "in_one_order"]
 
-Check = Callable[[Any], None]  # of a jaxpr
+Check = Callable[[ClosedJaxpr], None]
 
 
-def in_one_order(fun: Callable[..., Any], check: Check) -> Callable[..., Any]:
+def in_one_order(fun: Callable[..., PyTree], check: Check) -> Callable[..., PyTree]:
     """The same function of pytrees of arrays, with its sums in one order; `check` may refuse what it does."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(args)
         tree: PyTree = None
 
-        def flat(*xs: Any) -> list[Any]:
+        def flat(*xs: jax.Array) -> list[jax.Array]:
             nonlocal tree
             outs, tree = jax.tree.flatten(fun(*treedef.unflatten(xs)))
             return outs
@@ -43,7 +42,7 @@ def in_one_order(fun: Callable[..., Any], check: Check) -> Callable[..., Any]:
     return run
 
 
-def equations(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def equations(jaxpr: Jaxpr | ClosedJaxpr, callers: tuple[JaxprEqn, ...] = ()) -> Iterator[tuple[JaxprEqn, ...]]:
     """All equations, inner ones included, each behind those that contain it."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield (*callers, eqn)
@@ -57,7 +56,7 @@ class _InOrder:
     def __init__(self) -> None:
         self._numbers = count()
 
-    def __call__(self, eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+    def __call__(self, eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
         name = eqn.primitive.name
         if name == "reduce_sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) and eqn.invars[0].aval.size:
             return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
@@ -71,13 +70,13 @@ class _InOrder:
             jaxpr, operands = callee(eqn, xs)
             return evaluate(jaxpr, self, *operands)
 
-    def _inner(self, jaxpr: Any) -> ClosedJaxpr:
+    def _inner(self, jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
         avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         return jax.make_jaxpr(lambda *xs: evaluate(jaxpr, self, *xs))(*structs)
 
 
-def _inside(eqn: JaxprEqn) -> Iterator[tuple[Any, ...]]:
+def _inside(eqn: JaxprEqn) -> Iterator[tuple[JaxprEqn, ...]]:
     return (path for jaxpr in subjaxprs(eqn) for path in equations(jaxpr))
 
 

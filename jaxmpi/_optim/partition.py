@@ -17,16 +17,17 @@ groups of ranks may take different branches of a `cond`, so all are evaluated.
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS, callee
 from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape, size_along
@@ -51,7 +52,10 @@ class _Splat:
         self.number, self.shape = number, shape
 
 
-def on_shards(fun: Callable[..., Any], *args: Any, axis: Axis = AXIS) -> Any:
+Operand: TypeAlias = jax.Array | Shard | _Splat  # of an equation, or its result
+
+
+def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> PyTree:
     """`fun(*args)`, where leaves of `args` may be shards, and leaves of the result are, where they are computed on shards.
 
     `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as it is. All shards are over
@@ -65,7 +69,7 @@ def on_shards(fun: Callable[..., Any], *args: Any, axis: Axis = AXIS) -> Any:
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_shard)
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Shard | jax.Array | np.ndarray)]
 
-    def flat(*xs: Any) -> Any:
+    def flat(*xs: jax.Array) -> PyTree:
         full = list(leaves)
         for i, x in zip(traced, xs, strict=True):
             full[i] = x
@@ -76,12 +80,12 @@ def on_shards(fun: Callable[..., Any], *args: Any, axis: Axis = AXIS) -> Any:
     return jax.tree.structure(out).unflatten([_full(x) if isinstance(x, _Splat) else x for x in outs])
 
 
-def _run(jaxpr: Any, *args: Any) -> list[Any]:
+def _run(jaxpr: Jaxpr | ClosedJaxpr, *args: Operand) -> list[Operand]:
     """The outputs of a jaxpr: arrays, shards or splats."""
     inner, consts = _jaxcompat.parts(jaxpr)
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
 
-    def read(v: Any) -> Any:
+    def read(v: Var | Literal) -> Operand:
         return v.val if isinstance(v, Literal) else env[v]
 
     for eqn in inner.eqns:
@@ -89,7 +93,7 @@ def _run(jaxpr: Any, *args: Any) -> list[Any]:
     return [read(v) for v in inner.outvars]
 
 
-def _equation(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     name, shape = eqn.primitive.name, _shape(eqn.outvars[0].aval) if eqn.outvars else ()
     if name == "broadcast_in_dim" and shape and _shape(xs[0]) == ():
         return [_Splat(xs[0], shape)]
@@ -119,13 +123,13 @@ def _equation(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
     return _on_wholes(eqn, xs)
 
 
-def _on_wholes(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+def _on_wholes(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     """The equation as it is; what is a shard is gathered first."""
     gathered([x for x in xs if is_shard(x)])
-    return _jaxcompat.bind(eqn, [_full(x) for x in xs])
+    return [*_jaxcompat.bind(eqn, [_full(x) for x in xs])]
 
 
-def _known(eqn: JaxprEqn, xs: list[Any]) -> Any:
+def _known(eqn: JaxprEqn, xs: list[Operand]) -> jax.Array | None:
     """The whole result of an equation with one output, if all whole operands are known without communication."""
     if any(is_shard(x) and x.whole is None for x in xs):
         return None
@@ -140,7 +144,7 @@ def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     return tree_allreduce(here, op=REDUCTIONS[name], axis=x.axis)
 
 
-def _neutral(name: str, dtype: Any) -> Any:
+def _neutral(name: str, dtype: np.dtype) -> float:
     """The number that does not change a reduction."""
     if name in ("reduce_max", "reduce_min"):
         low = name == "reduce_max"
@@ -150,27 +154,28 @@ def _neutral(name: str, dtype: Any) -> Any:
     return name in ("reduce_prod", "reduce_and")
 
 
-def _is_inner_product(eqn: JaxprEqn, xs: list[Any]) -> bool:
+def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
     """Whether an equation multiplies two arrays of one shape, number by number, and adds up."""
     (left, right), (batch, _) = eqn.params["dimension_numbers"]
     shape = _shape(xs[0])
     return not batch and shape == _shape(xs[1]) and len(left) == len(shape) and tuple(left) == tuple(right)
 
 
-def _inner_product(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> jax.Array:
+def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
     shape = _shape(xs[0])
     flat = [masked(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
     return tree_allreduce(here, op="sum", axis=axis)
 
 
-def _barrier(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
+def _barrier(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     outs = _jaxcompat.bind(eqn, [x.value if is_shard(x) else _full(x) for x in xs])
     return [Shard(y, x.shape, axis=x.axis) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
 
 
-def _cond(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> list[Any]:
+def _cond(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> list[Operand]:
     """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
+    index: Any  # a scalar, and no shard
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
     if axis != AXIS:
         return _selected(index, [_settled(branch, *operands) for branch in eqn.params["branches"]], axis)
@@ -179,8 +184,8 @@ def _cond(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> list[Any]:
     traced = [jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands) for branch in eqn.params["branches"]]
     kinds = [any(map(is_shard, outs)) for outs in zip(*(out for _, out in traced), strict=True)]
 
-    def branch(jaxpr: Any, out: list[Any]) -> Callable[..., list[Any]]:
-        def run(*operands: Any) -> list[Any]:
+    def branch(jaxpr: ClosedJaxpr, out: list[Operand]) -> Callable[..., list[Operand]]:
+        def run(*operands: Operand) -> list[Operand]:
             outs = jax.tree.structure(out).unflatten(_jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands)))
             return [_shard(_part(x, axis), _shape(x), axis) if kind else x for x, kind in zip(outs, kinds, strict=True)]
 
@@ -190,9 +195,9 @@ def _cond(eqn: JaxprEqn, xs: list[Any], axis: Axis) -> list[Any]:
         return jax.lax.switch(equal_on_all_ranks(index), [branch(*pair) for pair in traced], *operands)
 
 
-def _selected(index: Any, branches: list[list[Any]], axis: Axis) -> list[Any]:
+def _selected(index: jax.Array, branches: list[list[Operand]], axis: Axis) -> list[Operand]:
     """The results of one of some branches; one that is a shard in one of them is one."""
-    outs = []
+    outs: list[Operand] = []
     for xs in zip(*branches, strict=True):
         if any(map(is_shard, xs)):
             outs.append(_shard(jax.lax.select_n(index, *(_part(x, axis) for x in xs)), _shape(xs[0]), axis))
@@ -201,32 +206,32 @@ def _selected(index: Any, branches: list[list[Any]], axis: Axis) -> list[Any]:
     return outs
 
 
-def _settled(jaxpr: Any, *args: Any) -> list[Any]:
+def _settled(jaxpr: ClosedJaxpr, *args: Operand) -> list[Operand]:
     return [_full(x) if isinstance(x, _Splat) else x for x in _run(jaxpr, *args)]
 
 
-def _shard(value: Any, shape: tuple[int, ...], axis: Axis, whole: Any = None) -> Shard:
+def _shard(value: jax.Array, shape: tuple[int, ...], axis: Axis, whole: jax.Array | None = None) -> Shard:
     return Shard(value, shape, whole, axis=axis)
 
 
-def _part(x: Any, axis: Axis) -> Any:
+def _part(x: Operand, axis: Axis) -> jax.Array:
     if isinstance(x, _Splat):
         return jnp.broadcast_to(x.number, shard_shape(x.shape, size_along(axis)))
     return part(x, axis)
 
 
-def _full(x: Any) -> Any:
+def _full(x: Operand) -> jax.Array:
     """The whole array, which is known."""
     if isinstance(x, _Splat):
         return jnp.broadcast_to(x.number, x.shape)
-    return x.whole if is_shard(x) else x
+    return x.whole if isinstance(x, Shard) else x
 
 
-def _shape(x: Any) -> tuple[int, ...]:
+def _shape(x: object) -> tuple[int, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else ()
 
 
-def _type(x: Any) -> jax.ShapeDtypeStruct:
+def _type(x: Shard | jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the whole array."""
     of = x.value if is_shard(x) else x
     return jax.ShapeDtypeStruct(x.shape, of.dtype, weak_type=getattr(of, "weak_type", False))

@@ -1,9 +1,11 @@
 """Arrays that are cut over the ranks, as leaves of the trees that users hold: parameters, gradients, states of optimizers."""
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmpi._axis import AXIS, Axis, names, overlap
 from jaxmpi._leaves import PyTree, ShardKey, leaf_name
@@ -30,7 +32,7 @@ class ShardedArray:
       axis: of the ranks that have them; other groups along it have such shards, too.
     """
 
-    def __init__(self, shard: Any, of: tuple[int, ...], ranks: int, axis: Axis = AXIS) -> None:
+    def __init__(self, shard: PyTree, of: tuple[int, ...], ranks: int, axis: Axis = AXIS) -> None:
         self.shard, self.of, self.ranks, self.axis = shard, of, ranks, axis
 
     @property
@@ -45,28 +47,28 @@ class ShardedArray:
         return (*self.stack, *self.of)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.shard.dtype
 
     def __repr__(self) -> str:
         over = f", axis={self.axis!r}" if self.axis != AXIS else ""
         return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], "Layout"]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[ShardKey, PyTree]], "Layout"]:
         return ((ShardKey(self.axis), self.shard),), (self.of, self.ranks, self.axis)
 
-    def tree_flatten(self) -> tuple[tuple[Any], "Layout"]:
+    def tree_flatten(self) -> tuple[tuple[PyTree], "Layout"]:
         return (self.shard,), (self.of, self.ranks, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, layout: "Layout", children: Any) -> "ShardedArray":
+    def tree_unflatten(cls, layout: "Layout", children: Sequence[PyTree]) -> "ShardedArray":
         return cls(children[0], *layout)
 
 
 Layout: TypeAlias = tuple[tuple[int, ...], int, Axis]  # of a `ShardedArray`: of, ranks, axis
 
 
-def is_sharded_array(x: Any) -> bool:
+def is_sharded_array(x: object) -> TypeGuard[ShardedArray]:
     """Whether x is a `ShardedArray`; for `is_leaf`."""
     return isinstance(x, ShardedArray)
 

@@ -1,7 +1,7 @@
 """The state of `sharded`: which of its arrays are shards, the state that one rank would have, and the way back."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -37,11 +37,11 @@ class ShardedState:
       layout: for how many ranks, and what the shards are parts of.
     """
 
-    def __init__(self, own: Any, layout: Layout) -> None:
+    def __init__(self, own: PerRankState | tuple[PyTree, PyTree], layout: Layout) -> None:
         self.own, self.layout = own, layout
 
     @classmethod
-    def of(cls, parts: tuple[Any, Any], layout: Layout) -> "ShardedState":
+    def of(cls, parts: tuple[PyTree, PyTree], layout: Layout) -> "ShardedState":
         return cls(parts if layout.ranks == 1 else PerRankState(parts), layout)
 
     @property
@@ -49,12 +49,12 @@ class ShardedState:
         return self.own.per_rank if isinstance(self.own, PerRankState) else self.own
 
     @property
-    def inner(self) -> Any:
+    def inner(self) -> PyTree:
         """The state of the inner transform, for this rank's shards."""
         return self.parts[0]
 
     @property
-    def master(self) -> Any:
+    def master(self) -> PyTree:
         """This rank's shards of the parameters in `master_dtype`; () without."""
         return self.parts[1]
 
@@ -88,7 +88,7 @@ def reshard(state: ShardedState) -> ShardedState:
 
 
 @partial(anywhere, name="unshard")
-def _whole_parts(state: ShardedState) -> Any:
+def _whole_parts(state: ShardedState) -> tuple[PyTree, PyTree]:
     leaves, treedef = jax.tree.flatten(state.parts)
     wholes = {i: shape for i, shape in enumerate(state.layout.shapes[: len(leaves)]) if shape is not None}
     for i, x in tree_allgather({i: leaves[i] for i in wholes}, axis=state.layout.axis).items():
@@ -97,7 +97,7 @@ def _whole_parts(state: ShardedState) -> Any:
 
 
 @partial(anywhere, name="reshard")
-def _own_parts(state: ShardedState) -> Any:
+def _own_parts(state: ShardedState) -> tuple[PyTree, PyTree]:
     leaves, treedef = jax.tree.flatten(state.parts)
     pairs = zip(leaves, state.layout.shapes, strict=False)
     return treedef.unflatten([x if shape is None else own(x, axis=state.layout.axis) for x, shape in pairs])
@@ -106,7 +106,7 @@ def _own_parts(state: ShardedState) -> Any:
 def layout_of(state: PyTree, params: PyTree, axis: Axis) -> Layout:
     """Which leaves of a state are sharded: arrays with the shape of a parameter, and the masters."""
 
-    def shape_of(x: Any) -> tuple[int, ...]:
+    def shape_of(x: object) -> tuple[int, ...]:
         return tuple(getattr(x, "shape", ()))
 
     shapes = [shape_of(x) or None for x in jax.tree.leaves(params)]
@@ -115,7 +115,7 @@ def layout_of(state: PyTree, params: PyTree, axis: Axis) -> Layout:
     return Layout(size_along(axis), (*of_inner, *shapes), axis)
 
 
-def stored(state: PyTree, layout: Layout) -> Any:
+def stored(state: PyTree, layout: Layout) -> PyTree:
     """This rank's shards of the leaves that are sharded, and the others whole."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
     pairs = list(zip(leaves, layout.shapes, strict=False))

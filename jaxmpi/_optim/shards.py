@@ -1,11 +1,13 @@
 """Arrays as equal shards of the ranks: n numbers, flat, padded with zeros to p shards of ⌈n/p⌉."""
 
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._collectives import arrays
@@ -47,7 +49,7 @@ def size_along(axis: Axis) -> int:
     return session.size() if axis == AXIS else arrays.axis_size(axis, session.current("axis_size"))
 
 
-def _index_along(axis: Axis) -> Any:
+def _index_along(axis: Axis) -> jax.Array | int:
     """This rank's number along an axis."""
     return session.rank() if axis == AXIS else arrays.along(axis, session.current("axis_index")).index()
 
@@ -63,34 +65,35 @@ class Shard:
       axis: of the ranks that have the shards.
     """
 
-    def __init__(self, value: Any, shape: tuple[int, ...], whole: Any = None, *, axis: Axis = AXIS) -> None:
-        self.value, self.shape, self.whole, self.axis = value, shape, whole, axis
+    def __init__(self, value: jax.Array, shape: tuple[int, ...], whole: jax.Array | None = None, *, axis: Axis = AXIS) -> None:
+        self.value, self.shape, self.axis = value, shape, axis
+        self.whole: Any = whole
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.value.dtype
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[tuple[int, ...], Axis]]:
+    def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array | None], tuple[tuple[int, ...], Axis]]:
         return (self.value, self.whole), (self.shape, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, layout: tuple[tuple[int, ...], Axis], children: Any) -> "Shard":
+    def tree_unflatten(cls, layout: tuple[tuple[int, ...], Axis], children: tuple[jax.Array, jax.Array | None]) -> "Shard":
         return cls(children[0], layout[0], children[1], axis=layout[1])
 
 
-def is_shard(x: Any) -> bool:
+def is_shard(x: object) -> TypeGuard[Shard]:
     """Whether x is a `Shard`; for `is_leaf`."""
     return isinstance(x, Shard)
 
 
-def shard(value: Any, shape: tuple[int, ...], whole: Any = None, *, axis: Axis = AXIS) -> Any:
+def shard(value: jax.Array, shape: tuple[int, ...], whole: jax.Array | None = None, *, axis: Axis = AXIS) -> Shard | jax.Array:
     """A `Shard`; on one rank, and of a scalar, the array itself."""
     return Shard(value, shape, whole, axis=axis) if shape and size_along(axis) > 1 else value
 
 
-def part(x: Any, axis: Axis = AXIS) -> Any:
+def part(x: Shard | jax.Array, axis: Axis = AXIS) -> jax.Array:
     """This rank's shard of an array or of a `Shard`; a scalar stays as it is."""
-    return x.value if is_shard(x) else own(x, axis=axis)
+    return x.value if isinstance(x, Shard) else own(x, axis=axis)
 
 
 def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -98,7 +101,7 @@ def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return shape if size == 1 else (_columns(shape, size), *[1] * (len(shape) - 1)) if shape else ()
 
 
-def rows(x: Any, size: int, stacked: int = 0) -> jax.Array:
+def rows(x: ArrayLike, size: int, stacked: int = 0) -> jax.Array:
     """All shards of an array `[...]`, `[size, *shard]`; of a scalar, `[size]` copies.
 
     Of a stack of arrays, with `stacked` axes before theirs, each is cut by itself: `[size, *stack, *shard]`.
@@ -111,7 +114,7 @@ def rows(x: Any, size: int, stacked: int = 0) -> jax.Array:
     return jnp.moveaxis(flat.reshape(*stack, size, *shard_shape(shape, size)), stacked, 0)
 
 
-def own(x: Any, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
+def own(x: jax.Array, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
     """This rank's shard of an array that every rank has, or of each of a stack; a scalar stays as it is."""
     size = size_along(axis)
     if size == 1 or jnp.ndim(x) == stacked:
@@ -119,7 +122,7 @@ def own(x: Any, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
     return lax.dynamic_index_in_dim(rows(x, size, stacked), _index_along(axis), keepdims=False)
 
 
-def joined(shards: Any, shape: tuple[int, ...], stacked: int = 0) -> jax.Array:
+def joined(shards: jax.Array, shape: tuple[int, ...], stacked: int = 0) -> jax.Array:
     """The array of this shape whose shards are the rows of `[size, *shard]`; a stack of arrays, of `[size, *stack, *shard]`."""
     stack, each = shape[:stacked], shape[stacked:]
     flat = jnp.moveaxis(shards, 0, stacked).reshape(*stack, -1) if stacked else shards.reshape(-1)
@@ -135,7 +138,7 @@ def gathered(shards: list[Shard]) -> list[jax.Array]:
     return [x.whole for x in shards]
 
 
-def masked(value: Any, shape: tuple[int, ...], fill: Any, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
+def masked(value: jax.Array, shape: tuple[int, ...], fill: ArrayLike, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
     """A shard of an array of this shape, or those of a stack, with `fill` in the place of the padding."""
     size, numbers = size_along(axis), prod(shape)
     columns = _columns(shape, size)

@@ -1,7 +1,7 @@
 """`local_sgd` whose ranks exchange a part of the parameters at a time, while they go on."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ class Fragment(NamedTuple):
       on_its_way: whether there is one; () without a delay.
     """
 
-    anchor: Any
-    outer: Any
+    anchor: PyTree
+    outer: PyTree
     codec: PerRankState
-    left: Any = ()
-    sent: Any = ()
-    number: Any = ()
-    on_its_way: Any = ()
+    left: PyTree = ()
+    sent: PyTree = ()
+    number: PyTree = ()
+    on_its_way: PyTree = ()
 
 
 class StreamingState(NamedTuple):
@@ -93,7 +93,9 @@ class Streams(NamedTuple):
             left=left, sent=PerRankState(nothing), number=sent_ahead.none(), on_its_way=jnp.zeros((), bool)
         )
 
-    def update(self, updates: PyTree, state: StreamingState, params: PyTree, **extra_args: Any) -> tuple[Any, StreamingState]:
+    def update(
+        self, updates: PyTree, state: StreamingState, params: PyTree, **extra_args: object
+    ) -> tuple[PyTree, StreamingState]:
         """This rank's own step, and what the others have to do with it."""
         own_updates, own = self.inner.update(updates, state.inner.per_rank, params, **extra_args)
         before, put = floats("local_sgd", params)
@@ -109,20 +111,22 @@ class Streams(NamedTuple):
         ways = [way(x, to.astype(x.dtype)) for x, to in zip(before, outs, strict=True)]
         return put(may_differ(ways)), StreamingState(calls, PerRankState(own), tuple(after))
 
-    def _meet(self, here: list[jax.Array], fragment: Fragment, calls: jax.Array, first: int) -> tuple[list[Any], Fragment]:
+    def _meet(
+        self, here: list[jax.Array], fragment: Fragment, calls: jax.Array, first: int
+    ) -> tuple[list[jax.Array], Fragment]:
         """A fragment's parameters after this call."""
         if not self.delay:
             return self._taken(here, fragment, calls == first)
         here, fragment = self._taken(here, fragment, (calls == (first + self.delay) % self.every) & fragment.on_its_way)
         return here, either(calls == first, lambda: equal_types(self._send(here, fragment), fragment), lambda: fragment)
 
-    def _taken(self, here: list[jax.Array], fragment: Fragment, now: jax.Array) -> tuple[list[Any], Fragment]:
+    def _taken(self, here: list[jax.Array], fragment: Fragment, now: jax.Array) -> tuple[list[jax.Array], Fragment]:
         """What has arrived if it is `now`; without a delay, it is sent before."""
 
-        def taken() -> Any:
+        def taken() -> tuple[list[jax.Array], Fragment]:
             return equal_types(self._take(here, fragment if self.delay else self._send(here, fragment)), (here, fragment))
 
-        out: tuple[list[Any], Fragment] = either(equal_on_all_ranks(now), taken, lambda: (may_differ(here), fragment))
+        out: tuple[list[jax.Array], Fragment] = either(equal_on_all_ranks(now), taken, lambda: (may_differ(here), fragment))
         return out
 
     def _send(self, here: list[jax.Array], fragment: Fragment) -> Fragment:
@@ -141,7 +145,7 @@ class Streams(NamedTuple):
         call = Collective("allreduce", op="mean") if self.message.averages else Collective("allgather")
         return sent_ahead.send_ahead(call, coded, self.axis)
 
-    def _take(self, here: list[jax.Array], fragment: Fragment) -> tuple[list[Any], Fragment]:
+    def _take(self, here: list[jax.Array], fragment: Fragment) -> tuple[list[jax.Array], Fragment]:
         """What all ranks go on from, and this rank's own way since it has sent its part of that."""
         coded = fragment.sent.per_rank
         if self.delay:
@@ -161,7 +165,7 @@ class Streams(NamedTuple):
         return there, fragment._replace(anchor=anchor, outer=outer, on_its_way=jnp.zeros((), bool))
 
 
-def _parts(leaves: Sequence[Any], fragments: int) -> list[list[int]]:
+def _parts(leaves: Sequence[jax.Array], fragments: int) -> list[list[int]]:
     """The numbers of each fragment's leaves: each has some of all depths, and about as many bytes."""
     parts: list[list[int]] = [[] for _ in range(min(fragments, max(1, len(leaves))))]
     sizes = [0] * len(parts)

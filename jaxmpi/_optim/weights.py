@@ -15,14 +15,16 @@ A weight is what the values of this rank count: its number of samples or tokens.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis
+from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
@@ -31,9 +33,10 @@ from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
-__all__ = ["MeanOverRanks", "as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
+__all__ = ["MeanOverRanks", "Weight", "as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
 
-MeanOverRanks = Callable[[str, Any], Any]  # of a function's name and a tree
+Weight: TypeAlias = ArrayLike | PerRank  # what the values of a rank count; a `PerRank` of simulated ranks
+MeanOverRanks = Callable[[str, PyTree], PyTree]  # of a function's name and a tree
 
 
 @cache  # as what a mean has compiled is kept with this
@@ -45,12 +48,12 @@ def mean_over(axis: Axis) -> MeanOverRanks:
 def weighted_mean(
     function: str,
     tree: PyTree,
-    weight: Any,
+    weight: Weight | None,
     over_ranks: MeanOverRanks | None = None,
     *,
     empty: float = 0.0,
     axis: Axis = AXIS,
-) -> Any:
+) -> PyTree:
     """The mean over the ranks; with a weight, in 32 bits at least, in one message that has the weight, too.
 
     Args:
@@ -72,17 +75,17 @@ def weighted_mean(
 
 
 @cache
-def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
     """The mean of the weights, and that of a tree: called eagerly, one program."""
 
-    def mean(w: jax.Array, tree: PyTree) -> tuple[jax.Array, Any]:
+    def mean(w: jax.Array, tree: PyTree) -> tuple[jax.Array, PyTree]:
         total, means = over_ranks(function, (w, scaled(function, tree, w)))
         return total, divided(function, means, total, empty)
 
     return anywhere(mean, function)
 
 
-def as_weight(function: str, weight: Any, tree: PyTree) -> tuple[Any, str]:
+def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, str]:
     """A weight in the dtype of the sums of `tree`, NaN where it is no weight; and what is wrong with it, as far as known.
 
     Raises:
@@ -100,7 +103,7 @@ def as_weight(function: str, weight: Any, tree: PyTree) -> tuple[Any, str]:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), weight), ""  # which may be a PerRank
 
 
-def check_total(function: str, total: Any, problem: str, axis: Axis = AXIS) -> None:
+def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS) -> None:
     """Raise on all ranks if the weight of one of them was no weight, now that `total` has told them.
 
     Args:
@@ -119,21 +122,21 @@ def check_total(function: str, total: Any, problem: str, axis: Axis = AXIS) -> N
     raise ValueError(_message(function, problems[ranks[0]], ranks) if ranks else _message(function, "is too large for a sum"))
 
 
-def scaled(function: str, tree: PyTree, w: Any) -> Any:
+def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
     """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
     return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
 
 
-def divided(function: str, means: Any, total: Any, empty: float = 0.0) -> Any:
+def divided(function: str, means: PyTree, total: jax.Array, empty: float = 0.0) -> PyTree:
     """Means of products / mean of weights; `empty` where that is zero, and NaN where it is not finite."""
     some = total != 0
     safe = jnp.where(some & jnp.isfinite(total), total, jnp.where(some, jnp.nan, 1))
     return map_floats(function, lambda x: jnp.where(some, x / safe.astype(x.dtype), empty), means)
 
 
-def _problem(weight: Any) -> str:
+def _problem(weight: Weight) -> str:
     """What is wrong with a weight, in words; "" if nothing is, or it is not known yet."""
-    x = weight.stack if is_per_rank(weight) else weight
+    x = weight.stack if isinstance(weight, PerRank) else weight
     try:
         shape, dtype = jnp.shape(x)[is_per_rank(weight) :], jnp.result_type(x)
     except (TypeError, ValueError):
@@ -152,13 +155,13 @@ def _message(function: str, problem: str, ranks: list[int] | None = None) -> str
     return f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number of 0 or more{where}."
 
 
-def _leaves(tree: PyTree) -> list[Any]:
+def _leaves(tree: PyTree) -> list[ArrayLike | PerRank]:
     return jax.tree.leaves(tree, is_leaf=is_per_rank)
 
 
-def _array(x: Any) -> Any:
-    return x.stack if is_per_rank(x) else x
+def _array(x: ArrayLike | PerRank) -> ArrayLike:
+    return x.stack if isinstance(x, PerRank) else x
 
 
-def _inexact(x: Any) -> bool:
+def _inexact(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives.trees import tree_allreduce, tree_reduce_scatter
@@ -19,14 +19,14 @@ from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.sharded_state import ShardedState, check_ranks, layout_of, stored
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
-from jaxmpi._optim.weights import MeanOverRanks, weighted_mean
+from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
 __all__ = ["sharded"]
 
 
 def sharded(
-    inner: optax.GradientTransformation, *, master_dtype: Any = None, axis: Axis = AXIS
+    inner: optax.GradientTransformation, *, master_dtype: DTypeLike | None = None, axis: Axis = AXIS
 ) -> optax.GradientTransformationExtraArgs:
     """`distributed(inner)` with 1/p of the optimizer's state on each rank.
 
@@ -64,7 +64,7 @@ def sharded(
     inner = optax.with_extra_args_support(inner)
     cut, own_of, own_part = partial(shard, axis=axis), partial(own, axis=axis), partial(part, axis=axis)
 
-    def masters(params: PyTree) -> Any:
+    def masters(params: PyTree) -> PyTree:
         return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
     def start(params: PyTree) -> tuple[PyTree, PyTree]:
@@ -84,8 +84,8 @@ def sharded(
         return ShardedState.of(started(params), layout_of(jax.eval_shape(inner.init, wholes), wholes, axis))
 
     def update(
-        updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
-    ) -> tuple[Any, ShardedState]:
+        updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+    ) -> tuple[PyTree, ShardedState]:
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
         check_cut("sharded", axis)
@@ -123,7 +123,7 @@ def sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _means(updates: PyTree, local: Any, weight: Any, axis: Axis) -> tuple[PyTree, PyTree]:
+def _means(updates: PyTree, local: dict[str, PyTree], weight: Weight | None, axis: Axis) -> tuple[PyTree, PyTree]:
     """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     if size_along(axis) == 1:
@@ -136,7 +136,7 @@ def _means(updates: PyTree, local: Any, weight: Any, axis: Axis) -> tuple[PyTree
 def _mean_shards(axis: Axis) -> MeanOverRanks:
     """This rank's shards of the mean along an axis, and the whole mean of a scalar, which has the same bits on all."""
 
-    def means_of(function: str, tree: PyTree) -> Any:
+    def means_of(function: str, tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
         arrays = {i: x for i, x in enumerate(leaves) if i not in scalars}
@@ -148,24 +148,24 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
     return means_of
 
 
-def _equal(x: Any, axis: Axis) -> Any:
+def _equal(x: jax.Array, axis: Axis) -> jax.Array:
     """A part of the state that is no shard: it is equal on all ranks of the axis, although it stands in a `PerRankState`."""
     return x if session.size() == 1 or axis != AXIS else equal_on_all_ranks(x)
 
 
-def _meant(updates: PyTree, axis: Axis) -> Any:
+def _meant(updates: PyTree, axis: Axis) -> PyTree:
     """Updates, which may differ between the groups along an axis."""
     return updates if axis == AXIS else may_differ(updates)
 
 
-def _gathered(tree: PyTree) -> Any:
+def _gathered(tree: PyTree) -> PyTree:
     """A tree of whole arrays, of one with shards."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     wholes = iter(gathered([x for x in leaves if is_shard(x)]))
     return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
 
 
-def _no_floats(collective: Callable[..., Any], tree: PyTree, **options: Any) -> Any:
+def _no_floats(collective: Callable[..., PyTree], tree: PyTree, **options: object) -> PyTree:
     """A collective that lets float0 pass."""
     leaves, treedef = jax.tree.flatten(tree)
     sent = {i: x for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0}

@@ -6,7 +6,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 __all__ = ["Turn"]
 
@@ -26,7 +25,7 @@ _COMMUNICATING = tuple(_PACKAGE + name for name in ("_jit", "_collectives", "_co
 class Turn:
     """Which thread's turn it is. `thread` is its identifier, for a comparison before each collective; 0 for none so far."""
 
-    def __init__(self, finish: Callable[[], None], last: Callable[[int], Any]) -> None:
+    def __init__(self, finish: Callable[[], None], last: Callable[[int], object]) -> None:
         """Give the turn to nobody yet.
 
         Args:

@@ -37,7 +37,7 @@ class Writer:
         self._file = os.memfd_create(RANK, os.MFD_CLOEXEC)
         os.ftruncate(self._file, TEXT_BYTES)
 
-    def write(self, about: Mapping[str, Any]) -> None:
+    def write(self, about: Mapping[str, object]) -> None:
         """Show these values instead of those before; what does not fit is not shown."""
         text = json.dumps(about).encode()
         if len(text) < TEXT_BYTES:

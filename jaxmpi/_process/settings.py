@@ -18,7 +18,7 @@ MOST_BYTES = 10**15
 class Setting(NamedTuple):
     """One environment variable."""
 
-    read: Callable[[str], Any]  # raises a ValueError for what is not allowed
+    read: Callable[[str], object]  # raises a ValueError for what is not allowed
     allowed: str
     default: str  # as it would be set; "" for none
     meaning: str
@@ -156,13 +156,13 @@ def limits() -> tuple[float, float]:
     return stall, 10 * stall if end is None else end
 
 
-def check() -> dict[str, Any]:
+def check() -> dict[str, object]:
     """Read all settings, and return those that must be the same on all ranks; raises a ValueError as `get`."""
     values = {name: get(name) for name in SETTINGS}
     return {name: values[name] for name, setting in SETTINGS.items() if setting.same}
 
 
-def difference(everyone: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+def difference(everyone: Sequence[Mapping[str, object]]) -> tuple[str, int] | None:
     """The first name whose value is not the same on all ranks, and the first rank with another value than rank 0."""
     for name, value in everyone[0].items():
         for rank, of_rank in enumerate(everyone):

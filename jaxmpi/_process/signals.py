@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 __all__ = ["Signals"]
 
@@ -26,7 +25,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._calls: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_arrived}
-        self._before: dict[int, Any] = {}  # the handlers that were replaced
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # the handlers that were replaced
         self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
         self._masks = threading.local()  # the signals that a thread had blocked
         self._heard, self._written = socket.socketpair()

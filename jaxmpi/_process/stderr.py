@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["SAY_SECONDS", "at_most", "end_process", "one_line", "say"]
 
@@ -20,7 +20,7 @@ def say(text: str) -> None:
     at_most(SAY_SECONDS, lambda: _write(text))
 
 
-def at_most(seconds: float, call: Callable[[], Any]) -> None:
+def at_most(seconds: float, call: Callable[[], object]) -> None:
     """Make a call in a thread of its own, and wait for it for so long; what it raises is dropped."""
 
     def quietly() -> None:
@@ -36,7 +36,7 @@ def at_most(seconds: float, call: Callable[[], Any]) -> None:
         thread.join(seconds)
 
 
-def end_process(code: int, abort: Callable[[int], Any]) -> NoReturn:
+def end_process(code: int, abort: Callable[[int], object]) -> NoReturn:
     """End this process by `abort`, which ends the whole job; and where that does not, all the same."""
     signal.alarm(ABORT_SECONDS)  # `abort` may hold the GIL
     try:

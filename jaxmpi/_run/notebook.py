@@ -14,12 +14,12 @@ __all__ = ["launch"]
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     ranks: int,
-    *args: Any,
+    *args: object,
     backend: str = "auto",
     timeout_seconds: float = math.inf,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[Any]:
     """Call a function on several ranks of this machine, after `jaxmpi.init()`, and return what each of them returns.
 

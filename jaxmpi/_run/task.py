@@ -12,7 +12,7 @@ class Task(NamedTuple):
 
     path: str
     qualname: str
-    kwargs: Any
+    kwargs: Any  # by their names; on the way, pickled
     timeout_seconds: float
     search: tuple[str, ...] = ()  # where the outer process finds modules
 

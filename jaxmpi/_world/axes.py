@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from jaxmpi._axis import AXIS
 
 __all__ = ["checked_axes", "sized_axes"]
 
 
-def checked_axes(function: str, axes: Any) -> dict[str, int]:
+def checked_axes(function: str, axes: object) -> dict[str, int]:
     """The axes as they are asked for, or an error.
 
     Raises:

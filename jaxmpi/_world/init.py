@@ -134,7 +134,7 @@ def _keep_compiled(place: Place) -> None:
         say(f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does without.")
 
 
-def _check_settings(backend: str, launched: int, axes: Any) -> tuple[str, dict[str, int]]:
+def _check_settings(backend: str, launched: int, axes: Mapping[str, int] | None) -> tuple[str, dict[str, int]]:
     """Read the environment variables, on all ranks where there are several.
 
     Returns the backend with JAXMPI_BACKEND applied, and the axes with their sizes.
@@ -160,7 +160,7 @@ def _check_settings(backend: str, launched: int, axes: Any) -> tuple[str, dict[s
     return backend, sized_axes("init", checked_axes("init", axes), len(everyone))
 
 
-def _checked() -> dict[str, Any]:
+def _checked() -> dict[str, object]:
     try:
         return settings.check()
     except ValueError as error:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import lax
 
 from jaxmpi import _axis
@@ -130,7 +131,7 @@ def initialized() -> bool:
     return _session is not None
 
 
-def check_root(function: str, root: Any, size: int | None = None) -> None:
+def check_root(function: str, root: object, size: int | None = None) -> None:
     """Raise a TypeError or a ValueError that names `function` unless root is a rank, or one of a group of `size`."""
     size = size or current(function).place.size
     if isinstance(root, bool) or not isinstance(root, int):
@@ -139,7 +140,7 @@ def check_root(function: str, root: Any, size: int | None = None) -> None:
         raise ValueError(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
 
 
-def rank() -> Any:
+def rank() -> int | jax.Array:
     """This rank's number, 0 to size - 1; it may stand in a differentiated function.
 
     A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced program is that of all ranks.

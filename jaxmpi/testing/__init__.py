@@ -12,15 +12,16 @@ test; a test that hangs or kills a rank ends them, as a minute without a test do
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._run.pool import RankFailure, pool
 from jaxmpi._run.task import Task
 from jaxmpi._world.simulate import simulate
@@ -58,7 +59,7 @@ def run_ranks(
         import pytest
 
         @wraps(function)
-        def test(ranks: int, **kwargs: Any) -> None:
+        def test(ranks: int, **kwargs: object) -> None:
             job = pool(ranks, backend, IDLE_SECONDS, axes)
             job.run(Task(inspect.getfile(function), function.__qualname__, kwargs, timeout_seconds))
 
@@ -77,9 +78,9 @@ def run_ranks(
 
 
 def assert_equivalent(
-    step: Callable[..., Any],
+    step: Callable[..., object],
     sizes: Sequence[int],
-    *args: Any,
+    *args: PyTree,
     batch_argnums: int | Sequence[int] = (),
     rtol: float = 1e-5,
     atol: float = 1e-7,
@@ -116,7 +117,7 @@ def assert_equivalent(
     if not all(-len(args) <= i < len(args) for i in numbers):
         raise ValueError(f"assert_equivalent: batch_argnums is {batch_argnums}, and there are {len(args)} arguments.")
     split = {i % len(args) for i in numbers}
-    standard: Any = None
+    standard: dict[str, np.ndarray] | None = None
     for size in sizes:
         with simulate(size):
             outs = run(*(_parts(arg, size) if i in split else arg for i, arg in enumerate(args)))
@@ -129,8 +130,8 @@ def assert_equivalent(
             np.testing.assert_allclose(x, standard[name], rtol, atol, err_msg=message)
 
 
-def _parts(batch: Any, size: int) -> Any:
-    def part(path: Any, x: Any) -> PerRank:
+def _parts(batch: PyTree, size: int) -> PyTree:
+    def part(path: KeyPath, x: ArrayLike) -> PerRank:
         if np.ndim(x) == 0 or len(x) % size:
             shape = list(np.shape(x))
             raise ValueError(f"assert_equivalent: batch {leaf_name(path)} has shape {shape}, which {size} ranks cannot share.")
@@ -139,7 +140,7 @@ def _parts(batch: Any, size: int) -> Any:
     return jax.tree_util.tree_map_with_path(part, batch)
 
 
-def _whole(name: str, leaf: Any) -> np.ndarray:
+def _whole(name: str, leaf: PyTree) -> np.ndarray:
     if not isinstance(leaf, PerRank):
         return np.asarray(leaf)
     stack = np.asarray(leaf)

@@ -9,20 +9,24 @@ import sys
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
 __all__ = ["KINDS", "inject"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def inject(
-    function: Callable[..., Any], kind: str, *, rank: int = 0, call: int = 0, seconds: float = 1.0, argnum: int = -1
-) -> Callable[..., Any]:
+    function: Callable[P, T], kind: str, *, rank: int = 0, call: int = 0, seconds: float = 1.0, argnum: int = -1
+) -> Callable[P, T]:
     """The function with a fault in one call of it, on one rank. It is for what `jaxmpi.jit` returns, not for what it takes.
 
     | kind | at this call, on this rank |
@@ -62,7 +66,7 @@ def inject(
     last: Any = None
 
     @wraps(function)
-    def faulty(*args: Any, **kwargs: Any) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> T:
         nonlocal calls, last
         due = calls == call and session.current("inject").place.rank == rank
         calls += 1
@@ -94,7 +98,7 @@ def _kill(number: int) -> Callable[[float], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
-_EVENTS: dict[str, Callable[[float], Any]] = {
+_EVENTS: dict[str, Callable[[float], object]] = {
     "raise": _raise,
     "exit": lambda _: sys.exit(0),
     "exit 3": lambda _: sys.exit(3),
@@ -127,7 +131,7 @@ _CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 KINDS = (*_EVENTS, *_CHANGES, "extra", "missing")
 
 
-def _change(arg: Any, kind: str) -> Any:
+def _change(arg: PyTree, kind: str) -> PyTree:
     leaves, treedef = jax.tree.flatten(arg)
     for i, x in enumerate(leaves):
         isfloat = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
