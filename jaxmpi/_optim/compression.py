@@ -51,7 +51,7 @@ class Codec(NamedTuple):
     axis: Axis = AXIS
 
 
-def check_codec(function: str, codec: object, axis: Axis) -> None:
+def check_codec(function: str, codec: object, axis: Axis = AXIS) -> None:
     """Raise unless it is a codec for means along an axis.
 
     Raises:
