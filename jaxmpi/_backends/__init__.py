@@ -21,5 +21,5 @@ sent_ahead       messages from one call of a program to a later one, in JAX's ow
 on_axis          the same, with what XLA's backends on CPUs cannot do
 packing          several small arrays in one of XLA's collectives
 bucketing        which leaves travel together
-wire_dtypes      the dtypes that travel in the place of those that cannot
+wire_dtypes      the dtypes that travel in the place of those that cannot, for mpi4jax and XLA on CPUs
 """

@@ -167,7 +167,7 @@ class Backend(Protocol):
         """Return once every rank has called it."""
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers; the rest is for those who watch."""
+        """The minimum and maximum of the ranks' fingerprints; `title` and `program` are for the watchdog and the recorder."""
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
         """Name axes beside AXIS, and connect the ranks of each group."""

@@ -180,7 +180,7 @@ class Native(Mpi):
         return entered + started, inside or started > ended
 
     def doing(self) -> int:
-        """The word of the last message."""
+        """The fingerprint of the last message."""
         return self._native.word()
 
     def events(self) -> list[Sequence[Any]]:

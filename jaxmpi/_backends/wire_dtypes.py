@@ -1,4 +1,4 @@
-"""Every dtype of JAX in one that MPI knows, and back."""
+"""Convert each JAX dtype to one that MPI can send or reduce, and back: for mpi4jax, and for XLA on CPUs."""
 
 from collections.abc import Callable, Sequence
 

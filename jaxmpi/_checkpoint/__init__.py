@@ -5,7 +5,7 @@
 | manifest | what the leaves are, and where in which file their numbers are, with checksums |
 | parts | a tree as leaves: which numbers of each this rank has, and how it gets them back |
 | compatibility | whether a checkpoint fits the tree that it is to be restored into |
-| files | a rank's file: written in pieces, and read without trust |
+| files | a rank's file: written in pieces; read and verified, as it may be damaged |
 | folders | a checkpoint: there as a whole or not at all, and checked |
 | rank_checks | what the ranks say to each other about it |
 | writing | a save in the background |

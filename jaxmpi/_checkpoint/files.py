@@ -99,7 +99,9 @@ def open_regular(path: Path) -> FileIO:
         raise CheckpointError(f"{path} cannot be opened: {error}. It must be a regular file, and no link.") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise CheckpointError(f"{path} is no regular file, such as a checkpoint consists of.")
+        raise CheckpointError(
+            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy that has no links, devices or pipes."
+        )
     return file
 
 
@@ -136,7 +138,9 @@ class Archive:
 
     def _read(self, leaf: Leaf, count: int, buffer: memoryview | None) -> None:
         if (member := self._members.get(leaf.name)) is None or not 0 <= member.length - count <= HEADER_BYTES:
-            raise CheckpointError(f"{self._path}: {leaf.name} is not in it as it was written.")
+            raise CheckpointError(
+                f"{self._path}: leaf {leaf.name} is missing, or has another length than the manifest says. Restore an earlier checkpoint."
+            )
         scratch = memoryview(bytearray(min(max(count, member.length - count), PIECE_BYTES)))
         header = scratch[: member.length - count]
         found = zlib.crc32(self._fill(header, member.start))

@@ -52,7 +52,7 @@ PLACES = (
 
 
 class Statement(NamedTuple):
-    """What a rank is about to do: equal words mean the same messages in the same order."""
+    """What a rank is about to send: equal fingerprints mean the same messages in the same order."""
 
     fingerprint: int
     title: str  # such as "tree_allreduce" or "train_step"
@@ -83,7 +83,7 @@ def check_consistent(backend: Backend, statement: Statement, details: Callable[[
 
 
 def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:
-    """What a rank has sent with this word."""
+    """The message or program with this fingerprint, in words."""
     program, what = backend.described(fingerprint)
     if program not in backend.registry.programs:
         return what or "a collective"
@@ -120,7 +120,7 @@ def note_run(backend: ProcessGroup, fingerprint: int) -> None:
 
 
 def raise_mismatch(backend: ProcessGroup, error: Exception) -> None:
-    """Raise what the error of a program stands for, if it is that the ranks differ."""
+    """Raise the RankMismatchError behind the JaxRuntimeError of a program, if there is one."""
     found = backend.registry.found
     if found and str(found[0]) in str(error):
         raise found.pop() from None

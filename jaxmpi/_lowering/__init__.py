@@ -13,14 +13,14 @@ across_elements shards whose next value depends on more than their own elements
 combine        which collectives travel together
 piggyback      which numbers share the message of another collective
 ahead          which messages are taken in a later call of the program
-buckets        which messages travel while the program computes, and in which pieces
-fuse_mean      which divisions are done on the way
+buckets        which messages overlap with computation, and in which pieces
+fuse_mean      a sum, its division and its bf16 conversions as one mean
 summary        what will be sent, for `explain`
 costs          how many bytes and seconds that takes
 control_slice  which computations control what is sent, and must be the same on all ranks
 text           equations as text
 signature      of all these, what the ranks compare
 order_loops    loops that communicate, in one order with what is sent beside them
-rewrite        a backend's collectives in the place of JAX's
+rewrite        put a backend's collectives in the place of JAX's, in scan, while and cond, too
 lower          what `jax.jit` compiles
 """

@@ -1,4 +1,4 @@
-"""Messages that a program starts for a later one of its calls, and takes in it."""
+"""Messages that one call of a program starts, and a later call receives."""
 
 from collections.abc import Mapping
 

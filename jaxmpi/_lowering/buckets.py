@@ -112,7 +112,10 @@ def _last(group: Group, numbers: Iterable[int], ready: Mapping[Var, int]) -> int
 
 
 def _ready(local: Iterable[JaxprEqn]) -> dict[Var, int]:
-    """After which equation each value is there, by its number: the last that takes time; any, where none does."""
+    """For each value, the number of the last equation that takes time among those that it depends on.
+
+    Where no equation takes time, the number of the one that makes it.
+    """
     by_time: dict[Var, int] = {}
     by_order: dict[Var, int] = {}
     for number, eqn in enumerate(local):

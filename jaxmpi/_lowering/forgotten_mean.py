@@ -1,4 +1,4 @@
-"""Train state that a step carries from call to call, and that may part between the ranks: the mark of a forgotten mean.
+"""Find train state that is equal on all ranks before a call and may differ after it: a mean was forgotten.
 
 An output is carried where an argument has the same path, shape and dtype, and the output is that argument plus something, as a
 parameter is plus its update. Whether it was equal on all ranks is known when the program runs.

@@ -47,7 +47,7 @@ def fold(jaxpr: AnyJaxpr, size: int, *, fuses_mean: bool) -> AnyJaxpr:
 
 
 class _Around:
-    """What stands before and behind the sums of a program, and is done on the way."""
+    """The conversions before and after each sum of a program, and its division, which the transport can do itself."""
 
     def __init__(self, jaxpr: Jaxpr, size: int, fuses_mean: bool) -> None:
         used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]

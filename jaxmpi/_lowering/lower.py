@@ -116,7 +116,7 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
 
 
 def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:
-    """A program that compares its word before anything else, as its first message would not."""
+    """The program behind a comparison of its fingerprint, because its first message does not compare it."""
 
     def whole(*xs: jax.Array) -> list[ArrayLike]:
         primitive.compare_fingerprint(fingerprint, backend)

@@ -1,4 +1,4 @@
-"""Equations over named axes, or groups of ranks, as equations over all ranks: what follows knows the ranks and groups only.
+"""Rewrite collectives over named axes as collectives over AXIS within groups: later passes know only these.
 
 An axis of `init(axes=...)` is a partition of the ranks into groups. Once a function is traced, and so differentiated, a
 collective over "island" is the same collective over "ranks" with `axis_index_groups`.

@@ -1,4 +1,4 @@
-"""Nobody hangs: what each rank does beside the program, and why a job ends.
+"""Monitoring on each rank: stall reports, preemption, the flight recorder, and ending a job whose rank has failed.
 
 monitor          a thread on every rank that ends the job when one of them is gone
 watching         what the parts of a monitor use of it

@@ -17,8 +17,8 @@ __all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
 
 MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
 
-# MPI's options that place ranks: given one of them, ours stay away. Other nodes may have other cores: ranks there are not
-# bound, and run in any number, where Open MPI would refuse more than cores.
+# Options of MPI that place ranks: if the user passes one of them, we add none. Other nodes may have other cores: ranks there
+# are not bound, and run in any number, where Open MPI would refuse more than cores.
 _PLACING = (
     "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
     "|configfile)(=.*)?$"
@@ -31,7 +31,7 @@ _UNPACK = "import json, os, sys; os.execv(sys.executable, [sys.executable, *json
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is here."""
+    """The cores, permissions and huge pages of this host."""
 
     cores: int  # physical ones, which we may use
     bindable: bool  # whether a launcher may bind to them
@@ -88,7 +88,7 @@ def _number(name: str) -> int:
 
 
 def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
-    """Place the ranks and share out the cores of a node, which other nodes have as many of as this one.
+    """The launcher's options that place ranks, and each rank's share of the cores: all nodes are taken to have as many.
 
     Each rank is bound to as many cores of its own as there are for each rank of a node. With more ranks than cores, or on
     several nodes, nothing is bound. A variable that the user has set stays as it is.
