@@ -100,7 +100,7 @@ def open_regular(path: Path) -> FileIO:
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise CheckpointError(
-            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy that has no links, devices or pipes."
+            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy without links or pipes."
         )
     return file
 
