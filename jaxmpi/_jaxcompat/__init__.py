@@ -14,7 +14,6 @@ versions  of JAX, that these were tested with
 from jaxmpi._jaxcompat.compiled import Entries, compile_entry, keep_compiled, load_entry, module_digest, module_text
 from jaxmpi._jaxcompat.jaxprs import (
     AnyJaxpr,
-    Atom,
     axis_effect,
     is_axis_effect,
     is_reference,
@@ -43,7 +42,6 @@ from jaxmpi._jaxcompat.runtime import (
 )
 from jaxmpi._jaxcompat.source import (
     CallSite,
-    SourceInfo,
     call_site,
     caller_line,
     failed_collective,
@@ -56,10 +54,8 @@ from jaxmpi._jaxcompat.versions import TESTED
 __all__ = [
     "TESTED",
     "AnyJaxpr",
-    "Atom",
     "CallSite",
     "Entries",
-    "SourceInfo",
     "allow_in_checkpoint",
     "as_function",
     "as_weak",

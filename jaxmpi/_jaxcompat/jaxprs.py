@@ -5,13 +5,12 @@ from typing import TypeAlias, TypeVar
 
 from jax._src import core, util
 from jax._src.state.types import AbstractRef
-from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.core import AbstractValue, Atom
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import ArrayLike
 
 __all__ = [
     "AnyJaxpr",
-    "Atom",
     "axis_effect",
     "is_axis_effect",
     "is_reference",
@@ -22,7 +21,7 @@ __all__ = [
 ]
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
-Atom: TypeAlias = Var | Literal  # an operand of an equation
+J = TypeVar("J", bound=AnyJaxpr)
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -39,7 +38,7 @@ def kept_with_jaxpr(function: F) -> F:
         return function
 
 
-def with_equations(jaxpr: AnyJaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> AnyJaxpr:
+def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> J:
     """The same jaxpr with other equations, and other variables for its outputs."""
     inner, _ = parts(jaxpr)
     edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax._src import ad_checkpoint, core, source_info_util
 from jax._src.lax.lax import _convert_element_type
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 from jax.interpreters import ad
 from jax.typing import ArrayLike
 
-from jaxmpi._jaxcompat.jaxprs import AnyJaxpr, Atom, parts
+from jaxmpi._jaxcompat.jaxprs import AnyJaxpr, parts
 
 try:
     from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer

@@ -7,12 +7,10 @@ from typing import TypeAlias
 
 from jax._src import source_info_util
 from jax._src.lax import parallel
-from jax._src.source_info_util import SourceInfo
 from jax.extend.core import JaxprEqn
 
 __all__ = [
     "CallSite",
-    "SourceInfo",
     "call_site",
     "caller_line",
     "failed_collective",

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
 from jaxmpi._backends.groups import Groups, groups_along
-from jaxmpi._jaxcompat import AnyJaxpr, Atom
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import in_shard, leaf_name, shard_axis
 from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
-from jaxmpi._jaxcompat import AnyJaxpr, Atom
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import number_of
 from jaxmpi._lowering.classify import LOOPS, subjaxprs
 from jaxmpi._lowering.combine import Group, Level

@@ -9,10 +9,11 @@ whose results are equal on all ranks whatever they reduce.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._jaxcompat import AnyJaxpr, Atom, SourceInfo
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import communicates, kind, subjaxprs
 from jaxmpi._lowering.combine import folded
 from jaxmpi._lowering.rank_classes import EQUALIZING
@@ -25,10 +26,10 @@ class Line(NamedTuple):
     """An equation as text, and JAX's record of where it comes from."""
 
     text: str
-    source_info: SourceInfo | None = None
+    source_info: object = None
 
     def __str__(self) -> str:
-        return " at ".join(filter(None, (self.text, self.source_info and _jaxcompat.source_line(self))))
+        return " at ".join(filter(None, (self.text, _jaxcompat.source_line(self) if self.source_info else "")))
 
 
 Slice = tuple[list[bool], list[Line]]  # which inputs some values depend on, and the equations between them

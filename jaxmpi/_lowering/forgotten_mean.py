@@ -9,12 +9,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import DIFFERS, EQUAL
-from jaxmpi._jaxcompat import AnyJaxpr, Atom
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import is_own, leaf_name
 from jaxmpi._lowering.classify import CALLS, callee, kind
 from jaxmpi._lowering.replication import varying

@@ -7,6 +7,7 @@ same while it is in the cache.
 """
 
 from collections import Counter
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +22,10 @@ __all__ = ["fold"]
 
 SUMS = ("psum", "reduce_scatter")
 SHORT = (jnp.bfloat16, jnp.float16)
+J = TypeVar("J", bound=AnyJaxpr)
 
 
-def fold(jaxpr: AnyJaxpr, size: int, *, fuses_mean: bool) -> AnyJaxpr:
+def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
     """A program with the same results, in which a sum's parameter "op" says that the division by `size` is part of it.
 
     Args:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import numpy as np
+from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import PARAMETERS
-from jaxmpi._jaxcompat import AnyJaxpr, Atom
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import subjaxprs
 
 __all__ = ["Text", "equations", "is_note", "parameters"]

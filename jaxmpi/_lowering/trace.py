@@ -5,13 +5,13 @@ from typing import TypeAlias
 
 import jax
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import Atom, ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._jaxcompat import AnyJaxpr, Atom
+from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.classify import callee, kind, map_subjaxprs, subjaxprs
