@@ -139,7 +139,8 @@ class Archive:
     def _read(self, leaf: Leaf, count: int, buffer: memoryview | None) -> None:
         if (member := self._members.get(leaf.name)) is None or not 0 <= member.length - count <= HEADER_BYTES:
             raise CheckpointError(
-                f"{self._path}: leaf {leaf.name} is missing, or has another length than the manifest says. Restore an earlier checkpoint."
+                f"{self._path}: leaf {leaf.name} is missing, or has another length than the manifest says. Restore an "
+                "earlier checkpoint."
             )
         scratch = memoryview(bytearray(min(max(count, member.length - count), PIECE_BYTES)))
         header = scratch[: member.length - count]
