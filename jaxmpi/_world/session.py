@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 
 from jaxmpi import _axis
@@ -140,7 +139,7 @@ def check_root(function: str, root: object, size: int | None = None) -> None:
         raise ValueError(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
 
 
-def rank() -> int | jax.Array:
+def rank() -> Any:  # a union would be refused by users' type checkers wherever an int is asked for
     """This rank's number, 0 to size - 1; it may stand in a differentiated function.
 
     A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced program is that of all ranks.
