@@ -179,7 +179,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     """In a forked child of a rank, keep the World, to be read, and refuse to communicate."""
-    if _session is None or _session.backend.place.size == 1:
+    if _session is None or _session.backend.place.size == 1 or _session.backend.simulates:
         return
     if not _session.backend.forked:
         backend: Any = copy.copy(_session.backend)  # another one, so that steps look at it anew
