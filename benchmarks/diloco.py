@@ -32,7 +32,9 @@ def trained(*command):
     example = [HERE.parent / "examples" / "gpt.py", *MODEL, "--steps", args.steps]
     environ = {**os.environ, "PYTHON": sys.executable}
     before, after = command
-    done = subprocess.run([*map(str, (*before, *example, *after))], env=environ, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*map(str, (*before, *example, *after))], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     found = re.findall(r"held out (\S+) nats/byte  bytes: (\S+) per second, .*?, (\d+)% of the time", done.stdout)
     if done.returncode or not found:
         sys.exit(f"diloco: the example failed\n{done.stdout}")
