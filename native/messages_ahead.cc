@@ -27,10 +27,12 @@ void MessagesAhead::count_from(int64_t first) {
   next_ = first;
 }
 
-// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must not wait for any.
+// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must not wait for any. It looks
+// before it takes the mutex, which may have been taken when it was made.
 bool MessagesAhead::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
 
 int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays, int64_t rows, Carry carry) {
+  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   int64_t bytes = 0;
   for (const Array& array : arrays) bytes += aligned(bytes_in(array)) + aligned(rows * bytes_in(array));
   auto message = std::make_shared<Message>(Message{
@@ -46,7 +48,6 @@ int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays,
   message->carry = std::move(carry);
 
   Lock lock(mutex_);
-  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   if (thread_of_ == 0) {
     std::thread([this] { run(); }).detach();
     thread_of_ = getpid();
@@ -90,9 +91,10 @@ void MessagesAhead::run() {
 }
 
 bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
+  if (forked()) return false;
   Lock lock(mutex_);
   const auto found = messages_.find(number);
-  if (found == messages_.end() || forked()) return false;
+  if (found == messages_.end()) return false;
   const auto message = found->second;
   messages_.erase(found);
   ended_.wait(lock, [&] { return message->done; });
@@ -110,8 +112,8 @@ bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
 }
 
 void MessagesAhead::drain(size_t transport) {
+  if (forked()) return;
   Lock lock(mutex_);
-  if (queue_.empty() || forked()) return;
   ended_.wait(lock, [&] {
     for (const auto& message : queue_) {
       if (message->transport == transport) return false;
@@ -121,8 +123,9 @@ void MessagesAhead::drain(size_t transport) {
 }
 
 void MessagesAhead::forget() {
+  if (forked()) return;
   Lock lock(mutex_);
-  if (!forked()) forget(lock);
+  forget(lock);
 }
 
 void MessagesAhead::forget(Lock& lock) {

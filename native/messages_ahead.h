@@ -1,6 +1,7 @@
 // Messages that a program starts in one call and takes in a later one, or never.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -60,7 +61,7 @@ class MessagesAhead {
   std::deque<std::shared_ptr<Message>> queue_;            // that are not done; the thread is at the first
   bool carrying_ = false;
   int64_t next_ = 1;
-  int thread_of_ = 0;  // the process that has the thread; 0: none yet
+  std::atomic<int> thread_of_ = 0;  // the process that has the thread; 0: none yet
 };
 
 }  // namespace jaxmpi

@@ -241,6 +241,7 @@ import os
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxmpi
 from jaxmpi import codecs
+from jaxmpi._native import messages
 
 w = jaxmpi.init(axes={"island": -1, "member": 2} if int(os.environ["JAXMPI_TEST_PAIRS"]) else None)
 axis = "island" if "island" in w.axes else jaxmpi.AXIS
@@ -284,13 +285,15 @@ def numbers_of(state):
 
 for codec in (None, codecs.bf16(), codecs.int8(), codecs.topk(0.3)):
     (at_once, a), (ahead, b) = (made(codec, mode, optax.adam(1e-2)) for mode in "01")
-    seen = set()
+    seen, before = set(), jax.block_until_ready((a, b)) and messages()[0]
     for turn in range(18):
         a, b = at_once(*a, x), ahead(*b, x)
         equal(a, b, turn)
         seen |= numbers_of(b)
         assert numbers_of(a) == {(0, 0)}
     assert len(seen) >= 8
+    sent = messages()[0] - before - 36  # without one in each call: the comparison of the programs, or the mean of the gradients
+    assert 16 <= sent <= 18, sent  # two for each time that a fragment has its turn: none is sent again where it is taken
     assert len(set(map(str, jaxmpi.allgather_object(sorted(seen))))) == 1
 
 # a state that is used twice, and one that has outlived its messages
