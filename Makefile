@@ -11,6 +11,7 @@
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
 # make bench-hosts   the benchmarks between hosts, which are made of this one: needs root
+# make gpu     everything on a GPU, ten minutes at a time: whether it is right, and what it costs; CPU=1 tries it without one
 # make docs    the documentation as a site, in build/site
 # make package   a wheel and an sdist, each installed into an empty environment and tried there
 # make wheels  manylinux wheels for x86_64 and aarch64, in dist/wheels; PYTHONS="python3.11 python3.12" names others
@@ -39,7 +40,7 @@ COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts package wheels test-wheels docs lint lock clean
+.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts gpu package wheels test-wheels docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -47,6 +48,7 @@ help:
 
 # the order is that of what fails first
 check: lint train test docs package
+	@$(MAKE) gpu CPU=1
 	@$(MAKE) test-mpi4jax TESTS="tests/collectives/test_collectives.py tests/consistency/test_agreement.py"
 	@$(MAKE) test VENV=.venv-mpich MPI=mpich TESTS="tests/collectives/test_collectives.py tests/backends/test_native.py"
 
@@ -130,6 +132,9 @@ bench-hosts: $(VENV)/.installed
 	@echo "== the benchmarks between hosts: results and plots in $(BENCH)"
 	@failed=0; for command in "hosts.py --out $(BENCH)" "overlap.py --out $(BENCH)" diloco.py; do \
 	  echo "== benchmarks/$$command"; $(BIN)/python benchmarks/$$command || failed=1; done; exit $$failed
+
+gpu: $(VENV)/.installed
+	@$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),build/gpu$(if $(CPU),-cpu)) $(if $(CPU),--cpu --again)
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"

@@ -5,122 +5,193 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kBatchBytes = 4 << 20;  // of the operands, and as much of the results
-constexpr int64_t kAlign = 64;            // bytes
+constexpr int64_t kAlign = 64;             // bytes
+constexpr int64_t kLargePiece = 64 << 10;  // bytes from which on a copy of its own is faster than a block of the kernel
+constexpr int64_t kMostPieces = 4096;      // of a batch, each way
+constexpr int64_t kFewPieces = 2;          // for which the kernel is not worth its launch
+constexpr size_t kAhead = 2;               // batches on their way to the host
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
 
-// Some columns of some arrays, and where they are in pinned memory.
+// Some columns of some arrays in memory of the host. Rows of a part follow each other there; on the GPU they are a whole array
+// apart.
 struct Staging::Batch {
-  struct Piece {
+  struct Part {
     const Array* array;
     int64_t column, columns, in, out;  // in, out: offsets in bytes
   };
-  std::vector<Piece> pieces;
+  std::vector<Part> parts;
+  int64_t rows_in, rows_out;
   int64_t bytes = 0;
+
+  std::vector<Array> staged(char* memory) const {
+    std::vector<Array> arrays;
+    for (const Part& part : parts) arrays.push_back({part.array->type, memory + part.in, memory + part.out, part.columns});
+    return arrays;
+  }
+
+  std::vector<Cuda::Piece> down(char* memory) const {
+    std::vector<Cuda::Piece> pieces;
+    for (const Part& part : parts) {
+      const Array& array = *part.array;
+      const int64_t item = size_of(array.type), bytes = part.columns * item;
+      for (int64_t row = 0; row < rows_in; ++row) {
+        pieces.push_back({memory + part.in + row * bytes, array.in + (row * array.columns + part.column) * item, bytes});
+      }
+    }
+    return pieces;
+  }
+
+  std::vector<Cuda::Piece> up(const char* memory) const {
+    std::vector<Cuda::Piece> pieces;
+    for (const Part& part : parts) {
+      const Array& array = *part.array;
+      const int64_t item = size_of(array.type), bytes = part.columns * item;
+      for (int64_t row = 0; row < rows_out; ++row) {
+        pieces.push_back({array.out + (row * array.columns + part.column) * item, memory + part.out + row * bytes, bytes});
+      }
+    }
+    return pieces;
+  }
 };
 
-void Staging::run(Transport& transport, const Operation& operation, int64_t word, const std::vector<Array>& arrays,
-                  Cuda::Stream stream, const std::function<void()>& begin) {
+std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int ranks, const std::vector<Array>& arrays) const {
   const Kind kind = operation.kind;
-  const int64_t size = transport.size();
-  const int64_t rows_in = kind == Kind::ReduceScatter || kind == Kind::Alltoall ? size : 1;
-  const int64_t rows_out = kind == Kind::Allgather || kind == Kind::Alltoall ? size : 1;
+  const int64_t rows_in = kind == Kind::ReduceScatter || kind == Kind::Alltoall ? ranks : 1;
+  const int64_t rows_out = kind == Kind::Allgather || kind == Kind::Alltoall ? ranks : 1;
   const bool in_place = kind == Kind::Allreduce;
-  std::vector<Batch> batches(1);
+  const auto most_parts = static_cast<size_t>(std::max<int64_t>(1, kMostPieces / std::max(rows_in, rows_out)));
+  std::vector<Batch> batches(1, {{}, rows_in, rows_out});
   for (const Array& array : arrays) {
     const int64_t item = size_of(array.type), column_bytes = item * (in_place ? 1 : rows_in + rows_out);
+    const int64_t line = std::max<int64_t>(1, kAlign / item);  // columns: a cut there leaves both sides aligned
     for (int64_t column = 0; column < array.columns;) {
-      if (batches.back().bytes + column_bytes > kBatchBytes) batches.emplace_back();
+      int64_t room = (batch_bytes_ - batches.back().bytes) / column_bytes;
+      if (room >= line) room = room / line * line;
+      if (!batches.back().parts.empty() && (room < 1 || batches.back().parts.size() == most_parts)) {
+        batches.push_back({{}, rows_in, rows_out});
+        continue;
+      }
       Batch& batch = batches.back();
-      const int64_t room = std::max<int64_t>(1, (kBatchBytes - batch.bytes) / column_bytes);
-      const int64_t columns = std::min(array.columns - column, room);
+      const int64_t columns = std::min(array.columns - column, std::max<int64_t>(1, room));
       const int64_t in = batch.bytes, out = in_place ? in : aligned(in + columns * item * rows_in);
-      batch.pieces.push_back({&array, column, columns, in, out});
+      batch.parts.push_back({&array, column, columns, in, out});
       batch.bytes = aligned(out + columns * item * rows_out);
       column += columns;
     }
   }
+  return batches;
+}
 
-  const Cuda::Current current(cuda_, stream);
-  const Buffers& buffers = buffers_of(current.context());
-  auto memory = [&](size_t k) { return buffers.memory[k % 2]; };
-  // Rows of a piece follow each other in pinned memory; on the GPU they are a whole array apart.
+void Staging::run(const Operation& operation, int ranks, const std::vector<Array>& arrays, Cuda::Stream stream,
+                  const std::function<void()>& begin, const Carry& carry) {
+  const Ready at = ready(stream);
+  const Cuda::Current current(cuda_, at.context);
+  stage(at, operation, ranks, arrays, begin, carry);
+  cuda_.hold(stream, at.event);
+  give_back(at);
+}
+
+void Staging::run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+                         const std::function<void()>& begin, const Carry& carry) {
+  const Cuda::Current current(cuda_, ready.context);
+  stage(ready, operation, ranks, arrays, begin, carry);
+  cuda_.wait(ready.event);
+  give_back(ready);
+}
+
+Staging::Ready Staging::ready(Cuda::Stream stream) {
+  void* const handle = cuda_.context_of(stream);
+  const Cuda::Current current(cuda_, handle);
+  Context& context = context_of(handle);
+  Cuda::Event event = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!context.ready.empty()) {
+      event = context.ready.back();
+      context.ready.pop_back();
+    }
+  }
+  if (!event) event = cuda_.event();
+  cuda_.record(event, stream);
+  return {handle, event};
+}
+
+// Who waits for an event waits for what was recorded when it began to: now it can be recorded again.
+void Staging::give_back(const Ready& ready) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  contexts_[ready.context].ready.push_back(ready.event);
+}
+
+// Between what the event says at first, and what it says at the end: that the results are on the GPU.
+void Staging::stage(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+                    const std::function<void()>& begin, const Carry& carry) {
+  Context& context = context_of(ready.context);
+  const std::vector<Batch> batches = batches_of(operation, ranks, arrays);
+  auto buffer_of = [&](size_t k) -> Buffer& { return context.buffers[k % kBuffers]; };
   auto to_host = [&](size_t k) {
-    for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
-      const int64_t item = size_of(array->type);
-      for (int64_t row = 0; row < rows_in; ++row) {
-        cuda_.copy(memory(k) + in + row * columns * item, array->in + (row * array->columns + column) * item, columns * item,
-                   stream);
-      }
-    }
-    cuda_.record(buffers.copied[k % 2], stream);
+    Buffer& buffer = buffer_of(k);
+    cuda_.wait(buffer.gone);
+    copy(context, buffer.table, batches[k].down(buffer.memory), context.down);
+    cuda_.record(buffer.here, context.down);
   };
-  auto to_gpu = [&](size_t k) {
-    for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
-      const int64_t item = size_of(array->type);
-      for (int64_t row = 0; row < rows_out; ++row) {
-        cuda_.copy(array->out + (row * array->columns + column) * item, memory(k) + out + row * columns * item, columns * item,
-                   stream);
-      }
-    }
-  };
-  // What a stream is given happens in that order: a batch comes into memory that the one before the last has left.
   try {
-    to_host(0);
+    cuda_.hold(context.down, ready.event);
+    for (size_t k = 0; k < std::min(kAhead, batches.size()); ++k) to_host(k);
     for (size_t k = 0; k < batches.size(); ++k) {
-      if (k + 1 < batches.size()) to_host(k + 1);
-      cuda_.wait(buffers.copied[k % 2]);
+      if (k + kAhead < batches.size()) to_host(k + kAhead);
+      Buffer& buffer = buffer_of(k);
+      cuda_.wait(buffer.here);
       if (k == 0) begin();
-      std::vector<Array> staged;
-      for (const auto& [array, column, columns, in, out] : batches[k].pieces) {
-        staged.push_back({array->type, memory(k) + in, memory(k) + out, columns});
-      }
-      transport.run(operation, word, std::move(staged));
-      to_gpu(k);
+      carry(batches[k].staged(buffer.memory));
+      copy(context, buffer.table, batches[k].up(buffer.memory), context.up);
+      cuda_.record(buffer.gone, context.up);
     }
+    cuda_.record(ready.event, context.up);
   } catch (...) {
-    cuda_.finish(stream);
+    for (const Cuda::Stream stream : {context.down, context.up}) {
+      try {
+        cuda_.finish(stream);
+      } catch (const std::exception&) {  // the first error says more
+      }
+    }
+    give_back(ready);
     throw;
   }
-  cuda_.finish(stream);  // the next message may come on another stream
 }
 
-Staging::Beside Staging::beside(Cuda::Stream stream) {
-  const Cuda::Current current(cuda_, stream);
-  Buffers& buffers = buffers_of(current.context());
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!buffers.beside) buffers.beside = cuda_.stream();
-  if (buffers.ready.empty()) buffers.ready.push_back(cuda_.event());
-  const Cuda::Event ready = buffers.ready.back();
-  buffers.ready.pop_back();
-  cuda_.record(ready, stream);
-  return {buffers.beside, ready};
-}
-
-void Staging::run_beside(const Beside& beside, Transport& transport, const Operation& operation, int64_t word,
-                         const std::vector<Array>& arrays, const std::function<void()>& begin) {
-  {
-    const Cuda::Current current(cuda_, beside.stream);
-    cuda_.hold(beside.stream, beside.ready);
-    Buffers& buffers = buffers_of(current.context());
-    const std::lock_guard<std::mutex> lock(mutex_);
-    buffers.ready.push_back(beside.ready);  // once a stream waits for an event, it may be recorded again
+// Small pieces in one launch, if there are several.
+void Staging::copy(const Context& context, Cuda::Piece* table, const std::vector<Cuda::Piece>& pieces,
+                   Cuda::Stream stream) const {
+  auto small = [](const Cuda::Piece& piece) { return piece.bytes < kLargePiece; };
+  const auto smalls = std::count_if(pieces.begin(), pieces.end(), small);
+  const bool together = context.gather && smalls > kFewPieces && smalls <= kMostPieces;
+  if (together) {
+    std::copy_if(pieces.begin(), pieces.end(), table, small);
+    cuda_.gather(context.gather, table, smalls, stream);
   }
-  run(transport, operation, word, arrays, beside.stream, begin);
+  for (const Cuda::Piece& piece : pieces) {
+    if (!together || !small(piece)) cuda_.copy(piece, stream);
+  }
 }
 
-// Those of the context, which is current: made when it is first seen.
-Staging::Buffers& Staging::buffers_of(void* context) {
+// Made when it is first seen.
+Staging::Context& Staging::context_of(void* handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Buffers& buffers = buffers_[context];
-  for (int i = 0; i < 2; ++i) {
-    if (!buffers.memory[i]) buffers.memory[i] = cuda_.pinned(kBatchBytes + 2 * kAlign);
-    if (!buffers.copied[i]) buffers.copied[i] = cuda_.event();
+  Context& context = contexts_[handle];
+  if (!context.down) context.down = cuda_.stream();
+  if (!context.up) context.up = cuda_.stream();
+  for (Buffer& buffer : context.buffers) {
+    if (!buffer.memory) buffer.memory = cuda_.pinned(batch_bytes_ + 2 * kAlign);
+    if (!buffer.table) buffer.table = reinterpret_cast<Cuda::Piece*>(cuda_.pinned(kMostPieces * sizeof(Cuda::Piece)));
+    if (!buffer.here) buffer.here = cuda_.event();
+    if (!buffer.gone) buffer.gone = cuda_.event();
   }
-  return buffers;
+  if (!context.compiled) context.gather = cuda_.gather_kernel();
+  context.compiled = true;
+  return context;
 }
 
 }  // namespace jaxmpi

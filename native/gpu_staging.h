@@ -1,5 +1,5 @@
-// Collectives on arrays of a GPU: through pinned memory of the host, in batches, so that the next batch is copied while this
-// one is reduced. A message may have a stream of its own, beside which the GPU goes on.
+// Collectives on arrays of a GPU: through pinned memory of the host, in batches. While one batch is carried out, the next ones
+// come from the GPU, and those before go back to it, each way on a stream of its own.
 #pragma once
 
 #include <functional>
@@ -8,44 +8,67 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "cuda.h"
-#include "transport.h"
 
 namespace jaxmpi {
 
 class Staging {
  public:
-  explicit Staging(const std::string& libcuda) : cuda_(libcuda) {}
+  // Carries out the collective on some columns of the arrays, in memory of the host.
+  using Carry = std::function<void(std::vector<Array>)>;
 
-  // As Transport::run, for arrays of the GPU of `stream`: after what is on the stream before, and before what comes after.
-  // Calls `begin` once the GPU has done what is before, and this rank is ready to communicate.
-  void run(Transport& transport, const Operation& operation, int64_t word, const std::vector<Array>& arrays,
-           Cuda::Stream stream, const std::function<void()>& begin);
+  // batch_bytes: of the operands and results of a batch.
+  explicit Staging(const std::string& libcuda, int64_t batch_bytes = 4 << 20) : cuda_(libcuda), batch_bytes_(batch_bytes) {}
 
-  // A stream for messages beside `stream`, and an event at which that has done what it was given so far.
-  struct Beside {
-    Cuda::Stream stream;
-    Cuda::Event ready;
+  // On arrays of the GPU of `stream`: after what is on the stream before, and before what it is given afterwards. Calls `begin`
+  // once the GPU has done what is before, and this rank is ready to communicate.
+  void run(const Operation& operation, int ranks, const std::vector<Array>& arrays, Cuda::Stream stream,
+           const std::function<void()>& begin, const Carry& carry);
+
+  // When `stream` has done what it was given so far.
+  struct Ready {
+    void* context;
+    Cuda::Event event;
   };
-  Beside beside(Cuda::Stream stream);
+  Ready ready(Cuda::Stream stream);
 
-  // The same as `run`, on that stream, from the event on; another thread may call it.
-  void run_beside(const Beside& beside, Transport& transport, const Operation& operation, int64_t word,
-                  const std::vector<Array>& arrays, const std::function<void()>& begin);
+  // The same as `run` from then on, beside what the stream is given meanwhile. The results are there when it returns. Another
+  // thread may call it.
+  void run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+                  const std::function<void()>& begin, const Carry& carry);
+
+  // Waits for all that the stream was given.
+  void finish(Cuda::Stream stream) const { cuda_.finish(stream); }
 
  private:
-  struct Batch;
-  struct Buffers {
-    char* memory[2] = {};        // of the batches in turn
-    Cuda::Event copied[2] = {};  // to the host
-    Cuda::Stream beside = nullptr;
-    std::vector<Cuda::Event> ready;  // that no message has
+  // Pinned memory for a batch, and for the table of its small pieces.
+  struct Buffer {
+    char* memory = nullptr;
+    Cuda::Piece* table = nullptr;
+    Cuda::Event here = nullptr, gone = nullptr;  // the batch on the host, and its results on the GPU
   };
-  Buffers& buffers_of(void* context);
+  static constexpr size_t kBuffers = 4;
+  struct Context {
+    Cuda::Stream down = nullptr, up = nullptr;  // from the GPU, and to it
+    Buffer buffers[kBuffers];
+    bool compiled = false;
+    Cuda::Kernel gather = nullptr;
+    std::vector<Cuda::Event> ready;  // that nobody has
+  };
+  struct Batch;
+
+  std::vector<Batch> batches_of(const Operation& operation, int ranks, const std::vector<Array>& arrays) const;
+  Context& context_of(void* handle);  // which is current
+  void give_back(const Ready& ready);
+  void stage(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+             const std::function<void()>& begin, const Carry& carry);
+  void copy(const Context& context, Cuda::Piece* table, const std::vector<Cuda::Piece>& pieces, Cuda::Stream stream) const;
 
   Cuda cuda_;
-  std::mutex mutex_;                  // of the buffers: a message is started by one thread, and carried out by another
-  std::map<void*, Buffers> buffers_;  // of each context: an event is of the one in which it was made
+  const int64_t batch_bytes_;
+  std::mutex mutex_;                   // of the contexts: a message is started by one thread, and carried out by another
+  std::map<void*, Context> contexts_;  // an event, a stream and a kernel are of the context in which they were made
 };
 
 }  // namespace jaxmpi

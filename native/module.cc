@@ -291,12 +291,17 @@ ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32
   });
 }
 
+// A message that is staged, a batch at a time.
+Staging::Carry carrying(Transport& transport, const Operation& operation, int64_t word) {
+  return [&transport, operation, word](std::vector<Array> arrays) { transport.run(operation, word, std::move(arrays)); };
+}
+
 ffi::Error start_on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                         int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
   return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [word, stream] {
-    const Staging::Beside beside = staging->beside(stream);
-    return [word, beside](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
-      staging->run_beside(beside, transport, operation, word, arrays, begin);
+    const Staging::Ready ready = staging->ready(stream);
+    return [word, ready](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
+      staging->run_beside(ready, operation, transport.size(), arrays, begin, carrying(transport, operation, word));
     };
   });
 }
@@ -379,14 +384,15 @@ ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
   return collective(static_cast<Kind>(kind), group, args, rets, word,
                     [=](Transport& transport, std::vector<Array> arrays, auto begin) {
                       const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
-                      staging->run(transport, operation, word, arrays, stream, begin);
+                      staging->run(operation, transport.size(), arrays, stream, begin, carrying(transport, operation, word));
                     });
 }
 
 // A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
 ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
                      Ranks sources, Ranks dests, int64_t word) {
-  return on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word);
+  const ffi::Error error = on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word);
+  return error.success() ? reported([] { staging->finish(nullptr); }) : error;  // what reads the results is on no stream
 }
 
 // The number of this rank, so that the programs of all ranks are the same.

@@ -51,22 +51,6 @@ bool can_reduce() {
 #endif
 }
 
-int64_t size_of(Type type) {
-  switch (type) {
-    case Type::S8:
-    case Type::U8: return 1;
-    case Type::BF16:
-    case Type::F16:
-    case Type::S16:
-    case Type::U16: return 2;
-    case Type::F32:
-    case Type::S32:
-    case Type::U32: return 4;
-    case Type::C128: return 16;
-    default: return 8;
-  }
-}
-
 Type wide(Type type) { return type == Type::BF16 || type == Type::F16 ? Type::F32 : type; }
 
 void combine(Type type, Op op, const void* const* sources, int count, void* total, int64_t n) {

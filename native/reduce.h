@@ -13,7 +13,21 @@ enum class Op : uint8_t { Sum, Max, Min, Prod };
 // Whether this processor has what the loops are compiled for.
 bool can_reduce();
 
-int64_t size_of(Type type);
+inline int64_t size_of(Type type) {
+  switch (type) {
+    case Type::S8:
+    case Type::U8: return 1;
+    case Type::BF16:
+    case Type::F16:
+    case Type::S16:
+    case Type::U16: return 2;
+    case Type::F32:
+    case Type::S32:
+    case Type::U32: return 4;
+    case Type::C128: return 16;
+    default: return 8;
+  }
+}
 
 // The type that sums are formed in: F32 for 16-bit floats, the type itself otherwise.
 Type wide(Type type);

@@ -1,0 +1,198 @@
+"""Everything that jaxmpi does on a GPU, in one command: whether it is right, what it costs, and what ends when it fails.
+
+    make gpu                 # on a machine with a GPU
+    make gpu CPU=1           # the same on CPUs, with small arrays, to see that all of it runs
+    python benchmarks/gpu.py --only collectives,staging --out build/gpu
+
+Each part runs in processes of its own and takes some minutes at most; what it found is added to OUT/gpu.json. Started again, it
+goes on with the parts that are not there; --again runs them all. At the end it prints the table, as it is in
+docs/performance.md. Exits with 1 where something was wrong, and with 2 without a GPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "mpi4py", "mpi4jax")
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program of gpu_checks.py: what it shows, and how it is started."""
+
+    title: str
+    arguments: str
+    ranks: int = 1
+    environ: dict[str, str] = field(default_factory=dict)
+    seconds: int = 120  # after which it is ended
+    ends_with: str = ""  # what the job says as it fails, where it is to fail
+    needs: str = ""  # what has to be installed
+
+    def command(self, folder):
+        arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
+        start = [sys.executable] if self.ranks == 1 else [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks)]
+        return [*start, *arguments]
+
+
+XLA = {"JAXMPI_BACKEND": "xla"}
+SOON = {"JAXMPI_STALL_SECONDS": "3", "JAXMPI_STALL_END_SECONDS": "8"}
+PARTS = {
+    "collectives": Part("every collective, 2 ranks on one GPU", "collectives", 2),
+    "collectives-3": Part("every collective, 3 ranks on one GPU", "collectives", 3),
+    "collectives-xla": Part("every collective, XLA's at size 1", "collectives", environ=XLA),
+    "steps-digits": Part("a small step, one rank", "steps digits"),
+    "steps-gpt": Part("a GPT's step, one rank", "steps gpt"),
+    "steps-resnet50": Part("ResNet-50's step in bfloat16, one rank", "steps resnet50", seconds=300),
+    "xla-digits": Part("a small step, XLA's collectives at size 1", "steps digits", environ=XLA),
+    "xla-gpt": Part("a GPT's step, XLA's collectives at size 1", "steps gpt", environ=XLA),
+    "xla-resnet50": Part("ResNet-50's step, XLA's collectives at size 1", "steps resnet50", environ=XLA, seconds=300),
+    "staging": Part("means over 2 ranks on one GPU", "staging", 2),
+    "staging-4": Part("means over 4 ranks on one GPU", "staging", 4),
+    "staging-mpi4jax": Part(
+        "means over 2 ranks on one GPU, on mpi4jax", "staging", 2, {"JAXMPI_TRANSPORT": "mpi4jax"}, needs="mpi4jax"
+    ),
+    "shared-gpt": Part("a GPT's step, 2 ranks on one GPU", "steps gpt", 2),
+    "shared-gpt-no-graphs": Part("the same without command buffers", "steps gpt", 2, {"XLA_FLAGS": NO_GRAPHS}),
+    "no-graphs": Part("a small step without command buffers, one rank", "steps digits", environ={"XLA_FLAGS": NO_GRAPHS}),
+    "overlap": Part("messages beside the GPU's computation, 2 ranks", "overlap", 2),
+    "checkpoint": Part("a checkpoint of 2 ranks", "checkpoint {out}", 2),
+    "killed": Part("a rank is killed", "killed", 2, seconds=60, ends_with="signal 9"),
+    "stalled": Part("a rank stops", "stalled", 2, SOON, seconds=90, ends_with="rank 1"),
+    "out-of-memory": Part("a rank has too little memory", "out_of_memory", 2, seconds=90, ends_with="RESOURCE_EXHAUSTED"),
+    "profile": Part("where the time of a mean goes", "profile {out}", 2),
+}
+
+
+def carry_out(part, environ):
+    """Run a part; returns what it found."""
+    if part.needs and not shutil.which(part.needs) and not _installed(part.needs):
+        return {"title": part.title, "status": f"not run: {part.needs} is not installed", "results": []}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = " ".join(filter(None, (environ.get("XLA_FLAGS"), part.environ.get("XLA_FLAGS"))))
+        own = environ | part.environ | ({"XLA_FLAGS": flags} if flags else {})
+        try:
+            done = subprocess.run(
+                part.command(folder), capture_output=True, text=True, timeout=part.seconds, env=own, errors="replace"
+            )
+            code, output = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired as error:
+            code, output = None, "".join(_text(stream) for stream in (error.stdout, error.stderr))
+    seconds = round(time.monotonic() - start, 1)
+    results = [json.loads(line.split("RESULT ", 1)[1]) for line in output.splitlines() if "RESULT {" in line]
+    if code is None:
+        status = f"wrong: it had not ended after {part.seconds} s"
+    elif part.ends_with:
+        ended = code != 0 and part.ends_with in output
+        status = f"ends in {seconds:g} s, and says why" if ended else f"wrong: exit code {code}, and not a word of its end"
+    elif code != 0:
+        status = f"wrong: exit code {code}"
+    else:
+        wrong = [result["what"] for result in results if not result["right"]]
+        status = f"wrong: {', '.join(wrong)}" if wrong else "right" if results else "wrong: no results"
+    said = output[-4000:] if status.startswith("wrong") else ""
+    return {"title": part.title, "status": status, "seconds": seconds, "results": results, "said": said}
+
+
+def _installed(name):
+    return subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode == 0
+
+
+def _text(stream):
+    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
+
+
+def table(found):
+    """All results, in Markdown."""
+    lines = [f"{found['card']}; {found['software']}; {found['date']}.", "", "| what | value | |", "|---|---|---|"]
+    for part in found["parts"].values():
+        lines.append(f"| **{part['title']}** | {part['status']} | {part.get('seconds', 0):g} s |")
+        for result in part["results"]:
+            value = f"{result['value']} {result['unit']}".strip()
+            lines.append(f"| {result['what']} | {value} | {result['note']} |")
+    return "\n".join(lines)
+
+
+def card(environ):
+    """The GPU that JAX has, or the CPU."""
+    code = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep=', ')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    said = done.stdout.strip().splitlines()
+    if not said:
+        sys.exit(f"gpu.py: JAX does not start here: {done.stderr.strip().splitlines()[-1]}")
+    driver = (
+        shutil.which("nvidia-smi")
+        and subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        ).stdout.strip()
+    )
+    return said[-1] + (f", driver {driver}" if driver and not said[-1].startswith("cpu") else "")
+
+
+def software():
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except ImportError:
+            continue
+    return f"Python {platform.python_version()}, {', '.join(versions)}, {os.cpu_count()} cores"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="the folder of gpu.json and gpu.md")
+    parser.add_argument("--only", help="parts, with commas between: " + ", ".join(PARTS))
+    parser.add_argument("--again", action="store_true", help="run what is there, too")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no part after so long")
+    parser.add_argument("--cpu", action="store_true", help="on CPUs, with small arrays")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"no part is called {unknown[0]}; there are {', '.join(PARTS)}")
+
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if options.cpu:
+        environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles twice as fast
+    device = card(environ)
+    if device.startswith("cpu") and not options.cpu:
+        print("gpu.py: JAX finds no GPU here. Install jax[cuda13] where there is one, or try --cpu.", file=sys.stderr)
+        sys.exit(2)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "gpu.json"
+    found = json.loads(path.read_text()) if path.exists() and not options.again else {"parts": {}}
+    if found.get("card", device) != device:
+        parser.error(f"{path} is of another device, {found['card']}: give another --out, or --again")
+    found |= {"card": device, "software": software(), "date": time.strftime("%Y-%m-%d")}
+    until = time.monotonic() + options.seconds
+    for name in names:
+        if name in found["parts"] or time.monotonic() > until:
+            continue
+        part = found["parts"][name] = carry_out(PARTS[name], environ)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{part.get('seconds', 0):6.1f} s  {name}: {part['status']}", flush=True)
+        for result in part["results"]:
+            print(f"          {result['what']}: {result['value']} {result['unit']} {result['note']}", flush=True)
+        if part.get("said"):
+            print(part["said"], flush=True)
+    left = [name for name in names if name not in found["parts"]]
+    (options.out / "gpu.md").write_text(table(found) + "\n")
+    print(f"\n{device}: {len(found['parts'])} parts in {path}" + (f"; not run yet: {', '.join(left)}" if left else ""))
+    sys.exit(int(any(found["parts"][name]["status"].startswith("wrong") for name in names if name in found["parts"])))
+
+
+if __name__ == "__main__":
+    main()

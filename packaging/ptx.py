@@ -1,0 +1,55 @@
+"""Write native/gather_ptx.h: what nvcc makes of native/gather.cu, for the driver to compile at run time.
+
+    python packaging/ptx.py            # needs nvcc; --check only compares
+
+The kernel uses nothing new, so the text is labelled for drivers and GPUs that are older than what nvcc itself would ask for.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+NATIVE = Path(__file__).parents[1] / "native"
+VERSION, TARGET = "8.0", "sm_70"  # CUDA 12.0; Volta
+
+HEADER = """// What nvcc makes of gather.cu, by packaging/ptx.py.
+#pragma once
+
+namespace jaxmpi {{
+
+constexpr char kGatherPtx[] = R"ptx({ptx})ptx";
+
+}}  // namespace jaxmpi
+"""
+
+
+def header() -> str:
+    """The text of native/gather_ptx.h."""
+    command = [
+        "nvcc",
+        "--ptx",
+        "-arch=compute_75",
+        "-std=c++17",
+        "-Werror",
+        "all-warnings",
+        "-o",
+        "-",
+        str(NATIVE / "gather.cu"),
+    ]
+    ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = [line.rstrip() for line in ptx.splitlines() if line.strip() and not line.lstrip().startswith("//")]
+    text = "\n".join(lines)
+    text = re.sub(r"^\.version .*$", f".version {VERSION}", text, flags=re.MULTILINE)
+    text = re.sub(r"^\.target .*$", f".target {TARGET}", text, flags=re.MULTILINE)
+    return HEADER.format(ptx="\n" + text + "\n")
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--check", action="store_true", help="end with 1 where the file is not what nvcc makes")
+options = parser.parse_args()
+path, made = NATIVE / "gather_ptx.h", header()
+if options.check:
+    sys.exit(int(path.read_text() != made))
+path.write_text(made)
