@@ -38,6 +38,7 @@ class Part:
     seconds: int = 120  # after which it is ended
     ends_with: str = ""  # what the job says as it fails, where it is to fail
     needs: str = ""  # what has to be installed
+    mps: bool = False  # under NVIDIA's Multi-Process Service, where it is installed
 
     def command(self, folder):
         arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
@@ -45,6 +46,7 @@ class Part:
         return [*start, *arguments]
 
 
+MPS = "nvidia-cuda-mps-control"
 XLA = {"JAXMPI_BACKEND": "xla"}
 SOON = {"JAXMPI_STALL_SECONDS": "3", "JAXMPI_STALL_END_SECONDS": "8"}
 PARTS = {
@@ -59,6 +61,9 @@ PARTS = {
     "xla-resnet50": Part("ResNet-50's step, XLA's collectives at size 1", "steps resnet50", environ=XLA, seconds=300),
     "staging": Part("means over 2 ranks on one GPU", "staging", 2),
     "staging-4": Part("means over 4 ranks on one GPU", "staging", 4),
+    "staging-mps": Part("the same 2 ranks under CUDA MPS", "staging", 2, needs=MPS, mps=True),
+    "staging-one-thread": Part("the same 2 ranks, one thread each", "staging", 2, {"JAXMPI_TUNE": "threads=1"}),
+    "shared-gpt-mps": Part("a GPT's step, 2 ranks on one GPU under CUDA MPS", "steps gpt", 2, needs=MPS, mps=True),
     "staging-mpi4jax": Part(
         "means over 2 ranks on one GPU, on mpi4jax", "staging", 2, {"JAXMPI_TRANSPORT": "mpi4jax"}, needs="mpi4jax"
     ),
@@ -82,6 +87,9 @@ def carry_out(part, environ):
     with tempfile.TemporaryDirectory() as folder:
         flags = " ".join(filter(None, (environ.get("XLA_FLAGS"), part.environ.get("XLA_FLAGS"))))
         own = environ | part.environ | ({"XLA_FLAGS": flags} if flags else {})
+        if part.mps:
+            own |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+            subprocess.run([MPS, "-d"], env=own, check=True)
         try:
             done = subprocess.run(
                 part.command(folder), capture_output=True, text=True, timeout=part.seconds, env=own, errors="replace"
@@ -89,6 +97,9 @@ def carry_out(part, environ):
             code, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as error:
             code, output = None, "".join(_text(stream) for stream in (error.stdout, error.stderr))
+        finally:
+            if part.mps:
+                subprocess.run([MPS], env=own, input="quit\n", text=True, capture_output=True)
     seconds = round(time.monotonic() - start, 1)
     results = [json.loads(line.split("RESULT ", 1)[1]) for line in output.splitlines() if "RESULT {" in line]
     if code is None:

@@ -199,7 +199,7 @@ std::vector<int64_t> BetweenNodes::starts(int64_t n) const {
 void BetweenNodes::partial(int64_t k, Range part, int64_t row, char* to) {
   const int64_t item = chunks_[k].stream->item;
   each(chunks_[k], part, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
-    const char* own = a.in + (row * a.columns + column) * item;
+    const char* own = a.in + (row * a.pitch() + column) * item;
     char* out = to + (from - part.begin) * item;
     if (local_ == 1 && before_ == 1) return copy_bytes(out, own, n * item);
     reduce(a.type, operation_.op, sources(k, row, from, own), local_, before_, out, nullptr, n);
@@ -421,7 +421,7 @@ void BetweenNodes::take_from(int64_t k, int owner) {
   each(chunk, share(chunk, owner), [&](const Array& a, int64_t column, int64_t n, int64_t from) {
     if (operation_.kind == Kind::Allgather) {
       for (int64_t row = 0; row < at_.size; ++row) {
-        copy_bytes(a.out + (row * a.columns + column) * item, at(k, owner, 1 + row, from), n * item);
+        copy_bytes(a.out + (row * a.pitch() + column) * item, at(k, owner, 1 + row, from), n * item);
       }
     } else {
       const int64_t row = operation_.kind == Kind::ReduceScatter ? me_ : 0;

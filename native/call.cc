@@ -74,7 +74,7 @@ void Call::lay_out(int64_t k, decltype(copy_bytes)* write) const {
   auto lay = [&](Range part) {
     for (int64_t row = 0; row < rows_in(); ++row) {
       each(chunk, part, [&](const Array& a, int64_t column, int64_t n, int64_t to) {
-        write(at(k, me_, row, to), a.in + (row * a.columns + column) * item, n * item);
+        write(at(k, me_, row, to), a.in + (row * a.pitch() + column) * item, n * item);
       });
     }
   };
@@ -94,7 +94,7 @@ void Call::store(int64_t k, int64_t row, const char* from) const {
   const Chunk& chunk = chunks_[k];
   const int64_t item = chunk.stream->item;
   each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t before) {
-    copy_bytes(a.out + (row * a.columns + column) * item, from + before * item, n * item);
+    copy_bytes(a.out + (row * a.pitch() + column) * item, from + before * item, n * item);
   });
 }
 
@@ -102,7 +102,7 @@ void Call::store_own(int64_t k, int64_t row, int64_t from) const {
   const Chunk& chunk = chunks_[k];
   const int64_t item = chunk.stream->item;
   each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t) {
-    copy_bytes(a.out + (row * a.columns + column) * item, a.in + (from * a.columns + column) * item, n * item);
+    copy_bytes(a.out + (row * a.pitch() + column) * item, a.in + (from * a.pitch() + column) * item, n * item);
   });
 }
 

@@ -28,6 +28,9 @@ struct Array {
   const char* in;
   char* out;
   int64_t columns;
+  int64_t row = 0;  // columns from one row to the next, where these are a part of it
+
+  int64_t pitch() const { return row ? row : columns; }
 };
 
 struct Place {

@@ -143,9 +143,13 @@ void Staging::stage(const Ready& ready, const Operation& operation, int ranks, c
     for (size_t k = 0; k < batches.size(); ++k) {
       if (k + kAhead < batches.size()) to_host(k + kAhead);
       Buffer& buffer = buffer_of(k);
+      const int64_t start = now();
       cuda_.wait(buffer.here);
+      const int64_t here = now();
       if (k == 0) begin();
       carry(batches[k].staged(buffer.memory));
+      waited_ns_ += here - start;
+      carried_ns_ += now() - here;
       copy(context, buffer.table, batches[k].up(buffer.memory), context.up);
       cuda_.record(buffer.gone, context.up);
     }

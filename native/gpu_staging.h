@@ -2,6 +2,7 @@
 // come from the GPU, and those before go back to it, each way on a stream of its own.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -38,6 +39,10 @@ class Staging {
   void run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
                   const std::function<void()>& begin, const Carry& carry);
 
+  // Nanoseconds since the beginning: of waiting for the GPU and for copies from it, and of carrying out.
+  int64_t waited_ns() const { return waited_ns_; }
+  int64_t carried_ns() const { return carried_ns_; }
+
   // Waits for all that the stream was given.
   void finish(Cuda::Stream stream) const { cuda_.finish(stream); }
 
@@ -67,6 +72,7 @@ class Staging {
 
   Cuda cuda_;
   const int64_t batch_bytes_;
+  std::atomic<int64_t> waited_ns_ = 0, carried_ns_ = 0;
   std::mutex mutex_;                   // of the contexts: a message is started by one thread, and carried out by another
   std::map<void*, Context> contexts_;  // an event, a stream and a kernel are of the context in which they were made
 };

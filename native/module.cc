@@ -450,10 +450,13 @@ nb::capsule handler(const std::string& name) {
 
 // Returns the number of the transport; that of all ranks is the first.
 size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, std::vector<int> local_names,
-            int64_t slot_bytes, int slots, bool crowded, intptr_t memory, int file) {
+            int64_t slot_bytes, int slots, int threads, bool crowded, intptr_t memory, int file) {
   const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded, std::move(local_names)};
-  auto shared = std::make_unique<Node>(layout, reinterpret_cast<char*>(memory), file);
-  transports.push_back(std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(shared)));
+  std::vector<std::unique_ptr<Node>> nodes;
+  for (int i = 0; i < threads; ++i) {
+    nodes.push_back(std::make_unique<Node>(layout, reinterpret_cast<char*>(memory) + i * layout.bytes(), file));
+  }
+  transports.push_back(std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
   return transports.size() - 1;
 }
 
@@ -526,7 +529,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 7;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 8;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;
@@ -534,11 +537,14 @@ NB_MODULE(_native, m) {
   m.def("handler", &handler);
   m.def("set_rank", [](int32_t rank) { rank_of_process = rank; });
   m.def("use_cuda", [](const std::string& library) { staging = std::make_unique<Staging>(library); });
+  m.def("staged_ns", [] {
+    return staging ? std::make_pair(staging->waited_ns(), staging->carried_ns()) : std::make_pair(int64_t{0}, int64_t{0});
+  });
   m.def("layout_bytes",
         [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false, {}}.bytes(); });
   m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
         nb::arg("local_rank"), nb::arg("local_names") = std::vector<int>(), nb::arg("slot_bytes"), nb::arg("slots"),
-        nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
+        nb::arg("threads") = 1, nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
   m.def("connect", &connect, nb::kw_only(), nb::arg("group"), nb::arg("library"), nb::arg("comm"), nb::arg("byte"),
         nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,

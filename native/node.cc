@@ -50,6 +50,8 @@ Node::Node(const Layout& layout, char* memory, int file) : layout_(layout), memo
 
 Node::Post& Node::post(int rank) const { return *reinterpret_cast<Post*>(memory_ + rank * sizeof(Post)); }
 
+void Node::fail() { post(layout_.rank).broken = 1; }
+
 char* Node::slot(int rank, int64_t chunk) const {
   const int64_t index = (chunks_ + chunk) % layout_.slots;
   return memory_ + layout_.size * sizeof(Post) + (rank * layout_.slots + index) * layout_.slot_bytes;
@@ -127,7 +129,7 @@ Extremes Node::exchange(const Message& message) {
   try {
     return pass(message);
   } catch (...) {
-    mine.broken = 1;
+    fail();
     throw;
   }
 }
@@ -140,6 +142,7 @@ Extremes Node::pass(const Message& message) {
   mine.laid_out.store(chunks_ + 1, std::memory_order_release);
   const Extremes extremes = agree(message);
   const bool agreed = extremes.smallest == extremes.largest;
+  if (agreed && message.agreed) message.agreed();
   if (agreed && message.chunks && !message.at_once) {
     message.advance ? pass_between(message) : pass_within(message);
   } else {

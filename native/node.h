@@ -69,11 +69,15 @@ class Node {
     // Of several nodes: moves on what `reduce` has begun, and returns whether something has moved; whether a chunk is done.
     std::function<bool()> advance = {};
     std::function<bool(int64_t)> is_reduced = {};
-    bool at_once = false;  // whether `everywhere` also reduces the only chunk
+    std::function<void()> agreed = {};  // called once the words of all ranks are equal
+    bool at_once = false;               // whether `everywhere` also reduces the only chunk
   };
 
   // Returns the extremes of the ranks' words. If it throws, this rank can send nothing more.
   Extremes exchange(const Message& message);
+
+  // This rank can send nothing more.
+  void fail();
 
   // The number of a chunk of this message, counted from the beginning.
   int64_t sequence(int64_t chunk) const { return static_cast<int64_t>(chunks_) + chunk; }

@@ -43,7 +43,7 @@ class Patience {
     return true;
   }
 
- private:
+  // Between two looks of a thread that spins.
   static void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -52,6 +52,7 @@ class Patience {
 #endif
   }
 
+ private:
   static constexpr int64_t kSpins = 64;  // between two looks at the clock
   static constexpr auto kSpinning = std::chrono::microseconds(200), kYielding = std::chrono::microseconds(1000);
   static constexpr auto kLongestSleep = std::chrono::microseconds(1000), kLooking = std::chrono::microseconds(200'000);

@@ -5,30 +5,99 @@
 #include "within.h"
 
 namespace jaxmpi {
+namespace {
 
-Transport::Transport(const Place& place, std::unique_ptr<Node> node) : place_(place), node_(std::move(node)) {}
+constexpr int64_t kLine = 64;               // bytes: parts begin on cache lines
+constexpr int64_t kStripedBytes = 1 << 20;  // from which on threads are worth their while
+
+int64_t bytes_of(const std::vector<Array>& arrays) {
+  int64_t bytes = 0;
+  for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
+  return bytes;
+}
+
+// One of `count` parts of about as many bytes, which together have all columns.
+std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64_t count) {
+  auto lines_of = [](const Array& array) { return (array.columns * size_of(array.type) + kLine - 1) / kLine; };
+  int64_t lines = 0;
+  for (const Array& array : arrays) lines += lines_of(array);
+  const int64_t begin = lines * part / count, end = lines * (part + 1) / count;
+  std::vector<Array> parts;
+  int64_t before = 0;  // lines of the arrays so far
+  for (const Array& array : arrays) {
+    const int64_t item = size_of(array.type), here = lines_of(array);
+    const int64_t first = std::clamp<int64_t>(begin - before, 0, here) * (kLine / item);
+    const int64_t last = std::min(array.columns, std::clamp<int64_t>(end - before, 0, here) * (kLine / item));
+    if (first < last) {
+      parts.push_back({array.type, array.in + first * item, array.out + first * item, last - first, array.pitch()});
+    }
+    before += here;
+  }
+  return parts;
+}
+
+}  // namespace
+
+Transport::Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes) : place_(place) {
+  for (auto& node : nodes) stripes_.push_back({std::move(node), {}});
+}
 
 void Transport::connect(std::unique_ptr<Network> network, const Tuning& tuning) {
-  lanes_ = std::make_unique<Lanes>(std::move(network), tuning, node_->layout().slots);
+  lanes_ = std::make_unique<Lanes>(std::move(network), tuning, stripes_.front().node->layout().slots);
 }
 
 Extremes Transport::meet(int64_t word) {
   const Operation nothing = {Kind::Allreduce, Op::Sum, 1, -1, -1};
-  if (lanes_) return node_->exchange(BetweenNodes(place_, *node_, *lanes_, nothing, {}).message(word));
-  return node_->exchange({0, word, {}, {}, {}});
+  Node& node = *stripes_.front().node;
+  if (lanes_) return node.exchange(BetweenNodes(place_, node, *lanes_, nothing, {}).message(word));
+  return node.exchange({0, word, {}, {}, {}});
 }
 
 void Transport::run(const Operation& operation, int64_t word, std::vector<Array> arrays) {
   Extremes words;
   if (lanes_) {
-    BetweenNodes call(place_, *node_, *lanes_, operation, std::move(arrays));
-    words = node_->exchange(call.message(word));
+    Node& node = *stripes_.front().node;
+    BetweenNodes call(place_, node, *lanes_, operation, std::move(arrays));
+    words = node.exchange(call.message(word));
   } else {
-    WithinNode call(place_, *node_, stores_, operation, std::move(arrays));
-    words = node_->exchange(call.message(word));
-    if (words.smallest == words.largest) call.end();
+    words = within(operation, word, std::move(arrays));
   }
   if (words.smallest != words.largest) throw Disagreement("the ranks do not do the same");
+}
+
+// The other stripes begin once the ranks have agreed in the first.
+Extremes Transport::within(const Operation& operation, int64_t word, std::vector<Array> arrays) {
+  const auto count = static_cast<int64_t>(stripes_.size());
+  if (count == 1 || bytes_of(arrays) < kStripedBytes) return carry(stripes_.front(), operation, word, std::move(arrays));
+  std::exception_ptr failure;
+  Extremes words = {};
+  auto begin = [&] {
+    crew_.start(static_cast<int>(count) - 1,
+                [&](int k) { carry(stripes_[static_cast<size_t>(k)], operation, word, part_of(arrays, k, count)); });
+  };
+  try {
+    words = carry(stripes_.front(), operation, word, part_of(arrays, 0, count), begin);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    crew_.wait();
+  } catch (...) {
+    stripes_.front().node->fail();
+    if (!failure) failure = std::current_exception();
+  }
+  if (failure) std::rethrow_exception(failure);
+  return words;
+}
+
+Extremes Transport::carry(Stripe& stripe, const Operation& operation, int64_t word, std::vector<Array> arrays,
+                          std::function<void()> agreed) {
+  WithinNode call(place_, *stripe.node, stripe.stores, operation, std::move(arrays));
+  Node::Message message = call.message(word);
+  message.agreed = std::move(agreed);
+  const Extremes words = stripe.node->exchange(message);
+  if (words.smallest == words.largest) call.end();
+  return words;
 }
 
 }  // namespace jaxmpi

@@ -8,6 +8,7 @@
 
 #include "between.h"
 #include "call.h"
+#include "crew.h"
 #include "node.h"
 #include "store_policy.h"
 
@@ -20,7 +21,8 @@ struct Disagreement : std::runtime_error {
 
 class Transport {
  public:
-  Transport(const Place& place, std::unique_ptr<Node> node);
+  // nodes: the same ranks of this node, several times: each carries a part of a large message, by a thread of its own.
+  Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes);
 
   // To the other nodes, if there are several.
   void connect(std::unique_ptr<Network> network, const Tuning& tuning);
@@ -32,7 +34,7 @@ class Transport {
   int rank() const { return place_.rank; }
 
   // When all ranks had entered the last message.
-  int64_t met() const { return node_->met(); }
+  int64_t met() const { return stripes_.front().node->met(); }
 
   // Only compare.
   Extremes meet(int64_t word);
@@ -40,10 +42,19 @@ class Transport {
   std::mutex one_at_a_time;  // keeps the messages of two threads apart
 
  private:
+  // A part of the columns of a message, and what carries it.
+  struct Stripe {
+    std::unique_ptr<Node> node;
+    Stores stores;
+  };
+  Extremes within(const Operation& operation, int64_t word, std::vector<Array> arrays);
+  Extremes carry(Stripe& stripe, const Operation& operation, int64_t word, std::vector<Array> arrays,
+                 std::function<void()> agreed = {});
+
   Place place_;
-  std::unique_ptr<Node> node_;
+  std::vector<Stripe> stripes_;   // at least one
   std::unique_ptr<Lanes> lanes_;  // between nodes
-  Stores stores_;
+  Crew crew_;                     // for all stripes but the first
 };
 
 }  // namespace jaxmpi

@@ -69,7 +69,7 @@ void WithinNode::reduce_share(int64_t k) {
     const int64_t row = rows_in() == 1 ? 0 : at_.order[i];
     each(chunk, mine, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
       const int64_t item = chunk.stream->item;
-      const char* own = a.in + (row * a.columns + column) * item;
+      const char* own = a.in + (row * a.pitch() + column) * item;
       char *out = a.out + column * item, *slot = at(k, me_, i, from);
       const bool own_result = rows_in() == 1 || i == me_, others_result = rows_in() == 1 || i != me_;
       reduce_piece(k, row, from, own, own_result ? out : nullptr, others_result ? slot : nullptr, n);

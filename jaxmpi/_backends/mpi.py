@@ -50,6 +50,7 @@ class Mpi(MpiProcessGroup):
         mpi = import_mpi4py(launched)
         self._mpi4jax: Any = find_mpi4jax(launched) if self.needs_mpi4jax else None
         super().__init__(mpi)
+        check_platforms(gathered(launched, jax.default_backend))
         self._programs = mpi.COMM_WORLD.Dup()
         # of this rank's group, for each way to part the ranks
         self._communicators: dict[tuple[tuple[int, ...], ...], Communicator] = {}
@@ -252,6 +253,23 @@ def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
         if why:
             raise MPIError(f"init: rank {rank} cannot join the others. {why}")
     return [theirs for theirs, _ in everyone]
+
+
+def check_platforms(platforms: Sequence[str]) -> None:
+    """Refuse ranks of which some compute on GPUs, and others do not: their programs and what is compiled differ.
+
+    Args:
+      platforms: of each rank, as `jax.default_backend` names it.
+
+    Raises:
+      MPIError: they are not all the same.
+    """
+    other = next((rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None)
+    if other is not None:
+        raise MPIError(
+            f"init: rank 0 computes on {platforms[0]}, and rank {other} on {platforms[other]}. All ranks compute on the same: "
+            "run `jaxmpi doctor` on both hosts to see why a GPU is not used, or set JAX_PLATFORMS=cpu for all ranks."
+        )
 
 
 def take_device(launched: int, devices: Sequence[int] | None) -> None:

@@ -44,6 +44,7 @@ TYPES = (
 )
 SHARED_MEMORY = "/dev/shm"
 SLOTS, SLOT_BYTES = 4, 1 << 18  # within one node
+THREADS = 4  # at most, of a rank
 
 
 def on_host() -> bool:
@@ -220,18 +221,22 @@ class Native(Mpi):
         ranks = [sum(number == each for number, _, _ in places) for each in nodes]
         if not self._members:
             self._nodes = len(ranks)
-            self._crowded = len(set().union(*node.allgather(os.sched_getaffinity(0)))) < place.local_size
+            cores = len(set().union(*node.allgather(os.sched_getaffinity(0)))) / place.local_size
+            self._crowded = cores < 1
             self._tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
         tuning = self._tuning
         several = len(ranks) > 1
         slots, slot_bytes = (tuning.chunks, tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
-        file, memory = _shared_memory(mpi.COMM_WORLD, node, self._native.layout_bytes(node.size, slot_bytes, slots))
+        if not self._members:
+            self._threads = 1 if several else tuning.threads or self._threads_for(cores)
+        size = self._threads * self._native.layout_bytes(node.size, slot_bytes, slots)
+        file, memory = _shared_memory(mpi.COMM_WORLD, node, size)
         self._shared.append((file, memory))
         self._members.append(members)
         names = [local_rank for number, local_rank, _ in places if number == place.node] if members else []
         transport = self._native.open(
             rank=comm.rank, order=[rank for _, _, rank in places], ranks=ranks, node=nodes.index(place.node),
-            local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots,
+            local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots, threads=self._threads,
             crowded=self._crowded, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file,
         )  # fmt: skip
         if several:
@@ -247,6 +252,11 @@ class Native(Mpi):
         node.Barrier()  # nobody looks whether a rank lives before it says that it does
         node.Free()
         return int(transport)
+
+    def _threads_for(self, cores: float) -> int:
+        """How many threads of a rank with so many cores share a large message: the same on all ranks of its node."""
+        room = free_bytes(SHARED_MEMORY, self.place.local_size) // (8 * SLOTS * SLOT_BYTES)  # groups take theirs, too
+        return int(self._mpi.COMM_WORLD.allreduce(max(1, min(THREADS, int(cores / 2), room)), self._mpi.MIN))
 
     def _tune(self, firsts: list[int]) -> Tuning:
         """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""

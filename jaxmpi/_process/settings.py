@@ -48,7 +48,8 @@ def _switch(text: str) -> bool:
     return _one_of("0", "1")(text) == "1"
 
 
-_TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes")  # the fields of `_backends.tuning.Tuning`
+# the fields of `_backends.tuning.Tuning`
+_TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes", "threads")
 _POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
 
 
@@ -92,7 +93,7 @@ SETTINGS: Mapping[str, Setting] = {
         _tuning,
         f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}",
         "",
-        "sizes and algorithms of the native transport between nodes; 0: the defaults. Unset, `init` probes the network",
+        "sizes, algorithms and threads of the native transport; 0: the defaults. Unset, `init` probes the network",
         same=True,
     ),
     "JAXMPI_OVERLAP": Setting(

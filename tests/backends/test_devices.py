@@ -119,3 +119,9 @@ jaxmpi.init(os.environ["ASKED"])
         done = run(2, code, tmp_path, ASKED=backend)
         assert done.returncode == 0 and done.stdout.count("in time") == 2, done.stdout + done.stderr
         assert done.stderr.count("share GPU 0 of") == 1 and "script.py" in done.stderr, done.stderr
+
+
+def test_ranks_on_different_platforms_are_refused():
+    mpi.check_platforms(["gpu", "gpu"])
+    with pytest.raises(jaxmpi.MPIError, match=r"rank 0 computes on gpu, and rank 2 on cpu.*JAX_PLATFORMS"):
+        mpi.check_platforms(["gpu", "gpu", "cpu", "cpu"])

@@ -321,6 +321,66 @@ def test_more_ranks_than_cores(tmp_path):
     assert done.returncode == 0 and done.stdout.count("fine on") == 8, done.stdout + done.stderr
 
 
+# several threads of a rank for one message
+
+THREADS = """
+import hashlib, os, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+import jaxmpi
+w = jaxmpi.init()
+n, me = w.size, w.rank
+rng = np.random.default_rng(me)
+trees = [[1_000_003], [600_001, 3, 0, 64, 999_999], [5_000] * 161, [1, 400_000, 1]]
+digest = hashlib.sha256()
+def note(tree):
+    for x in jax.tree.leaves(tree):
+        digest.update(np.asarray(x).tobytes())
+for dtype in ("float32", "bfloat16", "float64", "int8", "complex64"):
+    for sizes in trees:
+        tree = [jnp.asarray(rng.normal(size=k) * 9, dtype) for k in sizes]
+        note(jaxmpi.tree_allreduce(tree, "sum"))
+        note(jaxmpi.tree_bcast(tree, root=n - 1))
+        gathered = jaxmpi.tree_allgather(tree)
+        assert all(np.array_equal(y[me], x) for x, y in zip(tree, gathered))
+        note(gathered)
+rows = jnp.asarray(rng.normal(size=(n, 300_001)), jnp.float32)
+@jaxmpi.jit
+def step(rows):
+    ring = [(p, (p + 1) % n) for p in range(n)]
+    return (
+        lax.psum_scatter(rows, jaxmpi.AXIS), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0), lax.ppermute(rows, jaxmpi.AXIS, ring),
+        lax.pmean([rows, rows[0]], jaxmpi.AXIS),
+    )
+everyone = jaxmpi.tree_allgather(rows)
+for _ in range(5):
+    mine, swapped, before, mean = step(rows)
+    np.testing.assert_allclose(mine, np.sum(everyone, 0)[me], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(swapped, everyone[:, me])
+    np.testing.assert_array_equal(before, everyone[(me - 1) % n])
+    np.testing.assert_allclose(mean[0], np.mean(everyone, 0), rtol=1e-4, atol=1e-4)
+    note((mine, swapped, before, mean))
+try:
+    jaxmpi.tree_allreduce(np.ones(1_000_000 + (me == 0), np.float32))
+except jaxmpi.RankMismatchError as error:
+    assert "float32[1000000]" in str(error) and "float32[1000001]" in str(error)
+    jaxmpi.print("caught on", me)
+note(jaxmpi.tree_allreduce(np.ones(1_000_000, np.float32)))
+jaxmpi.print("digest", me, digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
+    """Each thread has a part of the columns; a message that the ranks do not agree on is found before they begin."""
+    found = []
+    for threads in (1, 2, 5):
+        done = run(ranks, THREADS, tmp_path, JAXMPI_TUNE=f"threads={threads}", JAX_ENABLE_X64="1")
+        assert done.returncode == 0 and done.stdout.count("caught on") == ranks, done.stdout + done.stderr
+        found.append(sorted(re.findall(r"digest (\d+) (\w+)", done.stdout)))
+    assert len(found[0]) == ranks and found[0] == found[1] == found[2]
+
+
 # ends
 
 KILLED = """
@@ -338,10 +398,11 @@ while True:
 """
 
 
-def test_a_kill_in_the_middle_of_a_large_message_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_kill_in_the_middle_of_a_large_message_leaves_nothing(threads, tmp_path):
     before = set(os.listdir("/dev/shm"))
     start = time.monotonic()
-    done = run(3, KILLED, tmp_path, timeout=60)
+    done = run(3, KILLED, tmp_path, timeout=60, JAXMPI_TUNE=f"threads={threads}")
     assert done.returncode != 0 and "rank 1" in done.stderr, done.stderr
     assert time.monotonic() - start < 30
     assert not segments_left(before)
