@@ -48,6 +48,7 @@ int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays,
   message->carry = std::move(carry);
 
   Lock lock(mutex_);
+  raise(lock);
   if (thread_of_ == 0) {
     std::thread([this] { run(); }).detach();
     thread_of_ = getpid();
@@ -83,6 +84,7 @@ void MessagesAhead::run() {
     message->done = true;
     queue_.pop_front();
     if (failure) {  // those behind it are not begun on any rank, and nobody waits for them
+      failed_ = true;
       for (auto it = messages_.begin(); it != messages_.end();) it = it->second->done ? std::next(it) : messages_.erase(it);
       queue_.clear();
     }
@@ -120,6 +122,24 @@ void MessagesAhead::drain(size_t transport) {
     }
     return true;
   });
+  raise(lock);
+}
+
+void MessagesAhead::raise() {
+  if (forked() || !failed_) return;
+  Lock lock(mutex_);
+  raise(lock);
+}
+
+void MessagesAhead::raise(Lock&) {
+  if (!failed_) return;
+  std::exception_ptr failure;
+  for (auto it = messages_.begin(); it != messages_.end();) {
+    if (!failure) failure = it->second->failure;
+    it = it->second->failure ? messages_.erase(it) : std::next(it);
+  }
+  failed_ = false;
+  if (failure) std::rethrow_exception(failure);
 }
 
 void MessagesAhead::forget() {
@@ -133,6 +153,7 @@ void MessagesAhead::forget(Lock& lock) {
   ended_.wait(lock, [this] { return !carrying_; });
   queue_.clear();
   messages_.clear();
+  failed_ = false;
 }
 
 }  // namespace jaxmpi

@@ -21,6 +21,7 @@
 #include "messages_ahead.h"
 #include "schedule.h"
 #include "transport.h"
+#include "uncompared_calls.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace nb = nanobind;
@@ -35,7 +36,8 @@ std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::uniq
 std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;  // for arrays of a GPU
 CommunicationThread& communication = *new CommunicationThread;  // of messages that are on their way while a program computes
 MessagesAhead& ahead = *new MessagesAhead;                      // and of those from one of its calls to a later one
-PyObject* on_disagreement = nullptr;                            // (word, group) -> str, or null
+UncomparedCalls& uncompared = *new UncomparedCalls;
+PyObject* on_disagreement = nullptr;  // (word, group, calls before it) -> str, or null
 std::atomic<int32_t> rank_of_process = 0;
 
 // The last messages, each at its number modulo kEvents, for those who look. Times are nanoseconds of the steady clock: when
@@ -123,11 +125,11 @@ std::optional<Type> type_of(ffi::DataType type) {
 }
 
 // What Python makes of a disagreement: it asks the other ranks for their sides, in words.
-std::string explain(int64_t word, int32_t group) {
+std::string explain(const Word& word, int32_t group) {
   nb::gil_scoped_acquire gil;
   if (!on_disagreement) return "the ranks do not do the same";
   try {
-    return nb::cast<std::string>(nb::handle(on_disagreement)(word, group));
+    return nb::cast<std::string>(nb::handle(on_disagreement)(word.own, group, word.calls));
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -165,18 +167,21 @@ std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::
 
 // Ranks that are about to do different things, in one message.
 struct Refused : std::runtime_error {
-  Refused(int64_t word, int32_t group) : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
-  const int64_t word;
+  Refused(const Word& word, int32_t group) : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
+  const Word word;
   const int32_t group;
 };
 
+// What a message says to the ranks of a group; to all ranks, it says what this rank has called before, too.
+Word said(int32_t group, int64_t word) { return group == kAll ? uncompared.said(word) : Word{word, word, 0}; }
+
 // run(begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-void carry_out(Transport& transport, int32_t group, int64_t word, int64_t bytes, Run run) {
+void carry_out(Transport& transport, int32_t group, const Word& word, int64_t bytes, Run run) {
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<Entered> entered;
   try {
-    run([&] { entered.emplace(transport, word, bytes); });
+    run([&] { entered.emplace(transport, word.own, bytes); });
   } catch (const Disagreement&) {
     throw Refused(word, group);
   }
@@ -208,14 +213,15 @@ void drain(int32_t group) {
   ahead.drain(group);
 }
 
-// run(transport, arrays, begin), as in `carry_out`
+// run(transport, arrays, what they say, begin), as in `carry_out`
 template <class Run>
-void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t word, Run run) {
+void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t own, Run run) {
   drain(group);
   Transport& transport = current(group);
+  const Word word = said(group, own);
   std::optional<Exposed> exposed;
   carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
-    run(transport, std::move(arrays), [&] {
+    run(transport, std::move(arrays), word.sent, [&] {
       begin();
       exposed.emplace();
     });
@@ -240,16 +246,16 @@ Operation operation_of(const Transport& transport, int32_t kind, int32_t op, int
 ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
                    Ranks sources, Ranks dests, int64_t word) {
   return collective(static_cast<Kind>(kind), group, args, rets, word,
-                    [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+                    [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
                       const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
                       begin();
-                      transport.run(operation, word, std::move(arrays));
+                      transport.run(operation, sent, std::move(arrays));
                     });
 }
 
 // A message that its `wait` ends. The first results are the operands, in place. In an allreduce they are what the wait returns,
 // too; otherwise the others are. `first`: of those that are started before any wait.
-// carry(transport, operation, arrays, begin), as in `carry_out`; `prepare` returns it
+// carry(transport, operation, arrays, what they say, begin), as in `carry_out`; `prepare` returns it
 template <class Prepare>
 ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op, int32_t divisor,
                  Ranks sources, Ranks dests, int64_t word, bool bucket, bool first, Prepare prepare) {
@@ -269,9 +275,9 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
         ahead.drain(group);
       }
       communication.start(
-          [=, &transport, carry = prepare()] {
+          [=, &transport, word = said(group, word), carry = prepare()] {
             carry_out(transport, group, word, bytes_of(arrays),
-                      [&](auto begin) { carry(transport, operation, std::vector<Array>(arrays), begin); });
+                      [&](auto begin) { carry(transport, operation, std::vector<Array>(arrays), word.sent, begin); });
           },
           std::move(memory));
     } catch (...) {
@@ -283,10 +289,10 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
 
 ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                          int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
-  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [word] {
-    return [word](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
+  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [] {
+    return [](Transport& transport, const Operation& operation, std::vector<Array> arrays, int64_t sent, auto begin) {
       begin();
-      transport.run(operation, word, std::move(arrays));
+      transport.run(operation, sent, std::move(arrays));
     };
   });
 }
@@ -298,10 +304,10 @@ Staging::Carry carrying(Transport& transport, const Operation& operation, int64_
 
 ffi::Error start_on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                         int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket, bool first) {
-  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [word, stream] {
+  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [stream] {
     const Staging::Ready ready = staging->ready(stream);
-    return [word, ready](Transport& transport, const Operation& operation, std::vector<Array> arrays, auto begin) {
-      staging->run_beside(ready, operation, transport.size(), arrays, begin, carrying(transport, operation, word));
+    return [ready](Transport& transport, const Operation& operation, std::vector<Array> arrays, int64_t sent, auto begin) {
+      staging->run_beside(ready, operation, transport.size(), arrays, begin, carrying(transport, operation, sent));
     };
   });
 }
@@ -348,10 +354,10 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
       arrays.push_back({*type_of(in->element_type()), static_cast<const char*>(in->untyped_data()), nullptr, columns});
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
-    const int64_t sent = ahead.start(group, arrays, rows, [=, &transport](std::vector<Array> copies) {
+    const int64_t sent = ahead.start(group, arrays, rows, [=, &transport, word = said(group, word)](std::vector<Array> copies) {
       carry_out(transport, group, word, bytes_of(copies), [&](auto begin) {
         begin();
-        transport.run(operation, word, std::move(copies));
+        transport.run(operation, word.sent, std::move(copies));
       });
     });
     number->typed_data()[0] = static_cast<uint32_t>(sent);
@@ -371,20 +377,36 @@ ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_
       const Exposed exposed;
       if (ahead.take(sent, arrays)) return;
     }
-    carry_out_now(group, std::move(arrays), word, [=](Transport& transport, std::vector<Array> arrays, auto begin) {
-      const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+    carry_out_now(group, std::move(arrays), word,
+                  [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
+                    const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+                    begin();
+                    transport.run(operation, sent, std::move(arrays));
+                  });
+  });
+}
+
+// At the start of a program whose first message may not compare it. `later`: whether all of its messages are to all ranks, so
+// that a call that differs meets the next one of them.
+ffi::Error compare(ffi::RemainingArgs, ffi::RemainingRets, int64_t word, bool later) {
+  return reported([&] {
+    current(kAll);
+    ahead.raise();
+    if (later && !uncompared.compare_now(word)) return;
+    carry_out_now(kAll, {}, word, [](Transport& transport, std::vector<Array>, int64_t sent, auto begin) {
       begin();
-      transport.run(operation, word, std::move(arrays));
+      transport.run({Kind::Allreduce, Op::Sum, 1, -1, -1}, sent, {});
     });
+    if (later) uncompared.compared(word);
   });
 }
 
 ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind, int32_t op,
                   int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
   return collective(static_cast<Kind>(kind), group, args, rets, word,
-                    [=](Transport& transport, std::vector<Array> arrays, auto begin) {
+                    [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
                       const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
-                      staging->run(operation, transport.size(), arrays, stream, begin, carrying(transport, operation, word));
+                      staging->run(operation, transport.size(), arrays, stream, begin, carrying(transport, operation, sent));
                     });
 }
 
@@ -430,6 +452,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait, ffi::Ffi::Bind().RemainingArgs
 XLA_FFI_DEFINE_HANDLER_SYMBOL(send_ahead_handler, send_ahead_on_host,
                               operation(ffi::Ffi::Bind().RemainingArgs().Ret<Number>().RemainingRets()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, operands(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(compare_handler, compare,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("word").Attr<bool>("later"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
@@ -442,6 +466,7 @@ nb::capsule handler(const std::string& name) {
   if (name == "wait") return nb::capsule(reinterpret_cast<void*>(wait_handler));
   if (name == "send_ahead") return nb::capsule(reinterpret_cast<void*>(send_ahead_handler));
   if (name == "take") return nb::capsule(reinterpret_cast<void*>(take_handler));
+  if (name == "compare") return nb::capsule(reinterpret_cast<void*>(compare_handler));
   if (name == "gpu") return nb::capsule(reinterpret_cast<void*>(gpu_handler));
   if (name == "rehearsal") return nb::capsule(reinterpret_cast<void*>(rehearsal_handler));
   if (name == "rank") return nb::capsule(reinterpret_cast<void*>(rank_handler));
@@ -471,6 +496,7 @@ void close() {
   nb::gil_scoped_release release;
   communication.forget();
   ahead.forget();
+  uncompared.forget();
   for (auto& transport : transports) const std::lock_guard<std::mutex> until_its_message_has_ended(transport->one_at_a_time);
   transports.clear();
 }
@@ -494,15 +520,21 @@ auto last_events() {
   return out;
 }
 
-std::pair<int64_t, int64_t> meet(int64_t word) {
+// The smallest and the largest word, and how many calls this rank has made before.
+std::tuple<int64_t, int64_t, int64_t> meet(int64_t own) {
   nb::gil_scoped_release release;
-  drain(kAll);
+  try {
+    drain(kAll);
+  } catch (const Refused& refused) {
+    throw std::runtime_error(explain(refused.word, refused.group));
+  }
   const Exposed exposed;
   Transport& transport = current(kAll);
+  const Word word = said(kAll, own);
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
-  const Entered entered(transport, word, 0);
-  const Extremes words = transport.meet(word);
-  return {words.smallest, words.largest};
+  const Entered entered(transport, own, 0);
+  const Extremes words = transport.meet(word.sent);
+  return {words.smallest, words.largest, word.calls};
 }
 
 // The rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin, receive_end, reduces).
@@ -529,7 +561,7 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 
 NB_MODULE(_native, m) {
   m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 8;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.attr("interface") = 9;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   m.attr("compiler") = kCompiler;
@@ -552,6 +584,8 @@ NB_MODULE(_native, m) {
   m.def("count_ahead_from", [](int64_t first) { ahead.count_from(first); });
   m.def("on_disagreement", [](nb::callable f) { Py_XDECREF(std::exchange(on_disagreement, f.release().ptr())); });
   m.def("meet", &meet);
+  m.def("calls_before", [](int64_t calls) { return uncompared.before(calls); });
+  m.def("forget_calls", [] { uncompared.forget_calls(); });
   m.def("messages", &messages);
   m.def("exposed_ns", [] { return exposed.load(); });
   m.def("word", &word);

@@ -17,6 +17,7 @@ import re
 import uuid
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -68,11 +69,11 @@ class Native(Mpi):
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         self._places: dict[int, int] = {}  # which message of its program each is
         host = on_host()
-        for target in ("collective", "start", "wait", "send_ahead", "take"):  # also in a job of GPUs
+        for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):  # also in a job of GPUs
             handler = "host" if target == "collective" else target
             jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="cpu")
         if not host:
-            for target, handler in (("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
+            for target, handler in (("compare", "compare"), ("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
                 jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="CUDA")
         self.network: Network | None = None  # between nodes, if it was measured
         self.description = ""  # of how messages travel between nodes
@@ -97,7 +98,11 @@ class Native(Mpi):
         return not call.groups
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Carry out `call`: one message for all arrays."""
+        """Carry out `call`: one message for all arrays. A "meet", which only compares, may travel with a later one."""
+        if call.kind == "meet":
+            statement = self._statement(call, "nothing yet in another call of it")
+            native_calls.compare(self, statement, later=call.op == "later")
+            return []
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
         return self._send(call, xs, _text(call, xs))
@@ -157,12 +162,35 @@ class Native(Mpi):
         this rank sends, and the ranks of its group if it is not all.
         """
 
-        def handler(fingerprint: int, transport: int) -> str:
-            program, text = self._statements.get(fingerprint, (fingerprint, "a program of an earlier init"))
-            place = self._places.get(fingerprint, 0)
-            return explain(program, f"{text}, message {place} of the program" if place else text, self._members[transport])
+        def handler(fingerprint: int, transport: int, calls: int) -> str:
+            members = self._members[transport]
+            _, call = (False, 0) if members else self._call_that_differs(calls)
+            program, text = self._statements.get(call or fingerprint, (fingerprint, "a program of an earlier init"))
+            place = self._places.get(call or fingerprint, 0)
+            return explain(program, f"{text}, message {place} of the program" if place else text, members)
 
+        self._explain = explain
         self._native.on_disagreement(handler)
+
+    def _call_that_differs(self, calls: int) -> tuple[bool, int]:
+        """Look for a difference in what the ranks have called before messages that differ; all of them forget these calls.
+
+        Args:
+          calls: how many calls that were to be compared this rank had made before its message.
+
+        Returns:
+          Whether the ranks' calls differ, and the word of this rank's call in the first place where they do; 0 where it has
+          sent the message instead.
+        """
+        first, made = self._native.calls_before(calls)
+        everyone = self.gather_details((first, made))
+        self._native.forget_calls()
+        begin = max(first for first, _ in everyone)
+        columns = zip_longest(*(theirs[begin - first :] for first, theirs in everyone), fillvalue=0)
+        number = next((i for i, column in enumerate(columns, begin) if len(set(column)) > 1), None)
+        if number is None:
+            return False, 0
+        return True, made[number - first] if number < calls else 0
 
     def _of(self, ranks: Sequence[int]) -> Communicator:
         groups = next((groups for groups, i in self._transports.items() if ranks and self._members[i] == ranks), None)
@@ -171,8 +199,19 @@ class Native(Mpi):
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
         self._entitle(fingerprint, title, program)
-        with self._enter():
-            return self._native.meet(fingerprint)
+        try:
+            with self._enter():
+                smallest, largest, calls = self._native.meet(fingerprint)
+        except RuntimeError as error:  # of a message that was sent ahead
+            if self.registry.found and str(self.registry.found[0]) in str(error):
+                raise self.registry.found.pop() from None
+            raise
+        if smallest != largest:
+            differ, call = self._call_that_differs(calls)
+            if differ:
+                self._explain(*self._statements.get(call, (program or fingerprint, title)), ())
+                raise self.registry.found.pop()
+        return smallest, largest
 
     def progress(self) -> tuple[int, bool]:
         """How many collectives this rank has entered, messages of programs included, and whether it is inside one."""

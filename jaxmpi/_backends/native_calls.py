@@ -20,10 +20,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Place
 from jaxmpi._backends.sent_ahead import NUMBER
 
-__all__ = ["run", "send_ahead", "start", "take"]
+__all__ = ["compare", "run", "send_ahead", "start", "take"]
 
-# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "meet", which only compares, is an allreduce of nothing; a
-# "mean" is a sum with a divisor.
+# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "mean" is a sum with a divisor.
 KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
 OPS = ("sum", "max", "min", "prod")
 
@@ -41,6 +40,11 @@ class Transport(Protocol):
 
     def transport_of(self, call: Collective) -> int:
         """The number of the transport that carries it."""
+
+
+def compare(backend: Transport, fingerprint: int, *, later: bool) -> None:
+    """Compare the program that begins with this; `later`: but for its first call, with the next message."""
+    compare_p.bind(backend=backend, fingerprint=fingerprint, later=later)
 
 
 def run(xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int) -> list[jax.Array]:
@@ -81,6 +85,10 @@ def _abstract(*xs: ShapedArray, call: Collective, backend: Transport, fingerprin
     return [ShapedArray(call.out_shape(x.shape, backend.place.size), x.dtype) for x in xs], backend.effects
 
 
+def _abstract_compare(*, backend: Transport, fingerprint: int, later: bool) -> Outputs:
+    return [], backend.effects
+
+
 def _abstract_start(
     *xs: ShapedArray, call: Collective, backend: Transport, fingerprint: int, bucket: bool, first: bool
 ) -> Outputs:
@@ -113,7 +121,7 @@ def _attributes(call: Collective, backend: Transport, fingerprint: int) -> dict[
     sources, dests = _peers(call, size)
     return {
         "group": np.int32(backend.transport_of(call)),
-        "kind": np.int32(KINDS.index(call.kind if call.kind != "meet" else "allreduce")),
+        "kind": np.int32(KINDS.index(call.kind)),
         "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
         "divisor": np.int32(size if call.op == "mean" else 1),
         "sources": np.array(sources, np.int32),
@@ -128,6 +136,14 @@ def _lower(
     (effect,) = backend.effects
     in_place = {i: i for i in range(len(ctx.avals_out))} if call.kind == "allreduce" and target != "send_ahead" else {}
     return _jaxcompat.ffi_call_in_order(ctx, f"jaxmpi_{target}", xs, effect, in_place, _attributes(call, backend, fingerprint))
+
+
+def _lower_compare(
+    ctx: mlir.LoweringRuleContext, *, backend: Transport, fingerprint: int, later: bool
+) -> Sequence[mlir.ir.Value]:
+    (effect,) = backend.effects
+    attributes = {"word": np.int64(fingerprint), "later": np.bool_(later)}
+    return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_compare", (), effect, {}, attributes)
 
 
 def _lower_start(
@@ -161,6 +177,7 @@ def _primitive(name: str, abstract: Callable[..., Outputs], lower: Callable[...,
     return primitive
 
 
+compare_p = _primitive("jaxmpi_compare", _abstract_compare, _lower_compare)
 native_p = _primitive("jaxmpi_native", _abstract, partial(_lower, target="collective"))
 send_ahead_p = _primitive("jaxmpi_native_send_ahead", _abstract_send_ahead, partial(_lower, target="send_ahead"))
 take_p = _primitive("jaxmpi_native_take", _abstract_take, partial(_lower, target="take"))

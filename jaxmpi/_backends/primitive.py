@@ -45,9 +45,15 @@ def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax
     return collective_p.bind(*xs, call=call, backend=backend) if xs else []
 
 
-def compare_fingerprint(fingerprint: int, backend: Backend) -> None:
-    """Compare the word of a program with those of the other ranks, in the order of the collectives."""
-    collective_p.bind(call=Collective("meet", fingerprint=fingerprint), backend=backend)
+def compare_fingerprint(fingerprint: int, backend: Backend, *, later: bool) -> None:
+    """Compare the word of a program with those of the other ranks, in the order of the collectives.
+
+    Args:
+      fingerprint: the word.
+      backend: the ranks, which compare inline.
+      later: whether it may travel with the next message, after the program's first call.
+    """
+    collective_p.bind(call=Collective("meet", op="later" if later else "", fingerprint=fingerprint), backend=backend)
 
 
 def _abstract(*xs: ShapedArray, call: Collective, backend: Backend) -> tuple[list[ShapedArray], frozenset[Hashable]]:

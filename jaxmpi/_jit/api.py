@@ -36,10 +36,11 @@ def jit(
     On one rank it is `jax.jit`.
 
     **Collective:** every rank calls the function, with arguments that lead to the same collectives, in one order; each is
-    carried out whether its result is used or not. Before a program runs, the ranks compare theirs. On the xla backend all ranks
+    carried out whether its result is used or not. The ranks compare their programs. On the xla backend all ranks
     run one program: shapes, constants and arrays from outside must be equal, too.
-    **Communication:** what `jaxmpi.explain` lists, and the comparison: with the first message of a program on the native
-    transport, 16 bytes of their own a call on the others.
+    **Communication:** what `jaxmpi.explain` lists, and the comparison. On the native transport it travels with the program's
+    first message; where all messages are in branches, in 16 bytes of its own at the first call, and later with the next
+    message. On the others, and for a program that begins within groups of ranks, it is 16 bytes of its own at every call.
 
     Args:
       fun: the function; a decorator is returned without it.

@@ -64,9 +64,8 @@ def build_program(
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries
     signature = Signature(function.title, entries, found.control, parameters=parameters, arguments=arguments)
-    first = entries[0].call if entries and entries[0].times else None
     stacked = [False] * len(captured) + per_rank
-    program, finish = lower.build(found.jaxpr, backend, stacked, first, signature.fingerprint, hide=hide)
+    program, finish = lower.build(found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide)
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]

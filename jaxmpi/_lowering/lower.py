@@ -32,6 +32,7 @@ from jaxmpi._lowering.classify import has_collective
 from jaxmpi._lowering.refuse import refuse_references
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.rewrite import Target, rewrite
+from jaxmpi._lowering.summary import Entry
 from jaxmpi._lowering.trace import make_jaxpr
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 def build(
-    jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool], first: Collective | None, fingerprint: int, *, hide: bool
+    jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool], entries: Sequence[Entry], fingerprint: int, *, hide: bool
 ) -> tuple[Flat, Finish]:
     """Make a traced program one of `backend`.
 
@@ -56,7 +57,7 @@ def build(
       jaxpr: of `trace.trace`.
       backend: the ranks.
       stacked: for simulated ranks, which of the arguments each rank has its own of.
-      first: what it carries out before anything else, if it surely does.
+      entries: what it sends.
       fingerprint: what the ranks compare, where the transport does; 0 where there is nothing to.
       hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call of a jitted function
         through Python, at tens of microseconds for each array; but inside of another function it is what keeps the order.
@@ -76,10 +77,10 @@ def build(
         return _jaxcompat.as_function(rewrite(jaxpr, Target(1, single.run, single.index))), list
     if backend.global_arrays:
         return _on_mesh(jaxpr, cast("Xla", backend)), list
-    return _on_mpi(jaxpr, backend, first, fingerprint, hide), list
+    return _on_mpi(jaxpr, backend, entries, fingerprint, hide), list
 
 
-def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fingerprint: int, hide: bool) -> Flat:
+def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int, hide: bool) -> Flat:
     places = itertools.count(1)
 
     def known(f: Callable[Concatenate[Collective, P], T]) -> Callable[Concatenate[Collective, P], T]:
@@ -98,8 +99,8 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
         start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
         overlap = overlap._replace(start=known(start), send_ahead=send_ahead and known(send_ahead), take=take and known(take))
     program = rewrite(jaxpr, Target(backend.place.size, known(run), backend.index, overlap=overlap))
-    if backend.compares_inline and fingerprint and not (first and backend.carries(first)):
-        program = _behind_a_comparison(program, backend, fingerprint)
+    if backend.compares_inline and fingerprint and not _compares_itself(entries, backend):
+        program = _behind_a_comparison(program, backend, entries, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)
     # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
     others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
@@ -115,11 +116,21 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, first: Collective | None, fing
     return lambda *xs: program_p.bind(*xs, program=_Program(program))
 
 
-def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, fingerprint: int) -> ClosedJaxpr:
-    """The program behind a comparison of its fingerprint, because its first message does not compare it."""
+def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
+    """Whether a program surely begins with a message that compares it with those of all ranks."""
+    return bool(entries and entries[0].times and backend.carries(entries[0].call))
+
+
+def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int) -> ClosedJaxpr:
+    """The program behind a comparison of its fingerprint.
+
+    After the first call it travels with the next message, if all ranks take part in that. Otherwise a rank could wait for those
+    of its group, and these, which have called something else, for all ranks.
+    """
+    later = all(backend.carries(entry.call) for entry in entries)
 
     def whole(*xs: jax.Array) -> list[ArrayLike]:
-        primitive.compare_fingerprint(fingerprint, backend)
+        primitive.compare_fingerprint(fingerprint, backend, later=later)
         return _jaxcompat.as_function(program)(*xs)
 
     return make_jaxpr(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])

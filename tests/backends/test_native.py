@@ -435,7 +435,7 @@ except RuntimeError as error:
 
 def test_a_rank_that_is_gone_is_noticed_without_a_launcher():
     done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("(5, 6)") == 2, done.stdout + done.stderr
+    assert done.stdout.count("(5, 6, 0)") == 2, done.stdout + done.stderr
     assert "local rank 1 of this node has ended True" in done.stdout, done.stdout + done.stderr
 
 

@@ -1,5 +1,6 @@
 """Collectives over named axes and within groups of ranks, on every way to run, beside what NumPy and `vmap` make of them."""
 
+import itertools
 import re
 from functools import partial
 
@@ -444,9 +445,24 @@ def check_programs_are_compared_by_all():
     assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
 
 
+def check_later_calls_are_compared_by_all():
+    """At every call: or a rank would wait for its group, and another one of that for all ranks."""
+    x = XS[jaxmpi.rank()]
+    over = {axis: jaxmpi.jit(partial(lax.psum, axis_name=axis)) for axis in AXES}
+    branch = jaxmpi.jit(lambda x, k: lax.cond(k > 0, lambda: lax.psum(x, "member"), lambda: x), replicated_argnums=1)
+    calls = [*(partial(f, x) for f in over.values()), partial(branch, x, 0), jaxmpi.barrier]
+    for mine, others in itertools.permutations(calls, 2):
+        for call in calls:
+            call()
+        with pytest.raises((jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError), match=r"do not agree|called"):
+            jax.block_until_ready(others() if jaxmpi.rank() == 3 else mine())
+        assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
+
+
+@pytest.mark.parametrize("check", ["check_programs_are_compared_by_all", "check_later_calls_are_compared_by_all"])
 @pytest.mark.parametrize("row", ["auto", "xla"])
-def test_programs_are_compared_by_all(row):
-    pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, "check_programs_are_compared_by_all", {}, 120.0))
+def test_programs_are_compared_by_all(row, check):
+    pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
 
 
 def test_batch_norm_over_an_axis():
