@@ -23,6 +23,7 @@ from jaxmpi._monitor import monitor
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
 from jaxmpi._world import session
+from jaxmpi.data import Batches
 from jaxmpi.testing import run_ranks
 
 DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
@@ -171,17 +172,31 @@ def same_run(kind, seed):
     return params, jaxmpi.reshard(type(whole).of((state, ()), whole.layout))
 
 
+SAMPLES, BATCH_SIZE = np.arange(240), 60  # which 1 to 5 ranks divide
+EPOCH = {"seed": 7, "epoch": 1}
+
+
 def save_kinds(directory):
     for kind in KINDS:
-        jaxmpi.save(f"{directory}/{kind}", 3, same_run(kind, 0))
+        batches = jaxmpi.batches(SAMPLES, BATCH_SIZE, **EPOCH)
+        next(iter(batches))
+        jaxmpi.save(f"{directory}/{kind}", 3, {"run": same_run(kind, 0), "position": batches.position})
         jaxmpi.latest(f"{directory}/{kind}")
 
 
 def restore_kinds(directory):
+    left = list(Batches(SAMPLES, BATCH_SIZE, rank=0, size=1, start=BATCH_SIZE, remainder="drop", **EPOCH))
     for kind in KINDS:
         like, want = same_run(kind, 1), jaxmpi.local(same_run(kind, 0))
         for folder in sorted(Path(directory).glob("*/*")):
-            assert_same(jaxmpi.local(jaxmpi.restore(folder, like)), want)
+            restored = jaxmpi.restore(folder, {"run": like, "position": 0})
+            assert_same(jaxmpi.local(restored["run"]), want)
+            next_ones = list(jaxmpi.batches(SAMPLES, BATCH_SIZE, start=restored["position"], **EPOCH))
+            assert len(next_ones) == len(left) == 3
+            for batch, whole in zip(next_ones, left, strict=True):
+                parts = np.split(whole, jaxmpi.size())
+                mine = parts if isinstance(batch, jaxmpi.PerRank) else [parts[jaxmpi.rank()]]
+                np.testing.assert_array_equal(np.concatenate(jax.tree.leaves(batch)).reshape(-1), np.concatenate(mine))
 
 
 def run(function, ranks, backend, directory):
