@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -14,7 +15,24 @@ from jaxmpi._jaxcompat import started_without
 
 __all__ = ["choose", "enough", "has_plugin", "pick", "share_memory", "sharing", "unique", "visible"]
 
-_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")  # an entry of CUDA_VISIBLE_DEVICES
+_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")  # an entry of CUDA_VISIBLE_DEVICES and its relatives
+
+
+class _Vendor(NamedTuple):
+    plugins: tuple[str, ...]  # JAX's part for these GPUs
+    platforms: str  # as JAX_PLATFORMS names them
+    variables: tuple[str, ...]  # that hide GPUs from a process; the first one that is set counts
+    option: str  # of JAX
+
+
+_NVIDIA = _Vendor(("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda|gpu", ("CUDA_VISIBLE_DEVICES",), "jax_cuda_visible_devices")
+_AMD = _Vendor(
+    ("jax_rocm60_plugin", "jax_rocm7_plugin"),
+    "rocm|gpu",
+    ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "jax_rocm_visible_devices",
+)
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 PREALLOCATED = 0.75  # of the memory of a GPU: what JAX takes when it starts
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
@@ -33,12 +51,13 @@ def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | N
         return None
     mine = pick(local_rank, len(names))
     index = mine if devices is None else devices[mine]
-    if len(visible()) > 1 and started_without(str(index)):
+    option = _vendor().option
+    if len(visible()) > 1 and started_without(str(index), option):
         raise RuntimeError(
             f"init: JAX has started already, with all GPUs of this node, and this rank is to have GPU {names[mine]} "
             "alone. Call jaxmpi.init() before anything that starts JAX's backend, such as jnp.zeros or jax.devices."
         )
-    jax.config.update("jax_cuda_visible_devices", str(index))
+    jax.config.update(option, str(index))
     return names[mine]
 
 
@@ -56,6 +75,8 @@ def unique(name: str) -> str:
 
     Slurm counts each rank's GPUs from 0 where it hides the others: then their numbers don't tell them apart.
     """
+    if _vendor() is not _NVIDIA:
+        return name
     listed = visible()
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
@@ -85,28 +106,37 @@ def pick(local_rank: int, count: int) -> int:
 
 
 def has_plugin() -> bool:
-    """Whether JAX's part for NVIDIA GPUs is installed."""
-    return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    """Whether JAX's part for NVIDIA's or AMD's GPUs is installed."""
+    return any(map(find_spec, _NVIDIA.plugins + _AMD.plugins))
 
 
-def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev")) -> list[str]:
-    """Names of the GPUs that JAX could use here: CUDA_VISIBLE_DEVICES' entries, or the numbers of the NVIDIA devices.
+def _vendor() -> _Vendor:
+    return _AMD if any(map(find_spec, _AMD.plugins)) and not any(map(find_spec, _NVIDIA.plugins)) else _NVIDIA
+
+
+def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev"), kfd: Path = _KFD) -> list[str]:
+    """Names of the GPUs that JAX could use here: the entries of CUDA_VISIBLE_DEVICES, or of HIP_VISIBLE_DEVICES; or numbers.
 
     Args:
       devices: indices among them; all by default.
-      dev: where the device files are.
+      dev: where the device files of NVIDIA's GPUs are.
+      kfd: where the driver of AMD's GPUs lists them, among the processors.
 
     Raises:
       ValueError: `devices` is empty or names one that is not there.
     """
-    platforms = os.environ.get("JAX_PLATFORMS", "") or "cuda"
-    if not has_plugin() or not re.search("cuda|gpu", platforms):
+    vendor = _vendor()
+    platforms = os.environ.get("JAX_PLATFORMS", "") or "gpu"
+    if not has_plugin() or not re.search(vendor.platforms, platforms):
         return []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:  # CUDA ignores what comes after an entry that names no GPU, such as -1
+    listed = next((os.environ[name] for name in vendor.variables if name in os.environ), None)
+    if listed is not None:  # what comes after an entry that names no GPU, such as -1, is ignored
         names = [*itertools.takewhile(_GPU.fullmatch, (name.strip() for name in listed.split(",")))]
-    else:
+    elif vendor is _NVIDIA:
         names = sorted((p.name.removeprefix("nvidia") for p in dev.glob("nvidia[0-9]*")), key=int)
+    else:  # CPUs have no SIMD units in this list
+        units = [re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE) for path in kfd.glob("*/properties")]
+        names = [str(i) for i in range(sum(bool(found and int(found[1])) for found in units))]
     if devices is None:
         return names
     if not devices or not all(0 <= i < len(names) for i in devices):

@@ -36,9 +36,14 @@ def tracing() -> bool:
     return not at_top_level()
 
 
-def started_without(index: str) -> bool:
-    """Whether JAX has started, and looks no more at what GPU it is to take, with another one or all."""
-    return xla_bridge.backends_are_initialized() and xla_bridge.CUDA_VISIBLE_DEVICES.value != index
+def started_without(index: str, option: str) -> bool:
+    """Whether JAX has started, and looks no more at what GPU it is to take, with another one or all.
+
+    Args:
+      index: of the GPU.
+      option: the name of JAX's option for it, which is also read after the start.
+    """
+    return xla_bridge.backends_are_initialized() and jax.config.values.get(option) != index
 
 
 def gloo_listens_at(host: str) -> None:

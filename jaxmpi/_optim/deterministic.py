@@ -5,6 +5,8 @@ same body everywhere, and the M gradients are added in one binary tree: neighbou
 optimizer, sums have one order for any number of threads of a rank (`ordered`).
 """
 
+import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -42,7 +44,8 @@ def micro_batch_grads(fun: Callable[..., PyTree], micro_batches: int, *, axis: A
         updates, state = jaxmpi.distributed(optax.adam(1e-3), micro_batches=8).update(grads, state, params)
 
     Sums in `fun` have one order for any number of threads. Long matrix products on CPUs do not: give the ranks of all runs as
-    many threads, as `jaxmpi run --threads 1` does, or NPROC=1.
+    many threads, as `jaxmpi run --threads 1` does, or NPROC=1. On GPUs, XLA has one order only with
+    `--xla_gpu_deterministic_ops=true` in XLA_FLAGS.
 
     **Collective:** no.
 
@@ -56,6 +59,9 @@ def micro_batch_grads(fun: Callable[..., PyTree], micro_batches: int, *, axis: A
       A function of the same arguments. It cuts the leaves of `batch`, `[b, ...]`, into M/p parts and returns the stacked
       results, `[M/p, ...]`.
 
+    Warns:
+      UserWarning: on a GPU, if XLA_FLAGS does not say so.
+
     Raises:
       ValueError: when called, if the ranks do not divide M, or M/p does not divide the batch, with the leaf; if `fun`
         communicates, with the source line.
@@ -63,6 +69,12 @@ def micro_batch_grads(fun: Callable[..., PyTree], micro_batches: int, *, axis: A
 
     def grads(params: PyTree, batch: PyTree, *rest: PyTree) -> PyTree:
         here = _mine("micro_batch_grads", micro_batches, axis)
+        if jax.default_backend() == "gpu" and "xla_gpu_deterministic_ops" not in os.environ.get("XLA_FLAGS", ""):
+            warnings.warn(
+                "micro_batch_grads: on a GPU, XLA adds in any order. Set XLA_FLAGS=--xla_gpu_deterministic_ops=true for the "
+                "same bits in each run.",
+                stacklevel=2,
+            )
 
         def split(path: KeyPath, x: ArrayLike) -> jax.Array:
             if jnp.ndim(x) == 0 or len(x) % here:

@@ -123,3 +123,14 @@ if __name__ == "__main__":
     jaxmpi.init()
     for name, digest in digests().items():
         print(name, digest)
+
+
+def test_a_gpu_that_adds_in_any_order_is_warned_of(monkeypatch):
+    jaxmpi.init()
+    grads = jaxmpi.micro_batch_grads(jax.grad(lambda w, x: jnp.mean(x @ w)), 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(UserWarning, match="xla_gpu_deterministic_ops"):
+        grads(jnp.ones(3), jnp.ones((4, 3)))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    grads = jaxmpi.micro_batch_grads(jax.grad(lambda w, x: jnp.sum(x @ w)), 2)
+    np.testing.assert_array_equal(grads(jnp.ones(3), jnp.ones((4, 3))), np.full((2, 3), 2.0))

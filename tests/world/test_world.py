@@ -231,12 +231,43 @@ def test_device_goes_by_local_rank(monkeypatch, visible, devices, local_rank, si
     updates = {}
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
     monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
-    monkeypatch.setattr(_devices, "started_without", lambda index: False)
+    monkeypatch.setattr(_devices, "started_without", lambda index, option: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     index, name = chosen
     assert _devices.choose(local_rank, size, devices) == name
     assert updates.get("jax_cuda_visible_devices") == index
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_rank", "chosen"),
+    [
+        ({}, 1, ("1", "1")),
+        ({}, 3, ("1", "1")),  # two GPUs are there
+        ({"HIP_VISIBLE_DEVICES": "5,6,7"}, 2, ("2", "7")),
+        ({"ROCR_VISIBLE_DEVICES": "4,3"}, 1, ("1", "3")),
+        ({"HIP_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "4,3"}, 1, ("0", "1")),
+        ({"JAX_PLATFORMS": "cpu"}, 1, (None, None)),
+        ({"JAX_PLATFORMS": "rocm"}, 1, ("1", "1")),
+    ],
+)
+def test_gpus_of_amd_go_by_local_rank(monkeypatch, tmp_path, variables, local_rank, chosen):
+    updates = {}
+    for node, units in enumerate((0, 304, 304)):  # the first is the CPU
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "properties").write_text(f"cpu_cores_count {64 * (units == 0)}\nsimd_count {units}\n")
+    monkeypatch.setattr(_devices, "find_spec", lambda name: object() if "rocm" in name else None)
+    monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(_devices, "started_without", lambda index, option: False)
+    visible = _devices.visible
+    monkeypatch.setattr(_devices, "visible", lambda devices=None: visible(devices, kfd=tmp_path))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    index, name = chosen
+    assert _devices.choose(local_rank, 4, None) == name
+    assert updates.get("jax_rocm_visible_devices") == index and "jax_cuda_visible_devices" not in updates
 
 
 def test_device_that_is_not_there(monkeypatch):
