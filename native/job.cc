@@ -1,0 +1,56 @@
+#include "job.h"
+
+namespace jaxmpi::job {
+
+std::vector<std::unique_ptr<Transport>>& transports = *new std::vector<std::unique_ptr<Transport>>;
+std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;
+CommunicationThread& communication = *new CommunicationThread;
+MessagesAhead& ahead = *new MessagesAhead;
+UncomparedCalls& uncompared = *new UncomparedCalls;
+std::function<std::string(const Word&, int32_t)>& explain = *new std::function<std::string(const Word&, int32_t)>(
+    [](const Word&, int32_t) { return std::string("the ranks do not do the same"); });
+
+Transport& current(size_t group) {
+  if (group >= transports.size()) {
+    throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
+  }
+  return *transports[group];
+}
+
+Word said(int32_t group, int64_t word) { return group == kAll ? uncompared.said(word) : Word{word, word, 0}; }
+
+int64_t bytes_of(const std::vector<Array>& arrays) {
+  int64_t bytes = 0;
+  for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
+  return bytes;
+}
+
+void drain(int32_t group) {
+  const record::Exposed exposed;
+  communication.drain();
+  ahead.drain(group);
+}
+
+Met meet(int64_t own) {
+  try {
+    drain(kAll);
+  } catch (const Refused& refused) {
+    throw std::runtime_error(explain(refused.word, refused.group));
+  }
+  const record::Exposed exposed;
+  Transport& transport = current(kAll);
+  const Word word = said(kAll, own);
+  const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
+  const record::Entered entered(transport, own, 0);
+  return {transport.meet(word.sent), word.calls};
+}
+
+void close() {
+  communication.forget();
+  ahead.forget();
+  uncompared.forget();
+  for (auto& transport : transports) const std::lock_guard<std::mutex> until_its_message_has_ended(transport->one_at_a_time);
+  transports.clear();
+}
+
+}  // namespace jaxmpi::job
