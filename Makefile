@@ -134,7 +134,7 @@ bench-hosts: $(VENV)/.installed
 	  echo "== benchmarks/$$command"; $(BIN)/python benchmarks/$$command || failed=1; done; exit $$failed
 
 gpu: $(VENV)/.installed
-	@$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),build/gpu$(if $(CPU),-cpu)) $(if $(CPU),--cpu --again)
+	@$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),build/gpu$(if $(CPU),-cpu)) $(if $(CPU),--cpu --again --seconds 7200)
 
 lint: $(VENV)/.test-installed
 	@echo "== ruff, mypy and clang-format"

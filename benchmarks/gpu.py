@@ -1,12 +1,12 @@
-"""Everything that jaxmpi does on a GPU, in one command: whether it is right, what it costs, and what ends when it fails.
+"""Run all checks and benchmarks on a GPU: correctness, time, and behavior on failure.
 
     make gpu                 # on a machine with a GPU
     make gpu CPU=1           # the same on CPUs, with small arrays, to see that all of it runs
     python benchmarks/gpu.py --only collectives,staging --out build/gpu
 
-Each part runs in processes of its own and takes some minutes at most; what it found is added to OUT/gpu.json. Started again, it
-goes on with the parts that are not there; --again runs them all. At the end it prints the table, as it is in
-docs/performance.md. Exits with 1 where something was wrong, and with 2 without a GPU.
+Each part runs in processes of its own and takes some minutes at most; what it found is added to OUT/gpu.json, and to the table
+OUT/gpu.md. Parts that have results are skipped; --again repeats them. Exits with 1 where something was wrong, with 2 without a
+GPU, and with 3 where parts are left.
 """
 
 import argparse
@@ -73,7 +73,7 @@ PARTS = {
     "overlap": Part("messages beside the GPU's computation, 2 ranks", "overlap", 2),
     "checkpoint": Part("a checkpoint of 2 ranks", "checkpoint {out}", 2),
     "killed": Part("a rank is killed", "killed", 2, seconds=60, ends_with="signal 9"),
-    "stalled": Part("a rank stops", "stalled", 2, SOON, seconds=90, ends_with="rank 1"),
+    "stalled": Part("a rank stops", "stalled", 2, SOON, seconds=90, ends_with="missing: rank 1"),
     "out-of-memory": Part("a rank has too little memory", "out_of_memory", 2, seconds=90, ends_with="RESOURCE_EXHAUSTED"),
     "profile": Part("where the time of a mean goes", "profile {out}", 2),
 }
@@ -81,15 +81,13 @@ PARTS = {
 
 def carry_out(part, environ):
     """Run a part; returns what it found."""
-    if part.needs and not shutil.which(part.needs) and not _installed(part.needs):
-        return {"title": part.title, "status": f"not run: {part.needs} is not installed", "results": []}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         flags = " ".join(filter(None, (environ.get("XLA_FLAGS"), part.environ.get("XLA_FLAGS"))))
         own = environ | part.environ | ({"XLA_FLAGS": flags} if flags else {})
         if part.mps:
             own |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-            subprocess.run([MPS, "-d"], env=own, check=True)
+            subprocess.run([MPS, "-d"], env=own)
         try:
             done = subprocess.run(
                 part.command(folder), capture_output=True, text=True, timeout=part.seconds, env=own, errors="replace"
@@ -99,14 +97,15 @@ def carry_out(part, environ):
             code, output = None, "".join(_text(stream) for stream in (error.stdout, error.stderr))
         finally:
             if part.mps:
-                subprocess.run([MPS], env=own, input="quit\n", text=True, capture_output=True)
+                subprocess.run([MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30)
     seconds = round(time.monotonic() - start, 1)
     results = [json.loads(line.split("RESULT ", 1)[1]) for line in output.splitlines() if "RESULT {" in line]
     if code is None:
         status = f"wrong: it had not ended after {part.seconds} s"
     elif part.ends_with:
         ended = code != 0 and part.ends_with in output
-        status = f"ends in {seconds:g} s, and says why" if ended else f"wrong: exit code {code}, and not a word of its end"
+        said = f"wrong: exit code {code}, and the expected message is missing"
+        status = f"ended as expected after {seconds:g} s" if ended else said
     elif code != 0:
         status = f"wrong: exit code {code}"
     else:
@@ -124,14 +123,18 @@ def _text(stream):
     return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
 
 
-def table(found):
+def table(parts):
     """All results, in Markdown."""
-    lines = [f"{found['card']}; {found['software']}; {found['date']}.", "", "| what | value | |", "|---|---|---|"]
-    for part in found["parts"].values():
-        lines.append(f"| **{part['title']}** | {part['status']} | {part.get('seconds', 0):g} s |")
-        for result in part["results"]:
-            value = f"{result['value']} {result['unit']}".strip()
-            lines.append(f"| {result['what']} | {value} | {result['note']} |")
+    lines = []
+    for about in dict.fromkeys((part["device"], part["software"], part["date"]) for part in parts.values()):
+        lines += [f"{about[0]}; {about[1]}; {about[2]}.", "", "| what | value | |", "|---|---|---|"]
+        for part in parts.values():
+            if (part["device"], part["software"], part["date"]) != about:
+                continue
+            lines.append(f"| **{part['title']}** | {part['status']} | {part['seconds']:g} s |")
+            for result in part["results"]:
+                lines.append(f"| {result['what']} | {str(result['value']) + ' ' + result['unit']} | {result['note']} |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -184,25 +187,27 @@ def main():
         sys.exit(2)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu.json"
-    found = json.loads(path.read_text()) if path.exists() and not options.again else {"parts": {}}
-    if found.get("card", device) != device:
-        parser.error(f"{path} is of another device, {found['card']}: give another --out, or --again")
-    found |= {"card": device, "software": software(), "date": time.strftime("%Y-%m-%d")}
-    until = time.monotonic() + options.seconds
+    parts = json.loads(path.read_text()) if path.exists() else {}
+    until, here = time.monotonic() + options.seconds, {"device": device, "software": software()}
     for name in names:
-        if name in found["parts"] or time.monotonic() > until:
+        part = PARTS[name]
+        if (name in parts and not options.again) or time.monotonic() > until:
             continue
-        part = found["parts"][name] = carry_out(PARTS[name], environ)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{part.get('seconds', 0):6.1f} s  {name}: {part['status']}", flush=True)
-        for result in part["results"]:
+        if part.needs and not shutil.which(part.needs) and not _installed(part.needs):
+            print(f"   0.0 s  {name}: not run, as {part.needs} is not installed", flush=True)
+            continue
+        found = parts[name] = carry_out(part, environ) | here | {"date": time.strftime("%Y-%m-%d")}
+        path.write_text(json.dumps(parts, indent=1) + "\n")
+        print(f"{found['seconds']:6.1f} s  {name}: {found['status']}", flush=True)
+        for result in found["results"]:
             print(f"          {result['what']}: {result['value']} {result['unit']} {result['note']}", flush=True)
-        if part.get("said"):
-            print(part["said"], flush=True)
-    left = [name for name in names if name not in found["parts"]]
-    (options.out / "gpu.md").write_text(table(found) + "\n")
-    print(f"\n{device}: {len(found['parts'])} parts in {path}" + (f"; not run yet: {', '.join(left)}" if left else ""))
-    sys.exit(int(any(found["parts"][name]["status"].startswith("wrong") for name in names if name in found["parts"])))
+        if found["said"]:
+            print(found["said"], flush=True)
+    (options.out / "gpu.md").write_text(table(parts) + "\n")
+    left = [name for name in names if name not in parts and not PARTS[name].needs]
+    print(f"\n{len(parts)} parts in {path}" + (f"; not run yet: {', '.join(left)}" if left else ""))
+    wrong = any(parts[name]["status"].startswith("wrong") for name in names if name in parts)
+    sys.exit(1 if wrong else 3 if left else 0)
 
 
 if __name__ == "__main__":

@@ -376,7 +376,7 @@ def stalled():
 def out_of_memory():
     """A program that asks for more than the GPU has: an error on the rank that runs it, and the job ends."""
     world = jaxmpi.init()
-    size = 10**12 if world.rank == 0 else 10
+    size = 10**14 if world.rank == 0 else 10
     jax.block_until_ready(jax.jit(lambda: jnp.zeros(size, jnp.float32) + 1)())
     jaxmpi.barrier()
 

@@ -12,7 +12,7 @@ namespace {
 
 template <class Word>
 __device__ int64_t copy(const Piece& piece, int64_t begin) {
-  constexpr int kAtOnce = 4;  // loads on their way, which may come over PCIe
+  constexpr int kAtOnce = 4;  // loads in flight: the latency over PCIe is high
   auto* __restrict__ to = reinterpret_cast<Word*>(piece.to + begin);
   const auto* __restrict__ from = reinterpret_cast<const Word*>(piece.from + begin);
   const int64_t words = (piece.bytes - begin) / static_cast<int64_t>(sizeof(Word));

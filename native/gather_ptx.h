@@ -1,4 +1,4 @@
-// What nvcc makes of gather.cu, by packaging/ptx.py.
+// What nvcc 13.0.88 makes of gather.cu, by packaging/ptx.py.
 #pragma once
 
 namespace jaxmpi {

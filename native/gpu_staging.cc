@@ -2,13 +2,15 @@
 
 #include <algorithm>
 
+#include "clock.h"
+
 namespace jaxmpi {
 namespace {
 
 constexpr int64_t kAlign = 64;             // bytes
 constexpr int64_t kLargePiece = 64 << 10;  // bytes from which on a copy of its own is faster than a block of the kernel
 constexpr int64_t kMostPieces = 4096;      // of a batch, each way
-constexpr int64_t kFewPieces = 2;          // for which the kernel is not worth its launch
+constexpr int64_t kFewPieces = 2;          // up to so many, separate copies are faster than a launch
 constexpr size_t kAhead = 2;               // batches on their way to the host
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -88,20 +90,19 @@ std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int 
 void Staging::run(const Operation& operation, int ranks, const std::vector<Array>& arrays, Cuda::Stream stream,
                   const std::function<void()>& begin, const Carry& carry) {
   const Ready at = ready(stream);
-  const Cuda::Current current(cuda_, at.context);
-  stage(at, operation, ranks, arrays, begin, carry);
-  cuda_.hold(stream, at.event);
-  give_back(at);
+  const Cuda::Current current(cuda_, at->context);
+  stage(*at, operation, ranks, arrays, begin, carry);
+  cuda_.hold(stream, at->event);
 }
 
 void Staging::run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
                          const std::function<void()>& begin, const Carry& carry) {
-  const Cuda::Current current(cuda_, ready.context);
-  stage(ready, operation, ranks, arrays, begin, carry);
-  cuda_.wait(ready.event);
-  give_back(ready);
+  const Cuda::Current current(cuda_, ready->context);
+  stage(*ready, operation, ranks, arrays, begin, carry);
+  cuda_.wait(ready->event);
 }
 
+// A wait refers to the record that was current when it was issued, so the event can be recorded again.
 Staging::Ready Staging::ready(Cuda::Stream stream) {
   void* const handle = cuda_.context_of(stream);
   const Cuda::Current current(cuda_, handle);
@@ -109,24 +110,23 @@ Staging::Ready Staging::ready(Cuda::Stream stream) {
   Cuda::Event event = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!context.ready.empty()) {
-      event = context.ready.back();
-      context.ready.pop_back();
+    if (!context.unused.empty()) {
+      event = context.unused.back();
+      context.unused.pop_back();
     }
   }
   if (!event) event = cuda_.event();
+  const Ready ready(new Point{handle, event}, [this, &context](const Point* point) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    context.unused.push_back(point->event);
+    delete point;
+  });
   cuda_.record(event, stream);
-  return {handle, event};
+  return ready;
 }
 
-// Who waits for an event waits for what was recorded when it began to: now it can be recorded again.
-void Staging::give_back(const Ready& ready) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  contexts_[ready.context].ready.push_back(ready.event);
-}
-
-// Between what the event says at first, and what it says at the end: that the results are on the GPU.
-void Staging::stage(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+// Starts after `ready.event`; at the end records it again, to fire when the results are on the GPU.
+void Staging::stage(const Point& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
                     const std::function<void()>& begin, const Carry& carry) {
   Context& context = context_of(ready.context);
   const std::vector<Batch> batches = batches_of(operation, ranks, arrays);
@@ -161,7 +161,6 @@ void Staging::stage(const Ready& ready, const Operation& operation, int ranks, c
       } catch (const std::exception&) {  // the first error says more
       }
     }
-    give_back(ready);
     throw;
   }
 }

@@ -1,10 +1,11 @@
-// Collectives on arrays of a GPU: through pinned memory of the host, in batches. While one batch is carried out, the next ones
-// come from the GPU, and those before go back to it, each way on a stream of its own.
+// Collectives on arrays of a GPU, staged through pinned memory of the host in batches. While one batch is reduced, the next
+// ones are copied to the host, and finished ones back to the GPU, on one stream for each direction.
 #pragma once
 
 #include <atomic>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -20,22 +21,26 @@ class Staging {
   using Carry = std::function<void(std::vector<Array>)>;
 
   // batch_bytes: of the operands and results of a batch.
-  explicit Staging(const std::string& libcuda, int64_t batch_bytes = 4 << 20) : cuda_(libcuda), batch_bytes_(batch_bytes) {}
+  explicit Staging(const std::string& libcuda, int64_t batch_bytes = 4 << 20)
+      : library_(libcuda), cuda_(libcuda), batch_bytes_(batch_bytes) {}
+
+  const std::string& library() const { return library_; }
 
   // On arrays of the GPU of `stream`: after what is on the stream before, and before what it is given afterwards. Calls `begin`
   // once the GPU has done what is before, and this rank is ready to communicate.
   void run(const Operation& operation, int ranks, const std::vector<Array>& arrays, Cuda::Stream stream,
            const std::function<void()>& begin, const Carry& carry);
 
-  // When `stream` has done what it was given so far.
-  struct Ready {
+  // An event that fires when all that is enqueued on `stream` so far is done. It is used again once nobody has it.
+  struct Point {
     void* context;
     Cuda::Event event;
   };
+  using Ready = std::shared_ptr<const Point>;
   Ready ready(Cuda::Stream stream);
 
-  // The same as `run` from then on, beside what the stream is given meanwhile. The results are there when it returns. Another
-  // thread may call it.
+  // Like `run`, but starts when `ready` fires, and runs concurrently with what is enqueued on the stream later. The results are
+  // there when it returns. Another thread may call it.
   void run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
                   const std::function<void()>& begin, const Carry& carry);
 
@@ -59,17 +64,17 @@ class Staging {
     Buffer buffers[kBuffers];
     bool compiled = false;
     Cuda::Kernel gather = nullptr;
-    std::vector<Cuda::Event> ready;  // that nobody has
+    std::vector<Cuda::Event> unused;  // events, for `ready`
   };
   struct Batch;
 
   std::vector<Batch> batches_of(const Operation& operation, int ranks, const std::vector<Array>& arrays) const;
   Context& context_of(void* handle);  // which is current
-  void give_back(const Ready& ready);
-  void stage(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
+  void stage(const Point& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
              const std::function<void()>& begin, const Carry& carry);
   void copy(const Context& context, Cuda::Piece* table, const std::vector<Cuda::Piece>& pieces, Cuda::Stream stream) const;
 
+  const std::string library_;
   Cuda cuda_;
   const int64_t batch_bytes_;
   std::atomic<int64_t> waited_ns_ = 0, carried_ns_ = 0;

@@ -77,7 +77,7 @@ template <class Run>
 void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t own, Run run) {
   drain(group);
   Transport& transport = current(group);
-  const Word word = said(group, own);
+  const Fingerprints word = fingerprints_of(group, own);
   std::optional<record::Exposed> exposed;
   carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
     run(transport, std::move(arrays), word.sent, [&] {
@@ -134,7 +134,7 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
         ahead.drain(group);
       }
       communication.start(
-          [=, &transport, word = said(group, word), carry = prepare()] {
+          [=, &transport, word = fingerprints_of(group, word), carry = prepare()] {
             carry_out(transport, group, word, bytes_of(arrays),
                       [&](auto begin) { carry(transport, operation, std::vector<Array>(arrays), word.sent, begin); });
           },
@@ -213,12 +213,13 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
       arrays.push_back({*type_of(in->element_type()), static_cast<const char*>(in->untyped_data()), nullptr, columns});
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
-    const int64_t sent = ahead.start(group, arrays, rows, [=, &transport, word = said(group, word)](std::vector<Array> copies) {
-      carry_out(transport, group, word, bytes_of(copies), [&](auto begin) {
-        begin();
-        transport.run(operation, word.sent, std::move(copies));
-      });
-    });
+    const int64_t sent =
+        ahead.start(group, arrays, rows, [=, &transport, word = fingerprints_of(group, word)](std::vector<Array> copies) {
+          carry_out(transport, group, word, bytes_of(copies), [&](auto begin) {
+            begin();
+            transport.run(operation, word.sent, std::move(copies));
+          });
+        });
     number->typed_data()[0] = static_cast<uint32_t>(sent);
     number->typed_data()[1] = static_cast<uint32_t>(sent >> 32);
   });

@@ -7,8 +7,9 @@ std::unique_ptr<Staging>& staging = *new std::unique_ptr<Staging>;
 CommunicationThread& communication = *new CommunicationThread;
 MessagesAhead& ahead = *new MessagesAhead;
 UncomparedCalls& uncompared = *new UncomparedCalls;
-std::function<std::string(const Word&, int32_t)>& explain = *new std::function<std::string(const Word&, int32_t)>(
-    [](const Word&, int32_t) { return std::string("the ranks do not do the same"); });
+std::function<std::string(const Fingerprints&, int32_t)>& explain =
+    *new std::function<std::string(const Fingerprints&, int32_t)>(
+        [](const Fingerprints&, int32_t) { return std::string("the ranks do not do the same"); });
 
 Transport& current(size_t group) {
   if (group >= transports.size()) {
@@ -17,7 +18,9 @@ Transport& current(size_t group) {
   return *transports[group];
 }
 
-Word said(int32_t group, int64_t word) { return group == kAll ? uncompared.said(word) : Word{word, word, 0}; }
+Fingerprints fingerprints_of(int32_t group, int64_t word) {
+  return group == kAll ? uncompared.fingerprints_of(word) : Fingerprints{word, word, 0};
+}
 
 int64_t bytes_of(const std::vector<Array>& arrays) {
   int64_t bytes = 0;
@@ -39,7 +42,7 @@ Met meet(int64_t own) {
   }
   const record::Exposed exposed;
   Transport& transport = current(kAll);
-  const Word word = said(kAll, own);
+  const Fingerprints word = fingerprints_of(kAll, own);
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   const record::Entered entered(transport, own, 0);
   return {transport.meet(word.sent), word.calls};

@@ -28,20 +28,21 @@ extern CommunicationThread& communication;  // of messages that are on their way
 extern MessagesAhead& ahead;                // and of those from one of its calls to a later one
 extern UncomparedCalls& uncompared;
 // What Python makes of a disagreement: it asks the other ranks for their sides, in words.
-extern std::function<std::string(const Word&, int32_t group)>& explain;
+extern std::function<std::string(const Fingerprints&, int32_t group)>& explain;
 
 // Throws where there is none: between `finalize` and `init`.
 Transport& current(size_t group);
 
 // Ranks that are about to do different things, in one message.
 struct Refused : std::runtime_error {
-  Refused(const Word& word, int32_t group) : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
-  const Word word;
+  Refused(const Fingerprints& word, int32_t group)
+      : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
+  const Fingerprints word;
   const int32_t group;
 };
 
-// What a message says to the ranks of a group; to all ranks, it says what this rank has called before, too.
-Word said(int32_t group, int64_t word);
+// Of a message to the ranks of a group; to all ranks, what this rank has called before is part of them.
+Fingerprints fingerprints_of(int32_t group, int64_t word);
 
 int64_t bytes_of(const std::vector<Array>& arrays);
 
@@ -50,7 +51,7 @@ void drain(int32_t group);
 
 // run(begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-void carry_out(Transport& transport, int32_t group, const Word& word, int64_t bytes, Run run) {
+void carry_out(Transport& transport, int32_t group, const Fingerprints& word, int64_t bytes, Run run) {
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<record::Entered> entered;
   try {

@@ -56,6 +56,7 @@ int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays,
   while (messages_.size() >= kMost) {  // the same ones on all ranks
     const auto oldest = messages_.begin()->second;
     ended_.wait(lock, [&] { return oldest->done; });
+    raise(lock);
     messages_.erase(messages_.begin());
   }
   messages_[next_] = message;

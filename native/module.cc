@@ -21,7 +21,7 @@ namespace {
 
 PyObject* on_disagreement = nullptr;  // (word, group, calls before it) -> str, or null
 
-std::string explain(const Word& word, int32_t group) {
+std::string explain(const Fingerprints& word, int32_t group) {
   nb::gil_scoped_acquire gil;
   if (!on_disagreement) return "the ranks do not do the same";
   try {
@@ -99,7 +99,9 @@ NB_MODULE(_native, m) {
   m.def("can_reduce", &can_reduce);
   m.def("handler", [](const std::string& name) { return nb::capsule(handlers::find(name)); });
   m.def("set_rank", &handlers::set_rank);
-  m.def("use_cuda", [](const std::string& library) { job::staging = std::make_unique<Staging>(library); });
+  m.def("use_cuda", [](const std::string& library) {  // pinned memory is never freed: each `init` takes what is there
+    if (!job::staging || job::staging->library() != library) job::staging = std::make_unique<Staging>(library);
+  });
   m.def("staged_ns", [] {
     const auto& staging = job::staging;
     return staging ? std::make_pair(staging->waited_ns(), staging->carried_ns()) : std::make_pair(int64_t{0}, int64_t{0});

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "patience.h"
 
@@ -24,10 +23,6 @@ struct flock lock_of(int rank) {
 }
 
 }  // namespace
-
-int64_t now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Patience::Clock::now().time_since_epoch()).count();
-}
 
 // What a rank says to the others: how many chunks it has laid out, reduced and taken since the beginning.
 struct Node::Post {

@@ -23,6 +23,8 @@
 #include <string>
 #include <vector>
 
+#include "clock.h"
+
 namespace jaxmpi {
 
 // A rank that ended while others wait for it.
@@ -33,9 +35,6 @@ struct RankLost : std::runtime_error {
 struct Extremes {
   int64_t smallest, largest;
 };
-
-// Nanoseconds of the steady clock, which is Python's `time.monotonic_ns`.
-int64_t now();
 
 class Node {
  public:

@@ -8,7 +8,7 @@ namespace jaxmpi {
 namespace {
 
 constexpr int64_t kLine = 64;               // bytes: parts begin on cache lines
-constexpr int64_t kStripedBytes = 1 << 20;  // from which on threads are worth their while
+constexpr int64_t kStripedBytes = 1 << 20;  // from this size on, several threads are faster
 
 int64_t bytes_of(const std::vector<Array>& arrays) {
   int64_t bytes = 0;
@@ -38,7 +38,8 @@ std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64
 
 }  // namespace
 
-Transport::Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes) : place_(place) {
+Transport::Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes)
+    : place_(place), workers_(static_cast<int>(nodes.size()) - 1) {
   for (auto& node : nodes) stripes_.push_back({std::move(node), {}});
 }
 
@@ -65,15 +66,26 @@ void Transport::run(const Operation& operation, int64_t word, std::vector<Array>
   if (words.smallest != words.largest) throw Disagreement("the ranks do not do the same");
 }
 
-// The other stripes begin once the ranks have agreed in the first.
+// The other stripes begin once the ranks have agreed in the first. What fails in one of them must fail in all: the other ranks
+// would wait.
 Extremes Transport::within(const Operation& operation, int64_t word, std::vector<Array> arrays) {
-  const auto count = static_cast<int64_t>(stripes_.size());
+  const int count = workers_.count() + 1;
   if (count == 1 || bytes_of(arrays) < kStripedBytes) return carry(stripes_.front(), operation, word, std::move(arrays));
+  workers_.check();
+  bool begun = false;
   std::exception_ptr failure;
   Extremes words = {};
   auto begin = [&] {
-    crew_.start(static_cast<int>(count) - 1,
-                [&](int k) { carry(stripes_[static_cast<size_t>(k)], operation, word, part_of(arrays, k, count)); });
+    begun = true;
+    workers_.start([&](int k) {
+      Stripe& stripe = stripes_[static_cast<size_t>(k)];
+      try {
+        carry(stripe, operation, word, part_of(arrays, k, count));
+      } catch (...) {
+        stripe.node->fail();
+        throw;
+      }
+    });
   };
   try {
     words = carry(stripes_.front(), operation, word, part_of(arrays, 0, count), begin);
@@ -81,13 +93,13 @@ Extremes Transport::within(const Operation& operation, int64_t word, std::vector
     failure = std::current_exception();
   }
   try {
-    crew_.wait();
+    if (begun) workers_.wait();
   } catch (...) {
-    stripes_.front().node->fail();
     if (!failure) failure = std::current_exception();
   }
-  if (failure) std::rethrow_exception(failure);
-  return words;
+  if (!failure) return words;
+  for (Stripe& stripe : stripes_) stripe.node->fail();
+  std::rethrow_exception(failure);
 }
 
 Extremes Transport::carry(Stripe& stripe, const Operation& operation, int64_t word, std::vector<Array> arrays,

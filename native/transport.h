@@ -8,9 +8,9 @@
 
 #include "between.h"
 #include "call.h"
-#include "crew.h"
 #include "node.h"
 #include "store_policy.h"
+#include "worker_threads.h"
 
 namespace jaxmpi {
 
@@ -54,7 +54,7 @@ class Transport {
   Place place_;
   std::vector<Stripe> stripes_;   // at least one
   std::unique_ptr<Lanes> lanes_;  // between nodes
-  Crew crew_;                     // for all stripes but the first
+  WorkerThreads workers_;         // for all stripes but the first
 };
 
 }  // namespace jaxmpi

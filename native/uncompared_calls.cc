@@ -36,7 +36,7 @@ void UncomparedCalls::compared(int64_t program) {
   known_.insert(program);
 }
 
-Word UncomparedCalls::said(int64_t word) {
+Fingerprints UncomparedCalls::fingerprints_of(int64_t word) {
   const Lock lock(mutex_);
   since_ = 0;
   // of 62 bits, as all words

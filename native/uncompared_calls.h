@@ -10,16 +10,16 @@
 
 namespace jaxmpi {
 
-// What a message says.
-struct Word {
+// What a message has the ranks compare.
+struct Fingerprints {
   int64_t own;    // of the message alone
   int64_t sent;   // what the ranks compare: it differs where `own` or one of the calls before does
   int64_t calls;  // how many these are
 };
 
 // A program whose messages are all in branches does not compare itself when it is called. Its first call sends a comparison.
-// Later ones become part of what the following messages say: it costs nothing, and a difference is found with the next message,
-// or with a comparison after kMost calls.
+// Later ones become part of what the following messages compare: nothing more is sent, and a difference is found at the next
+// message, or at the comparison that is sent after kMost calls.
 class UncomparedCalls {
  public:
   // Adds a call of a program, or returns true: then the ranks are to compare it now, all of them.
@@ -28,8 +28,8 @@ class UncomparedCalls {
   // The ranks have compared a program.
   void compared(int64_t program);
 
-  // The word of a message that this rank is about to send to all ranks.
-  Word said(int64_t word);
+  // Of a message that this rank is about to send to all ranks.
+  Fingerprints fingerprints_of(int64_t word);
 
   // The number of the first call that is still known, and the programs of this one and of those behind it, before `calls`.
   std::pair<int64_t, std::vector<int64_t>> before(int64_t calls);

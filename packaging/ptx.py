@@ -14,7 +14,7 @@ from pathlib import Path
 NATIVE = Path(__file__).parents[1] / "native"
 VERSION, TARGET = "8.0", "sm_70"  # CUDA 12.0; Volta
 
-HEADER = """// What nvcc makes of gather.cu, by packaging/ptx.py.
+HEADER = """// What nvcc {release} makes of gather.cu, by packaging/ptx.py.
 #pragma once
 
 namespace jaxmpi {{
@@ -43,13 +43,22 @@ def header() -> str:
     text = "\n".join(lines)
     text = re.sub(r"^\.version .*$", f".version {VERSION}", text, flags=re.MULTILINE)
     text = re.sub(r"^\.target .*$", f".target {TARGET}", text, flags=re.MULTILINE)
-    return HEADER.format(ptx="\n" + text + "\n")
+    return HEADER.format(release=release(), ptx="\n" + text + "\n")
+
+
+def release() -> str:
+    """The version of nvcc: another one may make other PTX of the same source."""
+    said = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    return re.search(r"release \S+, V(\S+)", said)[1]
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--check", action="store_true", help="end with 1 where the file is not what nvcc makes")
+parser.add_argument(
+    "--check", action="store_true", help="end with 1 if the file is not what nvcc makes, if it is the same nvcc"
+)
 options = parser.parse_args()
-path, made = NATIVE / "gather_ptx.h", header()
+path = NATIVE / "gather_ptx.h"
 if options.check:
-    sys.exit(int(path.read_text() != made))
-path.write_text(made)
+    text = path.read_text()
+    sys.exit(int(f"nvcc {release()} " in text and text != header()))
+path.write_text(header())

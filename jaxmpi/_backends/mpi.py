@@ -267,8 +267,8 @@ def check_platforms(platforms: Sequence[str]) -> None:
     other = next((rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None)
     if other is not None:
         raise MPIError(
-            f"init: rank 0 computes on {platforms[0]}, and rank {other} on {platforms[other]}. All ranks compute on the same: "
-            "run `jaxmpi doctor` on both hosts to see why a GPU is not used, or set JAX_PLATFORMS=cpu for all ranks."
+            f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform {platforms[other]}. All ranks must use "
+            "the same platform. Run `jaxmpi doctor` on both hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all ranks."
         )
 
 

@@ -10,6 +10,7 @@ ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every
 """
 
 import ctypes
+import math
 import mmap
 import os
 import random
@@ -18,7 +19,6 @@ import uuid
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
 from jaxmpi._backends.within_groups import through_all
 from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
+from jaxmpi._process.processor import quota
 
 __all__ = ["SHARED_MEMORY", "Native", "on_host"]
 
@@ -100,7 +101,7 @@ class Native(Mpi):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays. A "meet", which only compares, may travel with a later one."""
         if call.kind == "meet":
-            statement = self._statement(call, "nothing yet in another call of it")
+            statement = self._statement(call, "no message yet, in another call of this program")
             native_calls.compare(self, statement, later=call.op == "later")
             return []
         if not self.connects(call):
@@ -151,7 +152,7 @@ class Native(Mpi):
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
         carried = [x if x.dtype in TYPES else jax.eval_shape(partial(to_carrier, call=_carrier(call)), x) for x in arrays]
-        return [sum(prod(x.shape) * x.dtype.itemsize for x in carried)]
+        return [sum(math.prod(x.shape) * x.dtype.itemsize for x in carried)]
 
     # outside
 
@@ -260,7 +261,7 @@ class Native(Mpi):
         ranks = [sum(number == each for number, _, _ in places) for each in nodes]
         if not self._members:
             self._nodes = len(ranks)
-            cores = len(set().union(*node.allgather(os.sched_getaffinity(0)))) / place.local_size
+            cores = min(len(set().union(*node.allgather(os.sched_getaffinity(0)))), quota() or math.inf) / place.local_size
             self._crowded = cores < 1
             self._tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
         tuning = self._tuning

@@ -51,7 +51,7 @@ def compare_fingerprint(fingerprint: int, backend: Backend, *, later: bool) -> N
     Args:
       fingerprint: the word.
       backend: the ranks, which compare inline.
-      later: whether it may travel with the next message, after the program's first call.
+      later: whether calls after the first are compared with the next message.
     """
     collective_p.bind(call=Collective("meet", op="later" if later else "", fingerprint=fingerprint), backend=backend)
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._cli.finding import Finding, ask, two
-from jaxmpi._process import compiled_files, settings
+from jaxmpi._process import compiled_files, processor, settings
 from jaxmpi._run import mpiexec
 from jaxmpi._run.placement import Machine
 
@@ -33,7 +33,7 @@ def the_jax() -> Finding:
 def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
     """Whether each rank has a core of its own, and the shared memory that the transport needs."""
     text = f"{machine.cores} that this process may use, of {os.cpu_count()} processors"
-    if (quota := _quota()) is not None and quota < min(ranks, machine.cores):
+    if (quota := processor.quota()) is not None and quota < min(ranks, machine.cores):
         yield Finding("slow", "cores", f"{text}, but a quota of {quota:g}", "Ask the container or the job for more CPU time.")
     elif ranks > machine.cores:
         yield Finding("slow", "cores", f"{text}, for {ranks} ranks", "Ranks take turns: start as many as there are cores.")
@@ -75,15 +75,6 @@ def compiled() -> Finding:
         return Finding("slow", "compiled programs", f"not kept in {folder}: {error.strerror or error}", advice)
     count, used = compiled_files.usage(folder)
     return Finding("ok", "compiled programs", f"{count} in {folder}, {used / 1e6:.0f} MB of at most {limit / 1e6:.0f}")
-
-
-def _quota() -> float | None:
-    """Of processor time, in processors; None for no limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:

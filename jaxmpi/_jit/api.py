@@ -40,7 +40,8 @@ def jit(
     run one program: shapes, constants and arrays from outside must be equal, too.
     **Communication:** what `jaxmpi.explain` lists, and the comparison. On the native transport it travels with the program's
     first message; where all messages are in branches, in 16 bytes of its own at the first call, and later with the next
-    message. On the others, and for a program that begins within groups of ranks, it is 16 bytes of its own at every call.
+    message. On the others, and for a program that does not surely begin with a message to all ranks and has messages within
+    groups, it is 16 bytes of its own at every call.
 
     Args:
       fun: the function; a decorator is returned without it.

@@ -117,7 +117,7 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fing
 
 
 def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
-    """Whether a program surely begins with a message that compares it with those of all ranks."""
+    """Whether the first message is unconditional and goes to all ranks, which compare the program with it."""
     return bool(entries and entries[0].times and backend.carries(entries[0].call))
 
 

@@ -1,4 +1,4 @@
-"""Which kind of processor this is: machine code that was compiled on one kind may not run on another."""
+"""Which kind of processor this is, as machine code of one kind may not run on another, and how much of it there is."""
 
 import hashlib
 import platform
@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["processor"]
+__all__ = ["processor", "quota"]
 
 _NAMES = ("model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
 
@@ -22,3 +22,12 @@ def processor() -> str:
     said = [platform.machine(), *(f"{name} {' '.join(sorted(first[name].split()))}" for name in _NAMES if name in first)]
     digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
     return f"{first.get('model name') or platform.machine()} ({digest})"
+
+
+def quota() -> float | None:
+    """The processor time that this process may use, in processors; None for no limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None

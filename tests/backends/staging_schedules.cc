@@ -8,9 +8,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gpu_staging.h"
@@ -81,7 +84,7 @@ Outcome schedule(const char* library, void* opened, uint64_t seed, bool fails) {
   static intptr_t contexts = 1000;  // no schedule has those of another, which may be broken
   for (int64_t context = 0, count = 1 + drawn(2); context < count; ++context) {
     push(reinterpret_cast<void*>(++contexts));
-    for (int64_t stream = 0, several = 1 + drawn(2); stream < several; ++stream) make(&streams.emplace_back(), 0);
+    for (int64_t stream = 0, several = 1 + drawn(2); stream < several; ++stream) make(&streams.emplace_back(), 1);
     void* popped;
     pop(&popped);
   }
@@ -132,7 +135,22 @@ Outcome schedule(const char* library, void* opened, uint64_t seed, bool fails) {
       } else {
         const Staging::Ready ready = staging.ready(stream);
         later(run, stream, [] {});  // what does not need the message
-        staging.run_beside(ready, operation, ranks, arrays, begin, carry);
+        void* other = streams[static_cast<size_t>(drawn(static_cast<int64_t>(streams.size())))];
+        std::exception_ptr failure;
+        std::thread communication([&] {
+          try {
+            staging.run_beside(ready, operation, ranks, arrays, begin, carry);
+          } catch (...) {
+            failure = std::current_exception();
+          }
+        });
+        try {
+          staging.ready(other);  // of a message that is dropped before it is carried
+        } catch (const std::runtime_error&) {
+          if (!fails) ++outcome.wrong;
+        }
+        communication.join();
+        if (failure) std::rethrow_exception(failure);
         for (size_t i = 0; i < memories.size(); ++i) {
           if (std::memcmp(arrays[i].out, memories[i].expected.data(), memories[i].expected.size()) != 0) ++outcome.wrong;
         }

@@ -187,8 +187,9 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   return *memory ? kFine : kNoMemory;
 }
 
-int cuStreamCreate(void** stream, unsigned) {
+int cuStreamCreate(void** stream, unsigned flags) {
   const Lock lock(mutex);
+  if (flags != 1) return kInvalidHandle;  // any other would wait for the default stream
   if (const int code = called(true)) return code;
   streams.push_back(new Stream{current.back(), {}});
   *stream = streams.back();

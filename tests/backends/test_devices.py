@@ -123,5 +123,5 @@ jaxmpi.init(os.environ["ASKED"])
 
 def test_ranks_on_different_platforms_are_refused():
     mpi.check_platforms(["gpu", "gpu"])
-    with pytest.raises(jaxmpi.MPIError, match=r"rank 0 computes on gpu, and rank 2 on cpu.*JAX_PLATFORMS"):
+    with pytest.raises(jaxmpi.MPIError, match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS"):
         mpi.check_platforms(["gpu", "gpu", "cpu", "cpu"])

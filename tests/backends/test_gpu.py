@@ -29,7 +29,12 @@ def stand_in_for_cuda(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "flags"), [(SEEDS, ()), (SANITIZED, ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"))]
+    ("seeds", "flags"),
+    [
+        (SEEDS, ()),
+        (SANITIZED, ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")),
+        (SANITIZED, ("-fsanitize=thread",)),
+    ],
 )
 def test_messages_of_a_gpu_in_many_orders(stand_in_for_cuda, seeds, flags, tmp_path):
     """On several streams and contexts, in random order between streams, with calls that fail: right numbers, or an error."""

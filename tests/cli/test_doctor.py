@@ -200,7 +200,7 @@ def test_with_gpus_that_are_hidden(monkeypatch, tmp_path, name):
     ("quota", "ranks", "words"), [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")]
 )
 def test_of_the_cores(monkeypatch, quota, ranks, words):
-    monkeypatch.setattr(checks, "_quota", lambda: quota)
+    monkeypatch.setattr(checks.processor, "quota", lambda: quota)
     machine = Machine(cores=2, bindable=True, root=False, huge_pages=False)
     finding = next(iter(checks.cores(ranks, machine)))
     assert words in str(finding) and (finding.verdict == "ok") == (words == "ranks are bound")

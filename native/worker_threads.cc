@@ -1,4 +1,4 @@
-#include "crew.h"
+#include "worker_threads.h"
 
 #include <unistd.h>
 
@@ -10,26 +10,34 @@
 namespace jaxmpi {
 namespace {
 
-constexpr auto kSpinning = std::chrono::microseconds(100);  // a thread that sleeps comes some 50 µs late
+constexpr auto kSpinning = std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
 
-// Returns whether `until` came true while it was worth to spin.
 template <class Until>
-bool spin(Until until) {
+void spin(Until until) {
   const auto start = Patience::Clock::now();
   do {
     for (int i = 0; i < 64; ++i) {
-      if (until()) return true;
+      if (until()) return;
       Patience::relax();
     }
   } while (Patience::Clock::now() - start < kSpinning);
-  return false;
 }
 
 }  // namespace
 
-bool Crew::forked() const { return threads_of_ != 0 && threads_of_ != getpid(); }
+WorkerThreads::WorkerThreads(int count) : threads_of_(getpid()) {
+  for (int number = 1; number <= count; ++number) {
+    threads_.emplace_back([this, number] { run(number); });
+  }
+}
 
-Crew::~Crew() {
+bool WorkerThreads::forked() const { return threads_of_ != getpid(); }
+
+void WorkerThreads::check() const {
+  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+}
+
+WorkerThreads::~WorkerThreads() {
   if (forked()) {
     for (std::thread& thread : threads_) thread.detach();
     return;
@@ -43,34 +51,26 @@ Crew::~Crew() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Crew::start(int count, std::function<void(int)> work) {
-  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+void WorkerThreads::start(std::function<void(int)> work) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    threads_of_ = getpid();
     work_ = std::move(work);
-    count_ = count;
-    left_ = count;
+    left_ = count();
     ++turn_;
   }
   begun_.notify_all();
-  while (static_cast<int>(threads_.size()) < count) {
-    const int number = static_cast<int>(threads_.size()) + 1;
-    threads_.emplace_back([this, number] { live(number); });
-  }
 }
 
-void Crew::wait() {
+void WorkerThreads::wait() {
   const auto idle = [this] { return left_ == 0; };
-  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
   spin(idle);
-  lock.lock();
+  std::unique_lock<std::mutex> lock(mutex_);
   done_.wait(lock, idle);
   work_ = {};
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-void Crew::live(int number) {
+void WorkerThreads::run(int number) {
   uint64_t turn = 0;  // the last one that it has seen
   for (;;) {
     const auto next = [&] { return turn_ != turn; };
@@ -79,12 +79,10 @@ void Crew::live(int number) {
     begun_.wait(lock, next);
     turn = turn_;
     if (ends_) return;
-    if (number > count_ || left_ == 0) continue;
-    const auto& work = work_;
     lock.unlock();
     std::exception_ptr failure;
     try {
-      work(number);
+      work_(number);
     } catch (...) {
       failure = std::current_exception();
     }
