@@ -120,7 +120,12 @@ jaxmpi.print("fine on", me)
 
 @pytest.mark.parametrize(
     "environ",
-    [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "18"}, {"CUDA_HURRIES": "1"}, {"CUDA_SEED": "1"}, {"CUDA_NO_KERNELS": "1"}],
+    [
+        {"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "18"},
+        {"CUDA_HURRIES": "1"},
+        pytest.param({"CUDA_SEED": "1"}, marks=pytest.mark.slow),
+        pytest.param({"CUDA_NO_KERNELS": "1"}, marks=pytest.mark.slow),
+    ],
 )
 def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
     """With copies that happen as late, and as early, as a GPU's may; with two contexts in turn."""

@@ -331,7 +331,7 @@ import jaxmpi
 w = jaxmpi.init()
 n, me = w.size, w.rank
 rng = np.random.default_rng(me)
-trees = [[1_000_003], [600_001, 3, 0, 64, 999_999], [5_000] * 161, [1, 400_000, 1]]
+trees = [[600_003], [300_001, 3, 0, 64, 299_999], [5_000] * 161]
 digest = hashlib.sha256()
 def note(tree):
     for x in jax.tree.leaves(tree):
@@ -370,15 +370,15 @@ jaxmpi.print("digest", me, digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
     """Each thread has a part of the columns; a message that the ranks do not agree on is found before they begin."""
     found = []
-    for threads in (1, 2, 5):
+    for threads in (1, 3):
         done = run(ranks, THREADS, tmp_path, JAXMPI_TUNE=f"threads={threads}", JAX_ENABLE_X64="1")
         assert done.returncode == 0 and done.stdout.count("caught on") == ranks, done.stdout + done.stderr
         found.append(sorted(re.findall(r"digest (\d+) (\w+)", done.stdout)))
-    assert len(found[0]) == ranks and found[0] == found[1] == found[2]
+    assert len(found[0]) == ranks and found[0] == found[1]
 
 
 # ends

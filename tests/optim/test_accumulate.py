@@ -18,7 +18,7 @@ def test_every_one_is_inner():
 
 @run_ranks(2, 3)
 def test_it_communicates_once_every_few_steps():
-    """Counted on the transport that counts: besides the mean, the ranks compare their programs in every call."""
+    """Counted on the native transport, where later calls are compared with the next message."""
     tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
     backend = jaxmpi._world.session.current("test")
     step = jaxmpi.jit(lambda g, s: tx.update(g, s))
@@ -35,7 +35,7 @@ def test_it_communicates_once_every_few_steps():
     entries = step.program(grads, state).entries
     assert [(entry.call.kind, entry.path, entry.times) for entry in entries] == [("allreduce", "cond:1", None)]
     if backend.transport == "native":
-        assert calls[1:] == [1, 2, 1, 1, 2]
+        assert calls[1:] == [0, 1, 0, 0, 1]
 
 
 @run_ranks(1, 2, 3)
