@@ -36,7 +36,9 @@ class Collective(NamedTuple):
     allgather [s] -> [n, s], y[r] = x_r;
     alltoall [n, s] -> [n, s], y_q[r] = x_r[q];
     reduce_scatter [n, s] -> [s], y_q = op_r x_r[q];
-    permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none.
+    permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none;
+    compare, of no array, compares the fingerprint; compare_later does so at the first call of a program, and later ones are
+    compared with the next message.
     """
 
     kind: str

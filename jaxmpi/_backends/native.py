@@ -1,7 +1,7 @@
 """The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
 
 It carries every collective. A call is one message for all its arrays, in place where XLA lets it. With each message the ranks
-compare what they are about to send, so the programs of this transport need no other meeting. Arrays of a GPU come through
+compare what they are about to send, so the programs of this transport need no other comparison. Arrays of a GPU come through
 pinned memory of the host.
 
 16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank each. Between nodes of several
@@ -99,10 +99,10 @@ class Native(Mpi):
         return not call.groups
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Carry out `call`: one message for all arrays. A "meet", which only compares, may travel with a later one."""
-        if call.kind == "meet":
+        """Carry out `call`: one message for all arrays."""
+        if call.kind in ("compare", "compare_later"):
             statement = self._statement(call, "no message yet, in another call of this program")
-            native_calls.compare(self, statement, later=call.op == "later")
+            native_calls.compare(self, statement, later=call.kind == "compare_later")
             return []
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())

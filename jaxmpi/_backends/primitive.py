@@ -46,14 +46,14 @@ def run(call: Collective, xs: Sequence[jax.Array], backend: Backend) -> list[jax
 
 
 def compare_fingerprint(fingerprint: int, backend: Backend, *, later: bool) -> None:
-    """Compare the word of a program with those of the other ranks, in the order of the collectives.
+    """Compare the fingerprint of a program with those of the other ranks, in the order of the collectives.
 
     Args:
-      fingerprint: the word.
+      fingerprint: that of the program.
       backend: the ranks, which compare inline.
       later: whether calls after the first are compared with the next message.
     """
-    collective_p.bind(call=Collective("meet", op="later" if later else "", fingerprint=fingerprint), backend=backend)
+    collective_p.bind(call=Collective("compare_later" if later else "compare", fingerprint=fingerprint), backend=backend)
 
 
 def _abstract(*xs: ShapedArray, call: Collective, backend: Backend) -> tuple[list[ShapedArray], frozenset[Hashable]]:
