@@ -282,9 +282,9 @@ def steps(model):
         compiled[name] = time.perf_counter() - start
     start = time.perf_counter()
     jax.block_until_ready(contenders["plain JAX"](*jax.tree.map(jnp.copy, states["plain JAX"]), batch))
-    turns = int(np.clip(0.3 / (time.perf_counter() - start), 3, 100)) if not cpu else 3
-    turns = max(jaxmpi.allgather_object(turns))
-    for turn in range(8):
+    turns = int(np.clip(0.3 / (time.perf_counter() - start), 3, 100))
+    rounds, turns = (2, 1) if cpu else (8, max(jaxmpi.allgather_object(turns)))
+    for turn in range(rounds):
         for name in list(contenders)[:: 1 - 2 * (turn % 2)]:
             jaxmpi.barrier()
             start = time.perf_counter()
@@ -300,7 +300,7 @@ def steps(model):
         say(f"{model}, {about}: {name}", round(ms[name], 4), "ms a step", note=f"first five steps {compiled[name]:.1f} s")
     say(
         f"{model}, {about}: jaxmpi / plain JAX", round(float(np.median(ratios)), 4), "times",
-        note=f"8 turns of {turns} steps: {ratios.min():.3f} to {ratios.max():.3f}",
+        note=f"{rounds} turns of {turns} steps: {ratios.min():.3f} to {ratios.max():.3f}",
     )  # fmt: skip
     same = difference < (1e-5 if model == "digits" else 5e-3)
     say(f"{model}, {about}: the loss after five steps, relative difference", difference, right=same, note=str(losses))
