@@ -11,6 +11,12 @@ constexpr int64_t kLine = 64;  // bytes: shares of a chunk begin on cache lines
 
 }  // namespace
 
+int64_t bytes_of(const std::vector<Array>& arrays) {
+  int64_t bytes = 0;
+  for (const Array& array : arrays) bytes += array.bytes();
+  return bytes;
+}
+
 Place::Place(int rank, std::vector<int> order, std::vector<int> ranks, int node)
     : rank(rank), size(order.size()), order(std::move(order)), ranks(std::move(ranks)), node(node) {
   owners = *std::min_element(this->ranks.begin(), this->ranks.end());

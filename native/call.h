@@ -31,7 +31,10 @@ struct Array {
   int64_t row = 0;  // columns from one row to the next, where these are a part of it
 
   int64_t pitch() const { return row ? row : columns; }
+  int64_t bytes() const { return columns * size_of(type); }  // of a row
 };
+
+int64_t bytes_of(const std::vector<Array>& arrays);
 
 struct Place {
   Place(int rank, std::vector<int> order, std::vector<int> ranks, int node);

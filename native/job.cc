@@ -22,12 +22,6 @@ Fingerprints fingerprints_of(int32_t group, int64_t word) {
   return group == kAll ? uncompared.fingerprints_of(word) : Fingerprints{word, word, 0};
 }
 
-int64_t bytes_of(const std::vector<Array>& arrays) {
-  int64_t bytes = 0;
-  for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
-  return bytes;
-}
-
 void drain(int32_t group) {
   const record::Exposed exposed;
   communication.drain();

@@ -44,8 +44,6 @@ struct Refused : std::runtime_error {
 // Of a message to the ranks of a group; to all ranks, what this rank has called before is part of them.
 Fingerprints fingerprints_of(int32_t group, int64_t word);
 
-int64_t bytes_of(const std::vector<Array>& arrays);
-
 // Waits until nothing is on its way any more that another message of a group must stay behind.
 void drain(int32_t group);
 

@@ -18,7 +18,6 @@ constexpr size_t kMost = 64;    // that nobody has taken: of a program that goes
 constexpr int64_t kAlign = 64;  // bytes
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-int64_t bytes_in(const Array& array) { return array.columns * size_of(array.type); }
 
 }  // namespace
 
@@ -34,16 +33,16 @@ bool MessagesAhead::forked() const { return thread_of_ != 0 && thread_of_ != get
 int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays, int64_t rows, Carry carry) {
   if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   int64_t bytes = 0;
-  for (const Array& array : arrays) bytes += aligned(bytes_in(array)) + aligned(rows * bytes_in(array));
+  for (const Array& array : arrays) bytes += aligned(array.bytes()) + aligned(rows * array.bytes());
   auto message = std::make_shared<Message>(Message{
       transport, rows, arrays, {static_cast<char*>(std::aligned_alloc(kAlign, std::max(bytes, kAlign))), std::free}, {}});
   if (!message->memory) throw std::bad_alloc();
   char* at = message->memory.get();
   for (Array& array : message->arrays) {
-    std::memcpy(at, array.in, bytes_in(array));
+    std::memcpy(at, array.in, array.bytes());
     array.in = at;
-    array.out = at + aligned(bytes_in(array));
-    at = array.out + aligned(rows * bytes_in(array));
+    array.out = at + aligned(array.bytes());
+    at = array.out + aligned(rows * array.bytes());
   }
   message->carry = std::move(carry);
 
@@ -109,7 +108,7 @@ bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
     if (mine.type != to.type || mine.columns != to.columns) {
       throw std::logic_error("a message of other arrays than those that take it");
     }
-    std::memcpy(to.out, mine.out, message->rows * bytes_in(mine));
+    std::memcpy(to.out, mine.out, message->rows * mine.bytes());
   }
   return true;
 }

@@ -10,15 +10,9 @@ namespace {
 constexpr int64_t kLine = 64;               // bytes: parts begin on cache lines
 constexpr int64_t kStripedBytes = 1 << 20;  // from this size on, several threads are faster
 
-int64_t bytes_of(const std::vector<Array>& arrays) {
-  int64_t bytes = 0;
-  for (const Array& array : arrays) bytes += array.columns * size_of(array.type);
-  return bytes;
-}
-
 // One of `count` parts of about as many bytes, which together have all columns.
 std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64_t count) {
-  auto lines_of = [](const Array& array) { return (array.columns * size_of(array.type) + kLine - 1) / kLine; };
+  auto lines_of = [](const Array& array) { return (array.bytes() + kLine - 1) / kLine; };
   int64_t lines = 0;
   for (const Array& array : arrays) lines += lines_of(array);
   const int64_t begin = lines * part / count, end = lines * (part + 1) / count;
