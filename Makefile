@@ -1,6 +1,7 @@
 # make train   set everything up in .venv and train the digits example on 2 ranks
-# make test    set everything up in .venv and run the tests
-# make test-slow   the tests that take longest, such as every optimizer of optax: three quarters of an hour
+# make test    set everything up in .venv and run the quick tests
+# make test-slow   the tests that take more than a few seconds each, such as failures of whole jobs: half an hour
+# make test-exhaustive   every number of ranks, every optimizer of optax: three quarters of an hour
 # make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
 # make test-mpi4jax   the tests on the other transport
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
@@ -18,7 +19,7 @@
 # make test-wheels   install them without a compiler, with both MPIs, and run the quick start
 # make lint    ruff, mypy and clang-format
 # make tables   write the tables that tests make into docs/ anew
-# make check    what CI runs
+# make check    before a commit: lint, the quick tests, the pages, the package, the other transport and MPI; .ci/run has more
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
@@ -40,7 +41,7 @@ COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts gpu package wheels test-wheels docs lint lock clean
+.PHONY: help check tables train test test-slow test-exhaustive test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts gpu package wheels test-wheels docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -48,7 +49,6 @@ help:
 
 # the order is that of what fails first
 check: lint train test docs package
-	@$(MAKE) gpu CPU=1
 	@$(MAKE) test-mpi4jax TESTS="tests/collectives/test_collectives.py tests/consistency/test_agreement.py"
 	@$(MAKE) test VENV=.venv-mpich MPI=mpich TESTS="tests/collectives/test_collectives.py tests/backends/test_native.py"
 
@@ -65,8 +65,12 @@ test: $(VENV)/.test-installed
 	@$(SUITE) $(TESTS)
 
 test-slow: $(VENV)/.test-installed
-	@echo "== running the tests that take longest"
-	@$(SUITE) -m slow
+	@echo "== running the tests that take more than a few seconds each"
+	@$(SUITE) -m "slow and not exhaustive" $(TESTS)
+
+test-exhaustive: $(VENV)/.test-installed
+	@echo "== running the tests on every number of ranks and of every optimizer"
+	@$(SUITE) -m exhaustive $(TESTS)
 
 test-examples: $(VENV)/.test-installed
 	@echo "== running the examples and benchmarks from beginning to end"
@@ -79,7 +83,7 @@ test-mpi4jax: $(VENV)/.test-installed $(VENV)/.mpi4jax
 test-loaders: $(VENV)/.test-installed
 	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"
 	@$(PIP) torch tensorflow-cpu datasets || { $(FAILED); }
-	@$(BIN)/python -m pytest -m 'slow or not slow' tests/data/test_loaders.py
+	@$(BIN)/python -m pytest -m '' tests/data/test_loaders.py
 
 matrix: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every optimizer in every combination, on the native transport, then on mpi4jax"
@@ -94,20 +98,20 @@ faults: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: 40 minutes; first, with messages on their way"
 	@rm -f build/faults.jsonl; mkdir -p build
 	@JAXMPI_OVERLAP=1 JAXMPI_NODE_RANKS=1 JAXMPI_TUNE=small_bytes=0,bucket_bytes=1 \
-	  $(BIN)/python -m pytest -m 'faults or not faults' tests/monitor/test_faults.py -k 'native and (jit or scan)'
-	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m 'faults or not faults' tests/monitor/test_faults.py; \
+	  $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py -k 'native and (jit or scan)'
+	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py; \
 	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
 
 environments: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
 	@rm -f build/environments.jsonl; mkdir -p build
-	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m 'environments or not environments' \
+	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m '' \
 	  tests/run/test_environments.py; status=$$?; \
 	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
 
 soak: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"
-	@JAXMPI_SOAK=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_soak.py tests/checkpoint/test_corruptions.py
+	@JAXMPI_SOAK=1 $(BIN)/python -m pytest -m '' tests/test_soak.py tests/checkpoint/test_corruptions.py
 
 # 15 to 20 minutes on 2 cores; `pip install torch` into the environment adds torch's gloo and DDP to it
 bench: $(VENV)/.installed $(VENV)/.mpi4jax

@@ -14,7 +14,7 @@ import pytest
 
 import jaxmpi
 
-ON_ALL_RANKS = "collectives"  # the folder whose tests are quick on every number of ranks
+ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
 COMPILED = Path(__file__).parent / "build" / "compiled"
 
 
@@ -35,14 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
-    """Of a test on several numbers of ranks, that on 3 is quick, where least is taken for granted; the others are slow."""
+    """Of a test on several numbers of ranks, `make test` runs that on 3; another target has the other numbers."""
     numbers = defaultdict(set)
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("exhaustive"):
             numbers[_test(item)].add(_ranks(item))
     for item in items:
-        if item.path.parent.name != ON_ALL_RANKS and 3 in numbers[_test(item)] - {_ranks(item)}:
-            item.add_marker(pytest.mark.slow)
+        if 3 in numbers[_test(item)] - {_ranks(item)}:
+            item.add_marker(pytest.mark.slow if item.path.parent.name == ON_ALL_RANKS else pytest.mark.exhaustive)
 
 
 def _test(item: pytest.Item) -> tuple[str, str]:

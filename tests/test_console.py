@@ -79,6 +79,7 @@ jaxmpi.print("two\\nlines")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_print_of_a_job(ranks, tmp_path):
     script = tmp_path / "script.py"
@@ -97,6 +98,7 @@ def test_print_of_a_job(ranks, tmp_path):
     assert ("[1/3] only one" in texts) == (ranks == 3)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_get_logger_speaks_on_rank_0_and_writes_files_on_request():
     r = jaxmpi.rank()
@@ -115,6 +117,7 @@ def test_get_logger_speaks_on_rank_0_and_writes_files_on_request():
     logger.handlers.clear()
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_progress_is_quiet_without_a_terminal():
     bar = jaxmpi.progress([jaxmpi.rank(), 5], desc="items")

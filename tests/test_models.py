@@ -156,20 +156,21 @@ def own_rows(x):
     return jnp.asarray(np.split(x, jaxmpi.size())[jaxmpi.rank()])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 @run_ranks(1, 2, 3, 4, timeout_seconds=120)
 def test_n_ranks_train_as_one_on_mpi(model):
     check(model, jit, own_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 @run_ranks(2, backend="xla", timeout_seconds=120)
 def test_n_ranks_train_as_one_on_xla(model):
     check(model, jit, own_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_simulated_ranks_train_as_one(model, n):

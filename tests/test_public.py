@@ -517,23 +517,26 @@ def test_every_public_name_has_a_row():
     assert public() == ROWS.keys()
 
 
+@pytest.mark.slow
 def test_on_one_rank():
     jaxmpi.init()
     check_all()
 
 
+@pytest.mark.slow
 def test_on_simulated_ranks():
     jaxmpi.init()
     with jaxmpi.simulate(2):
         check_all()
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_on_ranks_of_mpi():
     check_all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, backend="xla")
 def test_on_ranks_of_xla():
     check_all()

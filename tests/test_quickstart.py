@@ -15,6 +15,7 @@ from programs import ROOT, on_ranks, run_all
 from jaxmpi._run import mpiexec
 
 
+@pytest.mark.slow
 def test_quickstart_ends_with_the_same_loss_however_it_is_started():
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
@@ -34,6 +35,7 @@ def test_quickstart_ends_with_the_same_loss_however_it_is_started():
 NO_MPI = "raise ImportError('no MPI in this test')"
 
 
+@pytest.mark.slow
 def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
     for package in ("mpi4py", "mpi4jax"):
         (tmp_path / f"{package}.py").write_text(NO_MPI)
@@ -45,6 +47,7 @@ def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
     assert notebook.cells[-1].outputs[0].text.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulated_ranks", "several_ranks", "what_a_step_sends"])
 def test_notebooks_run(name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -61,7 +64,7 @@ def test_notebooks_are_stored_without_outputs(path):
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_six_lines_make_a_script_for_one_device_one_for_many():
     """Those that the quick start shows."""
     one, many = ROOT / "examples" / "one_device.py", ROOT / "examples" / "many_devices.py"

@@ -14,7 +14,7 @@ from test_monitor import end, jaxmpi_run
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 SOAK = os.environ.get("JAXMPI_SOAK") == "1"
 TREES = 10_000 if SOAK else 60
 KILLS = 200 if SOAK else 3

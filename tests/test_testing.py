@@ -44,6 +44,7 @@ def dies_on_one():
     jaxmpi.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -62,6 +63,7 @@ def test_a_failure_is_told_and_the_next_test_runs(function, words):
     fine(ranks=2, word="again")
 
 
+@pytest.mark.slow
 def test_ranks_without_a_test_end(monkeypatch):
     fine(ranks=2, word="first")
     job = pool(2)
@@ -145,6 +147,7 @@ def test_launch_returns_what_each_rank_returns(capsys):
     assert printed[-3:] == [f"[{r}] here is {r} launched" for r in range(3)]
 
 
+@pytest.mark.slow
 def test_launch_raises_what_a_rank_raises():
     with pytest.raises(RankFailure, match=r"(?s)failed on 1 of 2 ranks.*rank 1.*ZeroDivisionError"):
         jaxmpi.launch(lambda: 1 / (1 - jaxmpi.rank()), 2)
@@ -159,6 +162,7 @@ def children():
     return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["wait", "Listener"])
 def test_a_launch_after_an_interrupt_returns_its_own_results(monkeypatch, where):
     """The answers to the interrupted call must not be taken for those to the next; nor may ranks that start be left behind."""

@@ -14,6 +14,7 @@ from jaxmpi.testing import run_ranks
 MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("xla", 1), ("xla", 2), ("xla", 3)])
 def test_a_process_with_several_devices(backend, ranks, tmp_path):
     """A rank alone on a node with several GPUs, say. It takes part with one, and numbers are those of one device a rank."""
@@ -58,6 +59,7 @@ def taken(names, size, **given):
             os.environ.update({name: value} if value is not None else {})
 
 
+@pytest.mark.slow
 @run_ranks(2, 3, 4)
 def test_ranks_that_share_a_gpu_share_its_memory():
     n, rank = jaxmpi.size(), jaxmpi.rank()
@@ -100,6 +102,7 @@ def test_of_many_ranks_each_takes_something(monkeypatch):
     assert 0.01 < fraction <= 0.75 / 64
 
 
+@pytest.mark.slow
 def test_the_memory_is_shared_out_before_jax_starts(tmp_path):
     code = """
 import os, warnings

@@ -28,6 +28,7 @@ def stand_in_for_cuda(tmp_path_factory):
 # what happens when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "flags"),
     [
@@ -118,13 +119,14 @@ jaxmpi.print("fine on", me)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environ",
     [
         {"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "18"},
         {"CUDA_HURRIES": "1"},
-        pytest.param({"CUDA_SEED": "1"}, marks=pytest.mark.slow),
-        pytest.param({"CUDA_NO_KERNELS": "1"}, marks=pytest.mark.slow),
+        pytest.param({"CUDA_SEED": "1"}, marks=pytest.mark.exhaustive),
+        pytest.param({"CUDA_NO_KERNELS": "1"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
@@ -134,6 +136,7 @@ def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
     assert done.stdout.count("fine on") == 3 and done.stdout.count("caught on") == 3
 
 
+@pytest.mark.slow
 def test_an_error_of_the_gpu_is_one_of_the_step(stand_in_for_cuda, tmp_path):
     code = STAGED.replace("{library!r}", repr(stand_in_for_cuda))
     done = run(2, code, tmp_path, CUDA_FAILS_AFTER="3")
@@ -172,6 +175,7 @@ jaxmpi.print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_work_of_a_gpu_is_no_waiting(stand_in_for_cuda, ranks, tmp_path):
     """A message begins when the GPU has done what comes before it: for the flight recorder, and for the stall watch."""
@@ -222,6 +226,7 @@ jaxmpi.print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environ", [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "44"}, {"CUDA_SEED": "1", "CUDA_EVENTS": "22"}])
 def test_messages_of_a_gpu_are_on_their_way_while_it_computes(stand_in_for_cuda, environ, tmp_path):
     """On a stream of their own, from when the GPU has made what is sent; as many events as messages, which are kept."""
@@ -256,6 +261,7 @@ jaxmpi.print("fine")
 """
 
 
+@pytest.mark.slow
 def test_arrays_of_the_host_in_a_job_of_gpus(stand_in_for_cuda, tmp_path):
     """They go straight through shared memory; nothing is copied by the GPU's driver, which fails here."""
     done = run(2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 TWO_HOSTS = Path(__file__).parent / "two_hosts.sh"
 NETWORK = Path(__file__).parents[1] / "network.sh"
 TRAINS = """

@@ -201,6 +201,7 @@ ALL = "float32,bfloat16,float16,int8,uint64,complex64"
 ROUNDS, SMALL_CHUNKS = "direct_nodes=0", "direct_nodes=0,small_bytes=0,chunk_bytes=4096,chunks=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "on_a_node", "tune", "dtypes", "columns"),
     [
@@ -209,7 +210,7 @@ ROUNDS, SMALL_CHUNKS = "direct_nodes=0", "direct_nodes=0,small_bytes=0,chunk_byt
         (4, 2, ROUNDS, "float32,bfloat16", "5,30001"),
         (4, 2, SMALL_CHUNKS, "float32", "1,30001"),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
+            pytest.param(*row, marks=pytest.mark.exhaustive)
             for row in [
                 (3, 1, "", "float32,bfloat16", "1,3001,300001"),
                 (4, 1, ROUNDS, "float32,float16", "7,300001"),

@@ -29,6 +29,7 @@ def digests(tmp_path, compiler, level, flags, run=()):
     return subprocess.run([*run, program], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="there is one kind of loops elsewhere")
 def test_every_level_makes_the_same_bits(tmp_path):
     processor = Path("/proc/cpuinfo").read_text().split()
@@ -43,7 +44,7 @@ def test_every_level_makes_the_same_bits(tmp_path):
 @pytest.mark.skipif(
     not (find_spec("ziglang") and shutil.which(QEMU) and LIBRARIES.exists()), reason=f"needs ziglang, {QEMU} and {LIBRARIES}"
 )
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_emulated_aarch64_makes_the_same_bits(tmp_path):
     there = digests(tmp_path, ZIG, "v1", (), run=[QEMU, "-L", LIBRARIES])
     assert there == digests(tmp_path, COMPILER, "v1", ())

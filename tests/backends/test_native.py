@@ -286,8 +286,9 @@ jaxmpi.print("fine on", me, w.node, w.local_rank)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "on_a_node"), [(3, 2), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(2, 1), (4, 2), (4, 3)])]
+    ("ranks", "on_a_node"), [(3, 2), *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in [(2, 1), (4, 2), (4, 3)])]
 )
 def test_several_nodes(ranks, on_a_node, tmp_path):
     """Pretended ones, of equal and of other sizes."""
@@ -305,7 +306,7 @@ def run(ranks, code, folder, *, timeout=120, **environ):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_ranks_than_cores(tmp_path):
     """Nobody starves: eight ranks, which on most machines of these tests share two cores."""
     code = """
@@ -370,7 +371,8 @@ jaxmpi.print("digest", me, digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
     """Each thread has a part of the columns; a message that the ranks do not agree on is found before they begin."""
     found = []
@@ -398,6 +400,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_kill_in_the_middle_of_a_large_message_leaves_nothing(threads, tmp_path):
     before = set(os.listdir("/dev/shm"))
@@ -566,6 +569,7 @@ except (ValueError, jaxmpi.MPIError) as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "built", "said"),
     [
@@ -591,6 +595,7 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
     assert done.stdout.count(said) >= 1, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [(0, 1, 2), (1,)])
 def test_without_mpi4jax(missing, tmp_path):
     """It carries all collectives where one of the ranks has no mpi4jax, also in a plain `jax.jit` with control flow."""

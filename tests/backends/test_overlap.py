@@ -151,17 +151,18 @@ def bits(ranks, on_a_node, tmp_path, *arguments):
     assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_bits_are_those_without_overlap(tmp_path):
     bits(2, 1, tmp_path, 3, 0.002, "adam", "sharded", "scan", "moved", "pairs")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "on_a_node"), [(3, 1), (3, 2), (4, 2)])
 def test_bits_of_all_programs(ranks, on_a_node, tmp_path):
     bits(ranks, on_a_node, tmp_path, 3, 0.002)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "on_a_node"), [(2, 1), (2, 2), (3, 1), (3, 2)])
 def test_bits_in_a_thousand_steps(ranks, on_a_node, tmp_path):
     bits(ranks, on_a_node, tmp_path, 1000, 0.0002)
@@ -220,7 +221,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("fault", ["differ", "kill", "raise"])
 def test_faults_between_start_and_wait(fault, ranks, tmp_path):
     start = time.monotonic()
@@ -319,13 +321,14 @@ print("equal on", w.rank, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "on_a_node", "pairs"),
     [
         (2, 1, 0),
-        pytest.param(3, 2, 0, marks=pytest.mark.slow),
-        pytest.param(4, 2, 1, marks=pytest.mark.slow),
-        pytest.param(4, 1, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, 0, marks=pytest.mark.exhaustive),
+        pytest.param(4, 2, 1, marks=pytest.mark.exhaustive),
+        pytest.param(4, 1, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_messages_ahead_have_the_bits_of_those_at_once(ranks, on_a_node, pairs, tmp_path):

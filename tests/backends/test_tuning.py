@@ -66,6 +66,7 @@ jaxmpi.print(float(jaxmpi.tree_allreduce(1.0, "sum")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tune", "said"),
     [

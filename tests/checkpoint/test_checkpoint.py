@@ -207,7 +207,7 @@ def run(function, ranks, backend, directory):
         pool(ranks, backend).run(Task(__file__, function.__name__, {"directory": directory}, 120.0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_saved_in_one_way_and_restored_in_another(tmp_path):
     """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:
@@ -216,6 +216,7 @@ def test_saved_in_one_way_and_restored_in_another(tmp_path):
         run(restore_kinds, m, backend, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):
     """For n and m from 1 to 4, and on all backends: bit by bit what these ranks would have had themselves."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (2, "xla"), (5, "simulate")]:
@@ -391,6 +392,7 @@ def test_numbers_that_differ_are_no_checkpoint():
         jaxmpi.save("nowhere", 1, {"t": jaxmpi.rank() + 0.5})
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_is_found(tmp_path):
     tree = {"a": jnp.arange(3.0), "b": jnp.ones((2, 2), jnp.bfloat16), "n": 5}
     jaxmpi.save(tmp_path, 1, tree, background=False)
@@ -623,6 +625,7 @@ for step in range(first, first + 60, 2):
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_save_into_one_folder(tmp_path):
     command = [sys.executable, "-c", BESIDE, tmp_path]
     jobs = [subprocess.Popen([*command, str(i)], stdin=-1, stdout=-1, stderr=-1, text=True) for i in range(2)]

@@ -46,6 +46,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_restore_gives_each_rank_its_own():
     r = jaxmpi.rank()

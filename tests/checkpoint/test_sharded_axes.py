@@ -88,6 +88,7 @@ def test_the_same_axes_restore_each_ranks_bits(tmp_path, names):
         assert rows(jaxmpi.restore(tmp_path, like), 4) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "axis"), OTHERS, ids=str)
 def test_equal_groups_are_restored_on_other_axes(tmp_path, axes, axis):
     with simulated(GRID):
@@ -130,7 +131,8 @@ def check_on_ranks(directory):
             jaxmpi.restore(directory, run_of("island", False))
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_on_ranks(tmp_path, backend):
     pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_on_ranks", {"directory": str(tmp_path)}, 120.0))
 

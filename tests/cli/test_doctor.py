@@ -42,6 +42,7 @@ def fake_launcher(tmp_path, text):
     return str(path)
 
 
+@pytest.mark.slow
 def test_where_all_is_well():
     code, output = doctor()
     said = lines(output)
@@ -54,7 +55,7 @@ def test_where_all_is_well():
     assert re.search(r"[\d.]+ times a memcpy", said["bandwidth"][1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_report_says_what_is_installed(monkeypatch, tmp_path):
     _, output = doctor("--report", "-n", "1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     said = lines(output)
@@ -72,7 +73,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     assert checks.compiled().verdict == "slow" and "JAX_COMPILATION_CACHE_DIR" in checks.compiled().advice
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
     """What is installed is asked, and not the sources that someone stands in."""
     for name in ("jaxmpi", "mpi4jax"):
@@ -83,6 +84,7 @@ def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
     assert done.returncode == 0 and "jaxmpi works here." in done.stdout and "the sources" not in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_without_mpi4py(tmp_path):
     code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")"))
     assert code == 1 and "Something is broken" in output
@@ -91,7 +93,7 @@ def test_without_mpi4py(tmp_path):
     assert "a job" not in lines(output)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_the_launcher_of_another_mpi(tmp_path):
     code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, "echo 'HYDRA build details, Version: 4.2'"))
     verdict, text = lines(output)["launcher"]
@@ -104,7 +106,7 @@ def test_with_the_launcher_of_another_mpi(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_launcher():
     code, output = doctor(JAXMPI_MPIEXEC="/nowhere/mpirun")
     verdict, text = lines(output)["launcher"]
@@ -117,7 +119,7 @@ sys.modules["jaxmpi._native"] = types.SimpleNamespace(interface=0, __file__="/ol
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_the_extension_of_another_version(tmp_path):
     code, output = doctor("-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", OLD), JAXMPI_TRANSPORT="auto")
     verdict, text = lines(output)["transport"]
@@ -125,7 +127,7 @@ def test_with_the_extension_of_another_version(tmp_path):
     assert "/old/_native.so has interface 0" in text and "-> Install jaxmpi again: pip install" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("transport", "error", "code", "verdict"),
     [
@@ -165,7 +167,7 @@ def test_without_the_extension(tmp_path):
     assert code == 0 and verdict == "slow" and "the extension is not built" in text and "-> Install a C++ compiler" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_ranks_that_do_not_start(tmp_path):
     text = "case $1 in --version) echo 'mpirun (Open MPI) 5.0';; *) echo 'no slots' >&2; exit 7;; esac"
     code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, text))

@@ -125,6 +125,7 @@ def until(script, right, seconds):
             return ranks
 
 
+@pytest.mark.slow
 def test_a_slow_and_a_stopped_rank_are_named(tmp_path):
     script = tmp_path / f"script{os.getpid()}.py"
     script.write_text(SCRIPT)

@@ -148,9 +148,10 @@ def compare(got, want):
         np.testing.assert_allclose(x, y, 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"island": 2, "member": 2}, pytest.param({"island": 2, "member": 3}, marks=pytest.mark.slow)],
+    [{"island": 2, "member": 2}, pytest.param({"island": 2, "member": 3}, marks=pytest.mark.exhaustive)],
     ids=["2x2", "2x3"],
 )
 def test_all_collectives_simulated(axes):
@@ -172,7 +173,8 @@ def mpi4jax_ranks():
     ranks.end()
 
 
-@pytest.mark.parametrize("row", ["native", "mpi4jax", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["native", "mpi4jax", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_all_collectives(row, request):
     weights, want = expectations(AXES)
     ranks = (
@@ -296,6 +298,7 @@ def check_bad_weight():
         tx.update(gradient, tx.init(gradient), gradient, weight=-1.0 if jaxmpi.rank() == 3 else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["check_trees", "check_distributed", "check_bad_weight"])
 @pytest.mark.parametrize("row", ["native", "mpi4jax", "xla"])
 def test_functions_with_an_axis(row, check, request):
@@ -428,6 +431,7 @@ def test_batches_along_an_axis_simulated():
     np.testing.assert_array_equal(second, [[4, 5], [6, 7], [4, 5], [6, 7]])
 
 
+@pytest.mark.slow
 def test_groups_within_and_between_nodes(monkeypatch):
     monkeypatch.setenv("JAXMPI_NODE_RANKS", "2")
     ranks = Pool(4, "mpi", AXES)

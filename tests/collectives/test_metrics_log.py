@@ -68,6 +68,7 @@ def test_without_tensorboardx(tmp_path, monkeypatch):
         jaxmpi.MetricsLog(tmp_path, tensorboard=True)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3, 4)
 def test_rank_0_writes():
     folder = jaxmpi.broadcast_object(tempfile.mkdtemp() if jaxmpi.rank() == 0 else "", 0)

@@ -14,7 +14,7 @@ from jaxmpi._run.task import Task
 from jaxmpi.testing import IDLE_SECONDS
 
 AXES = {"data": 2, "model": 2}
-XLA = pytest.param("xla", marks=pytest.mark.slow)
+XLA = pytest.param("xla", marks=pytest.mark.exhaustive)
 BATCH, IN, HIDDEN, OUT, STEPS = 8, 6, 12, 3, 5
 
 
@@ -90,11 +90,13 @@ def check_tensor_parallel():
         np.testing.assert_allclose(got[name], x, 1e-12, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["auto", XLA])
 def test_a_tensor_parallel_mlp_is_that_of_one_rank(row):
     pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, "check_tensor_parallel", {}, 120.0))
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_mlp_simulated():
     params, xs, ys = mlp()
     stack = lambda trees: jax.tree.map(lambda *xs: jaxmpi.PerRank(np.stack(xs)), *trees)
@@ -135,12 +137,14 @@ def check_laplace():
         np.testing.assert_allclose(mean, -np.linalg.solve(2 * LAPLACE, b).sum() / 2, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["auto", XLA])
 @pytest.mark.parametrize("n", [2, 3])
 def test_solvers_over_the_laplace_operator_are_the_dense_solve(n, row):
     pool(n, row, IDLE_SECONDS).run(Task(__file__, "check_laplace", {}, 120.0))
 
 
+@pytest.mark.slow
 def test_solvers_simulated():
     with jaxmpi.simulate(4):
         check_laplace()

@@ -185,6 +185,7 @@ def differ(mine, others):
     return texts[0]
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 def test_every_parameter_is_compared():
     for name, (call, one, other) in PARAMETERS.items():
@@ -193,6 +194,7 @@ def test_every_parameter_is_compared():
         assert compared or "is not equal on all ranks" in text or re.search("called .*=", text), (name, text)
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_every_parameter_is_compared_on_xla():
     test_every_parameter_is_compared.__wrapped__()

@@ -99,11 +99,13 @@ def check_pairs():
     assert jaxmpi.initialized() and jaxmpi.allgather_object(rank) == [0, 1]
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_pairs_of_public_functions_are_compared_on_mpi():
     check_pairs()
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_pairs_of_public_functions_are_compared_on_xla():
     check_pairs()

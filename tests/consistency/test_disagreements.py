@@ -12,11 +12,13 @@ SOME, ALL, AT_ONCE = 20, 300, 50
 OTHER = "native" if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax" else "mpi4jax"
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 def test_some_programs():
     check(range(SOME))
 
 
+@pytest.mark.slow
 @run_ranks(2, 3, backend="xla")
 def test_some_programs_on_xla():
     check(range(SOME, 2 * SOME))

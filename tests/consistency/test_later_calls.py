@@ -158,11 +158,13 @@ def check_sequences(seeds):
     assert min(counts.values()) > len(seeds) // 10, counts
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 def test_sequences_of_calls():
     check_sequences(range(60))
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_sequences_of_calls_on_xla():
     check_sequences(range(20))
@@ -182,6 +184,7 @@ def check_some_sequences():
     check_sequences(range(100, 160))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sequences_of_calls_between_nodes_with_messages_ahead(ranks, monkeypatch):
     on_nodes(ranks, "check_some_sequences", monkeypatch)
@@ -319,6 +322,7 @@ def check_fragment_beside_other_calls():
         assert float(jaxmpi.tree_allreduce(1.0, "sum")) == jaxmpi.size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_fragment_beside_other_calls(ranks, monkeypatch):
     on_nodes(ranks, "check_fragment_beside_other_calls", monkeypatch)

@@ -61,7 +61,7 @@ def recipe(name):
     return re.search(rf"^### {re.escape(name)}\n.*?```python\n(.*?)```", page, re.DOTALL | re.MULTILINE)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MODULES)
 def test_every_rank_reads_its_rows(tmp_path, name, ranks):

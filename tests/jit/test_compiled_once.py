@@ -101,11 +101,13 @@ def test_a_program_is_compiled_once_in_the_job():
     check_once()
 
 
+@pytest.mark.slow
 @run_ranks(2, 3, backend="xla")
 def test_a_program_is_compiled_once_in_the_job_xla():
     check_once()
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_each_rank_compiles_where_that_is_asked_for():
     before = os.environ.pop("JAXMPI_COMPILE", None)

@@ -106,6 +106,7 @@ def check_forgotten(name):
     assert not any(later)
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_a_forgotten_mean_is_named_once_on_mpi(name):
@@ -157,11 +158,13 @@ def check_nnx():
             assert "output [0]['layers'][0]['bias'].value" in said[0] and "mean'" not in said[0] and "[2]" not in said[0]
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_nnx_batch_statistics_and_metrics_are_each_ranks_own_on_mpi():
     check_nnx()
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_nnx_batch_statistics_and_metrics_are_each_ranks_own_on_xla():
     check_nnx()
@@ -210,6 +213,7 @@ def test_a_step_that_is_right_is_not_warned_of(name):
     assert called(jaxmpi.jit(make(tx)), tx) == [[], [], []]
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_functions_that_carry_no_state_are_not_warned_of():
     params, rank = start(), jaxmpi.rank()
@@ -334,6 +338,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_a_step_that_sends_nothing_is_warned_of_too(tmp_path, monkeypatch, backend):
     (tmp_path / "script.py").write_text(SILENT)

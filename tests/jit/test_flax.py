@@ -142,12 +142,14 @@ def own_rows():
     return np.split(DATA, jaxmpi.size())[jaxmpi.rank()]
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_right_on_mpi(case):
     check(case, own_rows())
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_right_on_xla(case):
@@ -161,6 +163,7 @@ def test_it_is_right_simulated(case, n):
         check(case, jaxmpi.PerRank(np.stack(np.split(DATA, n))))
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_a_derivative_of_a_rematerialized_step_of_its_own():
     step = jaxmpi.jit(lambda w, x: mean(jnp.mean(jnp.sin(x @ w) ** 2)))
@@ -169,6 +172,7 @@ def test_a_derivative_of_a_rematerialized_step_of_its_own():
     np.testing.assert_allclose(plain, again, rtol=1e-6)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_a_reference_as_an_argument_is_refused_in_a_sentence():
     with pytest.raises(TypeError, match=r"jaxmpi.jit: argument 0 of <lambda> is a reference, .* Pass its value, ref\[...\]"):

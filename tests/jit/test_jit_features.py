@@ -24,6 +24,7 @@ X = np.arange(4, dtype=np.float32)
 # what jax.jit takes
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_static_arguments_by_position_and_name():
     @partial(jaxmpi.jit, static_argnames=("scale", "names"))
@@ -39,6 +40,7 @@ def test_static_arguments_by_position_and_name():
     np.testing.assert_array_equal(by_number(5, X), X * n * 5)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_keywords_of_any_name():
     step = jaxmpi.jit(lambda x, *, hide, program=1: lax.psum(x, R) * hide * program)
@@ -135,6 +137,7 @@ def test_captured_arrays_are_compared_where_they_must_be_equal():
         jaxmpi.jit(lambda p: p * table, **options)(X)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_a_jit_inside_of_a_jit():
     inner = jaxmpi.jit(lambda x: lax.psum(x, R))
@@ -238,6 +241,7 @@ def test_explain_of_a_branch_is_open():
     assert plan.messages is None and [entry.path for entry in plan.entries] == ["", "cond:1"]
 
 
+@pytest.mark.slow
 def test_explain_at_first_compile_on_request(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -474,6 +478,7 @@ print("found", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("auto", 1), ("mpi", 2), ("mpi", 3), ("xla", 2)])
 def test_debug_nans(tmp_path, backend, ranks):
     """At the first call and later, in an output of one rank alone, with a collective in the program and without.

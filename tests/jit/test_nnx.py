@@ -68,12 +68,13 @@ def own_rows(x):
     return jnp.asarray(np.split(x, jaxmpi.size())[jaxmpi.rank()])
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3, 4)
 def test_n_ranks_train_as_one_on_mpi():
     check(own_rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, backend="xla")
 def test_n_ranks_train_as_one_on_xla():
     check(own_rows)

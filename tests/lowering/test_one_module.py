@@ -106,6 +106,7 @@ def test_collectives_that_only_move_arrays_have_one_module():
         np.testing.assert_allclose(jaxmpi.jit(fun)(x), expected)
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_without_the_extension_the_rank_is_right():
     backend = session.current("test")

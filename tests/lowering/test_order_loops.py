@@ -122,7 +122,7 @@ def test_loops_have_one_order(loop):
     check_order(loop)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
 @run_ranks(2, 3, backend="xla")
 def test_loops_in_order_have_the_same_numbers(loop):

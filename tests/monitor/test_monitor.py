@@ -82,6 +82,7 @@ def left(marker):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launch", "ranks"), [(mpirun, 3), (jaxmpi_run, 2)], ids=["mpirun-3", "jaxmpi-run-2"])
 @pytest.mark.parametrize(
     ("what", "where", "words"),
@@ -108,6 +109,7 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -133,6 +135,7 @@ def test_a_killed_rank_0_is_named_too(tmp_path):
     assert re.search(r"(?i)rank 0\b.*signal 9", output.replace("\n", " ")), output
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_where_the_launcher_is_slow(tmp_path):
     """The others find out first, and end: they are not the cause."""
     script = tmp_path / "script.py"
@@ -153,7 +156,7 @@ jaxmpi.print("end of", rank, float(total))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_slow_rank_at_the_end_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FINE)
@@ -188,6 +191,7 @@ jaxmpi.print("end of", rank)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_the_script_handles_is_its_own(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
@@ -196,6 +200,7 @@ def test_an_interrupt_that_the_script_handles_is_its_own(tmp_path):
     assert "caught" in output and "end of 0" in output and "end of 1" in output
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED.replace("rank = jaxmpi.init().rank", PIDS))
@@ -243,6 +248,7 @@ print("not reached")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -286,6 +292,7 @@ print("to the end", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["watcher", "signals"])
 def test_the_watch_is_watched(tmp_path, what):
     """What one part of it raises is said, and it goes on; where the thread itself fails, the job ends."""

@@ -73,6 +73,7 @@ def stalled(tmp_path, monkeypatch, what, seconds, *, backend="mpi", ranks=2):
     return end(jaxmpi_run(ranks, script, what, str(seconds)), str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("mpi", 3), ("xla", 2)])
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypatch, backend, ranks):
     code, output, seconds, left = stalled(tmp_path, monkeypatch, "sleep", 100, backend=backend, ranks=ranks)
@@ -91,12 +92,14 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     assert len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1, output
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
     assert re.search(r"stalled: has waited [12] s", output) and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["inside", "ahead of time"])
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what):
@@ -123,6 +126,7 @@ with _world.current("test")._enter():  # as an allgather of objects that never e
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkeypatch, backend):
     script = tmp_path / "script.py"
@@ -136,12 +140,13 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
     assert "a collective that all ranks have entered does not end. The job ends." in output, output
 
 
+@pytest.mark.slow
 def test_ordinary_work_is_no_stall(tmp_path, monkeypatch):
     code, output, _, _ = stalled(tmp_path, monkeypatch, "objects", 0)
     assert not code and "stalled" not in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_seconds_mean_never(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(STALLS.replace("range(30)", "range(60)"))
@@ -150,6 +155,7 @@ def test_no_seconds_mean_never(tmp_path, monkeypatch):
     assert not code and "has waited" not in output, output
 
 
+@pytest.mark.slow
 def test_records_that_cannot_be_written_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXMPI_FLIGHT_DIR", "/proc/nowhere")
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 100)
@@ -180,6 +186,7 @@ if sys.argv[1] == "wait":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("how", ["end", "raise"])
 def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
@@ -207,6 +214,7 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
     assert picture.count("rank 1 on ") == 1 and "last to come" in table
 
 
+@pytest.mark.slow
 def test_a_signal_writes_the_records(tmp_path):
     (tmp_path / "script.py").write_text(WORKS)
     go = tmp_path / "go"
@@ -261,6 +269,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "whom"),
     [*((ranks, whom) for ranks in (1, 2, 3) for whom in ("rank", "launcher")), (2, "launcher of a job without its folder")],
@@ -365,6 +374,7 @@ print(f"rank {rank} stops at {step}", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAITS)
@@ -377,12 +387,14 @@ def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     assert len(set(re.findall(r"stops at (\d+)", out))) == 1 and out.count("stops at") == 2, out
 
 
+@pytest.mark.slow
 def test_stopping_together_after_a_second_init(tmp_path):
     (tmp_path / "script.py").write_text(WAITS)
     code, output, _, _ = end(jaxmpi_run(2, tmp_path / "script.py", "again"), str(tmp_path))
     assert not code and output.count("stops at") == 2 and "SIGUSR1: this rank is" in output, output
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(WAITS)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
@@ -447,19 +459,21 @@ def undisturbed(tmp_path_factory):
     return re.search(r"final \S+ 2", output)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["kill", "raise", "exit 3"])
 def test_a_job_that_has_failed_goes_on_as_if_nothing_had_happened(tmp_path, kind, undisturbed):
     code, output = trained(tmp_path, "disturbed", kind, "13", options=["--restarts", "2"])
     assert not code and "restart 1 of 2" in output and re.search(r"final \S+ 2", output)[0] == undisturbed, output
 
 
+@pytest.mark.slow
 def test_fewer_ranks_after_a_failure(tmp_path):
     options = ["--restarts", "1", "--min-ranks", "2"]
     code, output = trained(tmp_path, "fewer", "kill", "5", ranks=3, options=options)
     assert not code and re.search(r"final \S+ 2", output), output
 
 
+@pytest.mark.slow
 def test_what_fails_each_time_fails(tmp_path):
     (tmp_path / "script.py").write_text("import jaxmpi; jaxmpi.init(); raise ValueError('again')")
     code, output, _, _ = end(jaxmpi_run(2, "--restarts", "2", tmp_path / "script.py"), str(tmp_path))
@@ -469,6 +483,7 @@ def test_what_fails_each_time_fails(tmp_path):
 # faults
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_faults_come_at_their_call_on_their_rank():
     seen = []

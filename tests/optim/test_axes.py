@@ -216,13 +216,14 @@ def simulated(axes):
     return jaxmpi.simulate(int(np.prod([*axes.values()])), axes=axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_as_distributed_simulated(name):
     with simulated(GRID):
         CHECKS[name]()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "names"),
     [
@@ -243,14 +244,15 @@ def check_named(names):
         check_whole_states() if name == "whole states" else CHECKS[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
         ("auto", ["hybrid", "local_sgd"]),
-        pytest.param("auto", ["sharded", "sharded over the columns", "whole states"], marks=pytest.mark.slow),
+        pytest.param("auto", ["sharded", "sharded over the columns", "whole states"], marks=pytest.mark.exhaustive),
         ("auto", ["codecs", "micro-batches"]),
-        pytest.param("xla", ["hybrid"], marks=pytest.mark.slow),
-        pytest.param("xla", ["codecs"], marks=pytest.mark.slow),
+        pytest.param("xla", ["hybrid"], marks=pytest.mark.exhaustive),
+        pytest.param("xla", ["codecs"], marks=pytest.mark.exhaustive),
     ],
     ids=["hybrid", "sharded", "codecs", "xla", "codecs on xla"],
 )

@@ -188,6 +188,7 @@ def test_bad_arguments(make, message):
         make()
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_bad_leaves_and_codecs():
     with pytest.raises(TypeError, match="codec is a str"):

@@ -31,7 +31,7 @@ def test_ranks_train_as_one(variant):
     check(f"fully {variant}", "adamw")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(1, 2, 3, 4)
 @TABLE
 def test_ranks_train_as_one_with_every_optimizer(variant):
@@ -39,14 +39,14 @@ def test_ranks_train_as_one_with_every_optimizer(variant):
         check(f"fully {variant}", optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(3)
 @TABLE
 def test_ranks_train_as_one_under_plain_jit(variant):
     check(f"fully {variant}", "adamw", jit=jax.jit)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, 3, backend="xla")
 @TABLE
 def test_ranks_of_xla_train_as_one(variant):
@@ -114,11 +114,13 @@ def check_layers():
             np.testing.assert_allclose(got[name], g, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3, 4)
 def test_layers_of_a_scan():
     check_layers()
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_layers_of_a_scan_on_xla():
     check_layers()
@@ -237,6 +239,7 @@ def test_outside_of_a_step():
             jax.jit(jaxmpi.unshard)(jax.tree.map(lambda x: x[0], shards, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank)))
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_outside_of_a_step_on_xla():
     shards = jaxmpi.fully_shard({"w": jnp.arange(5.0)})
@@ -285,6 +288,7 @@ class Stack(nn.Module):
         return blocks(name="blocks")(nn.Dense(6)(x), None)[0]
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_linen():
     params = Stack().init(jax.random.key(0), jnp.ones((1, 6)))["params"]
@@ -298,6 +302,7 @@ def test_linen():
     check_gradient(params, lambda params: jaxmpi.fully_shard(params, stacked=stacked), loss, loss_of_shards)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_train_state_of_flax():
     params = Stack().init(jax.random.key(0), jnp.ones((1, 6)))
@@ -318,6 +323,7 @@ def test_train_state_of_flax():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_nnx():
     model = nnx.Sequential(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 2, rngs=nnx.Rngs(1)))

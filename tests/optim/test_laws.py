@@ -23,12 +23,14 @@ def test_ranks_train_as_one(variant):
     check(variant, "adam")
 
 
+@pytest.mark.slow
 @run_ranks(3)
 @TABLE
 def test_ranks_train_as_one_under_plain_jit(variant):
     check(variant, "adamw", jit=jax.jit)
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 @TABLE
 def test_ranks_of_xla_train_as_one(variant):

@@ -163,6 +163,7 @@ def near(got, want, **tolerance):
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 2), (3, 0), (3, 2), (4, 4)])
 @pytest.mark.parametrize("diloco", [False, True])
@@ -176,6 +177,7 @@ def test_fragments_arrive_later(fragments, delay, diloco):
         assert len(set(jaxmpi.allgather_object(np.asarray(x).tobytes()))) == 1
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 @pytest.mark.parametrize("codec", ["bf16", "f16", "int8", "topk"])
 def test_fragments_of_fewer_bytes(codec):
@@ -185,6 +187,7 @@ def test_fragments_of_fewer_bytes(codec):
     near(got, want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_fragments_and_delays_that_cannot_be_are_refused():
     sgd = optax.sgd(0.1)

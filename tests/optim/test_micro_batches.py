@@ -62,7 +62,7 @@ def digests():
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_any_number_of_threads_gives_the_same_bits():
     """NPROC is the number of threads of XLA's CPU client; the sums of these optimizers are large enough for several."""
     runs = [
@@ -75,7 +75,7 @@ def test_any_number_of_threads_gives_the_same_bits():
         assert other == one
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(1, 2, 3)
 def test_all_ranks_have_the_same_bits():
     found = digests()
@@ -100,6 +100,7 @@ class Normalized(linen.Module):
         return linen.BatchNorm(use_running_average=False, axis_name=jaxmpi.AXIS)(x)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 @pytest.mark.parametrize("how", ["BatchNorm", "tree_allreduce", "in a scan"])
 def test_what_communicates_within_a_micro_batch_is_refused(how):

@@ -16,18 +16,19 @@ LOSSES = (  # L-BFGS has a zoom line search
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(3, timeout_seconds=400)
 def test_transforms_that_take_the_loss():
     check(LOSSES, ("distributed",))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, backend="xla", timeout_seconds=400)
 def test_transforms_that_take_the_loss_on_xla():
     check(LOSSES, ("distributed",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_transforms_that_take_the_loss_on_simulated_ranks(ranks):
     with jaxmpi.simulate(ranks):
@@ -232,6 +233,7 @@ def test_a_rank_without_weight_does_not_count():
     np.testing.assert_allclose((value, grad), (4 * 2.5, 4 * 2.5))
 
 
+@pytest.mark.slow
 @run_ranks(3)
 def test_optax_without_distributed():
     """Plain optax with a loss of all ranks: L-BFGS finds the minimum of the sum, on every rank the same bits."""

@@ -25,14 +25,14 @@ def test_every_transform_of_optax_is_listed():
     assert names() == {*CASES, *SINGLE_SAMPLES}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", groups(6), ids=lambda group: group[0])
 def test_simulated_ranks_do_what_plain_optax_does(group):
     with jaxmpi.simulate(3):
         check(group)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, timeout_seconds=400)
 @pytest.mark.parametrize("group", ON_MPI, ids=lambda group: group[0])
 def test_ranks_do_what_plain_optax_does(group):
@@ -108,6 +108,7 @@ def table():
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_documentation_is_made_by_this_test():
     """With JAXMPI_WRITE_DOCS=1 it writes it."""
     text = PAGE.read_text()

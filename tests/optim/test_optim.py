@@ -95,6 +95,7 @@ def test_clipping_before_and_after_the_average():
     np.testing.assert_allclose(after.update(grads, after.init(grads))[0], np.array([0.6, 0.8]) * min(n, mean_norm), rtol=1e-6)
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_extra_arguments_reach_inner():
     seen = {}

@@ -98,12 +98,13 @@ def test_functions_of_simulated_ranks(ranks):
         check(FUNCTIONS)
 
 
+@pytest.mark.slow
 @run_ranks(3)
 def test_functions():
     check(FUNCTIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(2, backend="xla")
 def test_functions_of_xla():
     check(FUNCTIONS)
@@ -218,13 +219,14 @@ def equal_to_distributed():
             np.testing.assert_allclose(a, b, 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_what_decides_by_whole_arrays_is_right_on_shards(ranks):
     with jaxmpi.simulate(ranks):
         equal_to_distributed()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @run_ranks(3)
 def test_what_decides_by_whole_arrays_is_right_on_shards_of_mpi():
     equal_to_distributed()

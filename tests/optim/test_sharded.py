@@ -37,6 +37,7 @@ def train(tx, start, steps, state=None, first=0, ranks=None):
     return ps, state
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3, 4)
 def test_it_is_distributed():
     for inner in (optax.adam(0.1), optax.adamw(0.1), optax.lion(0.1), optax.rmsprop(0.1), optax.sgd(0.1, momentum=0.9)):
@@ -68,6 +69,7 @@ def test_masters_in_float32():
     np.testing.assert_array_equal(ps["w"], jnp.full((3, 5), 0.9, jnp.bfloat16))  # without masters it stays 1
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_from_these_ranks_to_others():
     """unshard gives the state of one rank; reshard of it goes on as if nothing had happened."""
@@ -129,6 +131,7 @@ def test_the_whole_state_has_the_shapes_of_the_inner_one():
         assert got == [x.shape for x in jax.tree.leaves(jax.eval_shape(inner.init, wide))]
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_one_collective_for_all_arrays_and_any_way_to_make_the_state():
     many = {str(i): jnp.ones(5) for i in range(12)}
@@ -148,6 +151,7 @@ def test_one_collective_for_all_arrays_and_any_way_to_make_the_state():
         np.testing.assert_array_equal(x, np.ones_like(x))
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_states_can_be_donated():
     """No two of their arrays are one, and none is a parameter."""
@@ -163,6 +167,7 @@ def test_states_can_be_donated():
         step(state, ps)
 
 
+@pytest.mark.slow
 @run_ranks(2, 3)
 def test_its_state_may_stand_in_what_is_replicated():
     """Of what is declared equal on all ranks, the parts that are each rank's own by design are not; synchronize leaves them."""

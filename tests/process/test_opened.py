@@ -109,6 +109,7 @@ def documented():
     return set(re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|", PAGE.read_text().split("<!-- opened -->")[1], re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_running_job_opens_is_documented(backend, tmp_path):
     folders = {"TMPDIR": tmp_path / "tmp", "HOME": tmp_path / "home", ".": tmp_path / "work"}

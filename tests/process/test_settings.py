@@ -103,6 +103,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "name", "value", "said"),
     [

@@ -133,6 +133,7 @@ for i in range(50):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_two_threads_at_once_get_no_wrong_sum(tmp_path, monkeypatch, backend):
     monkeypatch.setenv("JAXMPI_BACKEND", backend)

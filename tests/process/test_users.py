@@ -33,7 +33,7 @@ def test_what_the_working_directory_holds_is_not_imported_by_run(planted, tmp_pa
     assert done.returncode == 0 and done.stdout.count("fine") == 2, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_the_working_directory_holds_is_not_imported_by_doctor(planted):
     done = subprocess.run([COMMAND, "doctor", "-n", "2"], cwd=planted, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "jaxmpi works here." in done.stdout, done.stdout + done.stderr

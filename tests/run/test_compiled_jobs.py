@@ -63,6 +63,7 @@ def shared(errors):
     return os.environ.get("JAXMPI_TRANSPORT") != "mpi4jax" and "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_second_job_compiles_nothing_that_the_first_has(job, backend):
     code, first, errors = job(**BACKENDS[backend])
@@ -74,6 +75,7 @@ def test_the_second_job_compiles_nothing_that_the_first_has(job, backend):
         assert second[0] == 0 and (backend == "xla" or second == [0, 0])
 
 
+@pytest.mark.slow
 def test_a_restart_compiles_nothing(job):
     code, counts, errors = job("--restarts", 1, fault="exit", JAXMPI_BACKEND="mpi")
     assert code == 0 and len(counts) == 4, errors
@@ -81,16 +83,19 @@ def test_a_restart_compiles_nothing(job):
         assert counts.count(0) >= 2, counts  # both ranks, the second time
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_that_is_asked_for(job):
     assert job(JAXMPI_CACHE_BYTES="0")[0] == 0 and not job.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_jax_s_own_overrides_it(job, tmp_path):
     theirs = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "theirs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     assert job(**theirs)[0] == 0
     assert not job.folder.exists() and [*(tmp_path / "theirs").iterdir()]
 
 
+@pytest.mark.slow
 def test_others_may_write_to_the_cache_folder(job):
     job.folder.mkdir(parents=True)
     job.folder.chmod(0o777)
@@ -101,6 +106,7 @@ def test_others_may_write_to_the_cache_folder(job):
     assert not [*job.folder.iterdir()]
 
 
+@pytest.mark.slow
 def test_the_cache_folder_cannot_be_made(job):
     job.folder.parent.parent.write_text("a file")
     code, counts, errors = job()
@@ -108,7 +114,7 @@ def test_the_cache_folder_cannot_be_made(job):
     assert errors.count(f"jaxmpi: what is compiled is not kept in {job.folder}: ") == 1, errors
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_damaged_entries_are_compiled_anew(job):
     assert job()[0] == 0
     for path in job.folder.iterdir():
@@ -120,6 +126,7 @@ def test_damaged_entries_are_compiled_anew(job):
     assert code == 0 and (not shared(errors) or counts[0] == 0), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_is_killed_while_it_compiles_ends_the_job(job, backend):
     code, counts, errors = job(fault="kill", ranks=3, **BACKENDS[backend])
@@ -129,13 +136,13 @@ def test_a_rank_that_is_killed_while_it_compiles_ends_the_job(job, backend):
     assert re.match(r"jaxmpi run: the job failed: rank 0 \(pid \d+ on \S+\) was killed by signal 9", errors.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_restart_after_a_kill_while_compiling_goes_on(job):
     code, counts, errors = job("--restarts", 1, fault="kill", ranks=3, JAXMPI_BACKEND="mpi")
     assert code == 0 and len(counts) == 3, errors
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_watchdog_knows_why_the_others_wait(job):
     limits = {"JAXMPI_STALL_SECONDS": "1", "JAXMPI_STALL_END_SECONDS": "2"}
     code, counts, errors = job(fault="5", ranks=3, JAXMPI_BACKEND="mpi", **limits)

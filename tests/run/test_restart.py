@@ -150,7 +150,7 @@ print("bits", hashlib.sha256(np.asarray(state["params"]["w"]).tobytes()).hexdige
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_of_three_is_killed_twice(tmp_path):
     """The job ends on the other two, with the bits of two ranks from the checkpoint on."""
     mpirun = Path(sys.executable).with_name("mpirun")

@@ -42,7 +42,7 @@ def test_numbers_that_are_none(numbers):
         parse([f"--scaling={numbers}", "-m", "train"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_program_on_one_and_two_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
