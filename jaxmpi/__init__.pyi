@@ -24,9 +24,10 @@ from ._errors import CheckpointError, MPIError, NotInitializedError, RankMismatc
 from ._jit.api import jit, local
 from ._leaves import PerRankState
 from ._optim.accumulate import accumulate
-from ._optim.average import average_gradients, average_loss, distributed
+from ._optim.average import average_gradients, average_loss
 from ._optim.clip import clip_by_global_norm
 from ._optim.deterministic import micro_batch_grads
+from ._optim.distributed import distributed
 from ._optim.drift import check_replicas, watch_replicas
 from ._optim.fsdp import fully_shard, unshard
 from ._optim.local_sgd import local_sgd

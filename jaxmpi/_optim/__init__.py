@@ -1,6 +1,7 @@
 """What stands between gradients and parameters, as optax transforms that compose.
 
-average       means over ranks: `distributed`, `average_gradients`; exact ones, by weight
+distributed   an optimizer that gets the gradients of all ranks, and what it takes beside them
+average       means over ranks: of gradients, of losses, by weight
 accumulate    one communication for several steps
 objective     what `update` gets beside gradients, such as the loss, of all ranks
 zero1         the optimizer's state shared out over the ranks (ZeRO-1)

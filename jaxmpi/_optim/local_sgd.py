@@ -105,22 +105,6 @@ def local_sgd(
             PerRankState(coded),
         )
 
-    def averaged(here: PyTree, state: LocalSGDState) -> tuple[PyTree, PyTree, PyTree]:
-        """The parameters that all go on from, and the states of the outer transform and the codec."""
-        here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
-        if not outer and not codec:
-            return tree_allreduce(here, op="mean", axis=axis), (), state.codec
-        delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
-        if codec and axis_size(axis, session.current("local_sgd")) > 1:
-            delta, coded = codec.mean(delta, state.codec.per_rank)
-            coded = PerRankState(coded)
-        else:
-            delta, coded = tree_allreduce(delta, op="mean", axis=axis), state.codec
-        if not outer:
-            return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta), (), coded
-        step, outer_state = outer.update(delta, state.outer, state.anchor)
-        return optax.apply_updates(state.anchor, step), outer_state, coded
-
     def update(
         updates: PyTree, state: LocalSGDState, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, LocalSGDState]:
@@ -131,7 +115,7 @@ def local_sgd(
         calls = equal_on_all_ranks(state.calls) + 1
 
         def with_the_others() -> tuple[PyTree, PyTree]:
-            there, outer_state, coded = averaged(optax.apply_updates(params, own_updates), state)
+            there, outer_state, coded = _averaged(optax.apply_updates(params, own_updates), state, outer, codec, axis)
             after = (there if outer or codec else (), outer_state, coded)
             return map_floats("local_sgd", way, params, there), equal_types(after, state[2:])
 
@@ -142,6 +126,25 @@ def local_sgd(
         return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averaged(
+    here: PyTree, state: LocalSGDState, outer: optax.GradientTransformation | None, codec: Codec | None, axis: Axis
+) -> tuple[PyTree, PyTree, PyTree]:
+    """The parameters that all go on from, and the states of the outer transform and the codec."""
+    here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
+    if not outer and not codec:
+        return tree_allreduce(here, op="mean", axis=axis), (), state.codec
+    delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
+    if codec and axis_size(axis, session.current("local_sgd")) > 1:
+        delta, coded = codec.mean(delta, state.codec.per_rank)
+        coded = PerRankState(coded)
+    else:
+        delta, coded = tree_allreduce(delta, op="mean", axis=axis), state.codec
+    if not outer:
+        return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta), (), coded
+    step, outer_state = outer.update(delta, state.outer, state.anchor)
+    return optax.apply_updates(state.anchor, step), outer_state, coded
 
 
 def _streaming(streams: Streams) -> optax.GradientTransformationExtraArgs:
