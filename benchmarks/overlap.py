@@ -3,7 +3,8 @@
     python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--launches 3]
 
 tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine alone. Each batch is so large
-that computation and communication take about as long. With the times of the step without communication, of its backward pass
+that computation and communication take about as long. A step without communication beside a mean that does not depend on it
+shows how much could be hidden on these cores. With the times of the step without communication, of its backward pass
 and of the mean alone, the hidden share is what the step saves by overlap, of the smaller of backward pass and mean. Exits with
 1 when a bound is missed.
 """
@@ -12,6 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 COORDINATOR = "10.77.0.1"  # the first host of tests/network.sh
 NAMES = ("MLP 10M", "CNN", "GPT 10M")
 SLOWER, HIDDEN = 1.2, 0.7  # a step by the longer of computation and communication at most; hidden at least
+OTHER_THREAD = ThreadPoolExecutor(1)
 FASTER = 1.5  # a halo exchange at once by one that is hidden, at least
 
 arguments = parser(__doc__)
@@ -63,14 +66,23 @@ def contenders(loss_of, params, batch):
     jitted = partial(jax.jit, donate_argnums=0)
     forward, backward = jax.jit(loss_of), jax.jit(jax.value_and_grad(loss_of))
     mean, grads = jaxmpi.jit(jaxmpi.tree_allreduce), jax.tree.map(jax.numpy.array, params)
+    local = Trained(jitted(step_of(loss_of, lambda grads: grads)), params, batch)
     return {
-        "local": Trained(jitted(step_of(loss_of, lambda grads: grads)), params, batch),
+        "local": local,
         "forward": lambda: forward(params, batch),
         "forward and backward": lambda: backward(params, batch),
         "mean alone": lambda: mean(grads),
+        "local beside a mean": lambda: beside(local, lambda: mean(grads)),
         "jaxmpi, at once": jaxmpi_step("0", loss_of, params, batch),
         "jaxmpi, overlap": jaxmpi_step("1", loss_of, params, batch),
     }
+
+
+def beside(local, mean):
+    """A step without communication, and a mean that does not depend on it: how much of one the cores leave room for."""
+    arriving = OTHER_THREAD.submit(lambda: jax.block_until_ready(mean()))
+    jax.block_until_ready(local())
+    return arriving.result()
 
 
 def balanced(report, case):
@@ -146,6 +158,8 @@ def work():
         saved = middle["jaxmpi, at once"] - middle["jaxmpi, overlap"]
         report.ratio(case, "step / longer of computation and mean", middle["jaxmpi, overlap"], longer, at_most=SLOWER)
         report.ratio(case, "step at once / longer of computation and mean", middle["jaxmpi, at once"], longer)
+        report.ratio(case, "step beside an independent mean / longer of both", middle["local beside a mean"], longer)
+        report.ratio(case, "step / step beside an independent mean", middle["jaxmpi, overlap"], middle["local beside a mean"])
         report.ratio(
             case, "hidden / smaller of backward and mean", saved, np.minimum(backward, middle["mean alone"]), at_least=HIDDEN
         )
