@@ -32,6 +32,8 @@ class Explanation:
       entries: its collectives, in the order in which they are carried out.
       messages: how many messages they are; None where a loop or a branch decides.
       sent_bytes: how many bytes each rank sends; None in the same case.
+      seconds: how long the messages should take, one after the other; None in the same case, and where nothing is measured, as
+        with simulated ranks.
       text: the table.
     """
 
@@ -42,6 +44,9 @@ class Explanation:
         known = None not in times
         self.messages = sum(n * each.messages for n, each in zip(times, costs, strict=True) if n) if known else None
         self.sent_bytes = sum(n * each.sent_bytes for n, each in zip(times, costs, strict=True) if n) if known else None
+        predicted = [seconds(each) for each in costs] if seconds else [0.0] * len(costs)
+        total = sum(n * each for n, each in zip(times, predicted, strict=True) if n) if known else None
+        self.seconds = total if seconds or not entries else None
         self.text = table(title, entries, backend, seconds)
 
     def __repr__(self) -> str:
