@@ -8,6 +8,7 @@ auditwheel proves the tag. The wheels link neither MPI nor CUDA nor jaxlib: one 
 
 import argparse
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -35,7 +36,7 @@ def main() -> None:
         environment = make_environment(python, options.work.absolute())
         for machine in options.machines:
             built = build(environment, machine, options.work.absolute())
-            repair(environment, built, machine, options.out.absolute())
+            repair(environment, built, options.out.absolute())
 
 
 def make_environment(python: str, work: Path) -> Path:
@@ -59,7 +60,8 @@ def build(python: Path, machine: str, work: Path) -> Path:
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "CXX": str(tools / "cxx"),
         "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib -DCMAKE_CXX_COMPILER_AR={tools}/ar "
-        f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine}",
+        f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine} "
+        "-DCMAKE_MODULE_LINKER_FLAGS=-Wl,-s -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-s",
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
         "SETUPTOOLS_EXT_SUFFIX": f".cpython-{version}-{machine}-linux-gnu.so",
     }
@@ -84,14 +86,19 @@ def toolchain(python: Path, machine: str, work: Path) -> Path:
     return folder
 
 
-def repair(python: Path, wheel: Path, machine: str, out: Path) -> None:
-    """The wheel with its manylinux tag, after auditwheel has looked at every symbol that it needs."""
+def repair(python: Path, wheel: Path, out: Path) -> None:
+    """The wheel with its manylinux tag, after auditwheel has looked at every symbol that it needs.
+
+    auditwheel takes no tag of another processor than this, but finds it: the oldest glibc that has all symbols.
+    """
     auditwheel = [python, "-m", "auditwheel"]
     environ = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    run(*auditwheel, "repair", "--strip", "--plat", platform, "--only-plat", "--wheel-dir", out, wheel, env=environ)
+    run(*auditwheel, "repair", "--plat", "auto", "--only-plat", "--wheel-dir", out, wheel, env=environ)
     repaired = max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     print(output(*auditwheel, "show", repaired, env=environ), flush=True)
+    tag = re.search(r"-manylinux_2_(\d+)_", repaired.name)
+    if not tag or int(tag[1]) > int(GLIBC.split(".")[1]):
+        raise SystemExit(f"{repaired.name} needs a newer glibc than {GLIBC}: the symbols stand above.")
 
 
 def run(*command: object, **options: object) -> None:
