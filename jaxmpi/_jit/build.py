@@ -15,6 +15,7 @@ from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import trace
+from jaxmpi._process.garbage import collection_paused
 
 __all__ = ["build_program"]
 
@@ -59,13 +60,15 @@ def build_program(
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
     found = Analysis(jaxpr, [False] * len(outs), [], [])
     if size > 1:
-        found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
+        with collection_paused():
+            found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
         if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries
     signature = Signature(function.title, entries, found.control, parameters=parameters, arguments=arguments)
     stacked = [False] * len(captured) + per_rank
-    program, finish = lower.build(found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide)
+    with collection_paused():
+        program, finish = lower.build(found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide)
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]

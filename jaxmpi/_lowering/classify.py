@@ -1,6 +1,7 @@
 """What an equation of a traced function has to do with the ranks."""
 
 from collections.abc import Callable, Container, Iterator
+from functools import cache
 from typing import TypeVar
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -146,8 +147,12 @@ def communicates(eqn: JaxprEqn) -> bool:
 
 def calls_python(eqn: JaxprEqn) -> bool:
     """Whether it asks the host, or contains what does."""
-    name = eqn.primitive.name
-    return "callback" in name or "ffi" in name or any(map(_asks_host, subjaxprs(eqn)))
+    return _is_of_host(eqn.primitive.name) or any(map(_asks_host, subjaxprs(eqn)))
+
+
+@cache
+def _is_of_host(name: str) -> bool:
+    return "callback" in name or "ffi" in name
 
 
 # A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by whatever holds it.

@@ -96,7 +96,7 @@ def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bo
         return _cond(eqn, xs, inside, check)
     if name in CALLS:
         return inside(*callee(eqn, xs))
-    return [OWN if calls_python(eqn) else joined(xs)] * len(eqn.outvars)
+    return [OWN if OWN in xs or calls_python(eqn) else joined(xs)] * len(eqn.outvars)
 
 
 def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Inside) -> list[Classes]:

@@ -17,6 +17,7 @@ from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predic
 from jaxmpi._lowering.classify import callee, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
+from jaxmpi._process.garbage import collection_paused
 
 __all__ = ["Env", "evaluate", "make_jaxpr", "opened", "trace"]
 
@@ -46,7 +47,8 @@ def trace(
         traced = _without_notes(traced)
     if captured or _needs_opening(traced):
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
-        traced = make_jaxpr(lambda *args: _open(inner, axes, *args), axes[AXIS], arguments)
+        with collection_paused():
+            traced = make_jaxpr(lambda *args: _open(inner, axes, *args), axes[AXIS], arguments)
     return traced, captured, notes
 
 

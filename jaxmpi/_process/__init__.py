@@ -13,5 +13,6 @@ files                 files in folders where other users may write
 compiled_files        what JAX has compiled, kept for the next job
 made_once             bytes that one rank of a host makes for all that need them
 processor             which kind of processor this is
+garbage               the garbage collector, paused where it has nothing to collect
 at_exit               calls at the very end of the process
 """
