@@ -47,19 +47,25 @@ def keep(eqn: JaxprEqn, args: Sequence[ArrayLike]) -> list[jax.Array]:
     """
     if eqn.effects or not can_keep():
         return bind(eqn, args)
-    trace, source = core.trace_ctx.trace, eqn.source_info
-    if len(around := source_info_util.current_name_stack()):
-        source = source.replace(name_stack=around + source.name_stack)
+    return _emit(core.trace_ctx.trace, source_info_util.current_name_stack(), eqn, args)
+
+
+def _emit(
+    trace: "DynamicJaxprTrace", around: source_info_util.NameStack, eqn: JaxprEqn, args: Sequence[ArrayLike]
+) -> list[jax.Array]:
+    """An equation without effects, in a plain trace and inside of the names `around`."""
+    source = eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack) if len(around) else eqn.source_info
     operands = []
     for v, x in zip(eqn.invars, args, strict=True):
         if isinstance(v, Literal):
             operands.append(DynamicJaxprTracer(trace, v.aval, v, source))
         elif isinstance(x, core.Tracer):
-            operands.append(trace.to_jaxpr_tracer(x, source))
+            operands.append(x if x._trace is trace else trace.to_jaxpr_tracer(x, source))
         else:  # a number in its place now
             return bind(eqn, args)
-    avals = [v.aval for v in eqn.outvars]
-    return list(trace.emit_eqn(operands, avals, eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx))
+    return list(
+        trace.emit_eqn(operands, [v.aval for v in eqn.outvars], eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+    )
 
 
 def bind(eqn: JaxprEqn, args: Sequence[ArrayLike], **params: object) -> list[jax.Array]:
@@ -85,12 +91,14 @@ def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[ArrayLike]]:
         if not can_keep():
             return list(core.eval_jaxpr(inner, consts, *args))
         values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+        trace, around = core.trace_ctx.trace, source_info_util.current_name_stack()
 
         def read(atoms: Sequence[Atom]) -> list[ArrayLike]:
             return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
 
         for eqn in inner.eqns:
-            values.update(zip(eqn.outvars, keep(eqn, read(eqn.invars)), strict=True))
+            xs = read(eqn.invars)
+            values.update(zip(eqn.outvars, bind(eqn, xs) if eqn.effects else _emit(trace, around, eqn, xs), strict=True))
         return read(inner.outvars)
 
     return function
