@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint import folders, leaf_values, parts
 from jaxmpi._checkpoint.compatibility import difference
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
@@ -147,7 +147,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
         except CheckpointError:  # was it removed meanwhile, by a run that saves?
             if tries == 1 or backend.broadcast_object(folder.exists(), 0):
                 raise
-    return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
+    return parts.put_back(like, [leaf_values.like(x, value) for (_, x), value in zip(found, values, strict=True)])
 
 
 def _leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:

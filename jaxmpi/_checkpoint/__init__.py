@@ -3,7 +3,9 @@
 | module | |
 |---|---|
 | manifest | what the leaves are, and where in which file their numbers are, with checksums |
-| parts | a tree as leaves: which numbers of each this rank has, and how it gets them back |
+| parts | a tree as leaves: which numbers of each this rank has |
+| leaf_values | the value of a leaf, on the host or on its device |
+| resharding | what a rank gets of a leaf that any number of ranks have saved |
 | compatibility | whether a checkpoint fits the tree that it is to be restored into |
 | files | a rank's file: written in pieces; read and verified, as it may be damaged |
 | folders | a checkpoint: there as a whole or not at all, and checked |

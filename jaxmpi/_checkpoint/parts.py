@@ -5,7 +5,7 @@ A leaf is equal on all ranks ("all"), cut into equal shards that the ranks have 
 ranks has all shards; groups that differ can be restored with the same axes only.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import jax
@@ -13,18 +13,17 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
-from jaxmpi._backends.groups import position
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._checkpoint.leaf_values import stored
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
-from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray
 from jaxmpi._optim.sharded_state import ShardedState
-from jaxmpi._optim.shards import shard_shape
 
-__all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "old_names", "part_of", "put_back", "to_host"]
+__all__ = ["leaves_of", "left_out", "old_names", "put_back"]
 
 INNER, MASTER = jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("master")  # of `ShardedState.parts`
+
 
 def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
     """The leaves, with what this process has of each: an array, a number, or a `PerRank`.
@@ -122,8 +121,8 @@ def _described(path: KeyPath, x: LeafValue, part: str, of: tuple[int, ...] | Non
         raise TypeError(f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and text. Take it out.")
     if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
         raise TypeError(f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out.")
-    stored = stored(array)
-    shape = tuple(stored.shape[1:] if isinstance(x, PerRank) else stored.shape) if of is None else of
+    numbers = stored(array)
+    shape = tuple(numbers.shape[1:] if isinstance(x, PerRank) else numbers.shape) if of is None else of
     return Leaf(name, part, str(array.dtype), shape), x
 
 

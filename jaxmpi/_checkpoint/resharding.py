@@ -22,7 +22,7 @@ def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Rea
         return read(saved, rank)
     wanted = f"{leaf} on {size} rank{'s' if size > 1 else ''}"
     if leaf.part != "shard":
-        return whole(saved, ranks, read, wanted)
+        return _whole(saved, ranks, read, wanted)
     of = leaf.shape[leaf.stacked :]  # each array of a stack is cut by itself
     columns, place = prod(shard_shape(of, leaf.shards(size))), position(leaf.groups(size), rank)[1]
     start, stop = columns * place, columns * (place + 1)
@@ -33,14 +33,14 @@ def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Rea
         arrays = arrays[:, : max(0, prod(of) - first * each)]
         start, stop = start - first * each, stop - first * each
     else:
-        arrays = whole(saved, ranks, read, wanted).reshape(prod(leaf.shape[: leaf.stacked]), -1)
+        arrays = _whole(saved, ranks, read, wanted).reshape(prod(leaf.shape[: leaf.stacked]), -1)
     piece = arrays[:, start:stop]
     out = np.zeros((len(piece), columns), piece.dtype)
     out[:, : piece.shape[1]] = piece
     return out.reshape(leaf.stored_shape(size))
 
 
-def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
+def _whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
     """A leaf that `ranks` ranks have saved; raises a CheckpointError where each, or each group of them, has its own.
 
     `wanted` is what it is to be restored as, for the error.
