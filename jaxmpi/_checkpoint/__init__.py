@@ -3,6 +3,7 @@
 | module | |
 |---|---|
 | manifest | what the leaves are, and where in which file their numbers are, with checksums |
+| manifest_format | the text of a manifest, written and parsed |
 | parts | a tree as leaves: which numbers of each this rank has |
 | leaf_values | the value of a leaf, on the host or on its device |
 | resharding | what a rank gets of a leaf that any number of ranks have saved |

@@ -23,7 +23,8 @@ from io import BufferedWriter
 from pathlib import Path
 
 from jaxmpi._checkpoint.files import PIECE_BYTES, Archive, advice, create, open_regular
-from jaxmpi._checkpoint.manifest import Manifest, format_manifest, parse_manifest
+from jaxmpi._checkpoint.manifest import Manifest
+from jaxmpi._checkpoint.manifest_format import format_manifest, parse_manifest
 from jaxmpi._errors import CheckpointError
 
 __all__ = ["begin", "check", "commit", "found", "newest", "read_manifest"]
