@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxmpi._checkpoint import folders, leaf_values, parts
+from jaxmpi._checkpoint import leaf_values, parts
+from jaxmpi._checkpoint.commit import commit
 from jaxmpi._checkpoint.compatibility import difference
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
@@ -66,11 +67,11 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     folder = begin(backend, Path(directory).absolute(), len(writers) > 1)
 
-    def commit(written: Parts) -> None:
+    def finish(written: Parts) -> None:
         sizes, members = zip(*(written[rank] for rank in writers), strict=True)
-        folders.commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
+        commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
 
-    Save.last = Save(backend, folder, step, arrays, writers, commit)
+    Save.last = Save(backend, folder, step, arrays, writers, finish)
     if not background:
         earlier = earlier or Save.finished(backend)
     if earlier:

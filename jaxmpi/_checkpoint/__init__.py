@@ -9,7 +9,8 @@
 | resharding | what a rank gets of a leaf that any number of ranks have saved |
 | compatibility | whether a checkpoint fits the tree that it is to be restored into |
 | files | a rank's file: written in pieces; read and verified, as it may be damaged |
-| folders | a checkpoint: there as a whole or not at all, and checked |
+| commit | a folder that is begun, locked, and renamed when it is whole |
+| folders | the folders of checkpoints: found, and checked |
 | rank_checks | what the ranks say to each other about it |
 | writing | a save in the background |
 | reading | on the ranks that there are now |

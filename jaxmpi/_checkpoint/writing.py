@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._checkpoint import files, folders
+from jaxmpi._checkpoint import commit, files
 from jaxmpi._checkpoint.leaf_values import to_host
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Member
 from jaxmpi._checkpoint.rank_checks import run_on_all_or_raise
@@ -33,7 +33,7 @@ def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, Buffer
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
     if watch := session.monitor():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
-    made, lock = run_on_all_or_raise(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
+    made, lock = run_on_all_or_raise(backend, lambda: commit.begin(directory) if backend.place.rank == 0 else (None, None))
     folder = backend.broadcast_object(made, 0)
 
     def look() -> None:
