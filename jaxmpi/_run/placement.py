@@ -113,15 +113,8 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
         flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
 
     threads = request.threads or share
-    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
-    if huge := request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ:
-        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
-    told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
-    if not open_mpi:
-        wanted["PYTHONUNBUFFERED"] = "1"  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
-    elif crowded:
-        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-
+    huge = request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ
+    asked = _wanted(threads, huge)
     bound = "not bound" if bind == "none" else f"bound to {_count(share, 'core') + ' each' if per_core else bind}"
     said = [
         "oversubscribed" if crowded else "",
@@ -130,15 +123,31 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
         bound if bind else "",
         f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
         "huge pages" if huge else "",
-        *told,
+        *(f"{name}={environ[name]} kept" for name in asked if name in environ),
         "as root" if machine.root else "",
     ]
     head = f"{_count(request.ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
+    wanted = asked | _of_mpi(open_mpi, crowded)
     return Plan(
         flags=tuple(flags),
         environ={name: value for name, value in wanted.items() if name not in environ},
         summary=f"{head}: {', '.join(filter(None, said))}",
     )
+
+
+def _wanted(threads: int, huge_pages: bool) -> dict[str, str]:
+    """The variables that the arithmetic of a rank wants: its threads, and large pages."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
+    if huge_pages:
+        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
+    return wanted
+
+
+def _of_mpi(open_mpi: bool, crowded: bool) -> dict[str, str]:
+    """The variables that an MPI wants."""
+    if not open_mpi:
+        return {"PYTHONUNBUFFERED": "1"}  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
+    return {"OMPI_MCA_mpi_yield_when_idle": "1"} if crowded else {}
 
 
 def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
