@@ -12,6 +12,7 @@ tuning           sizes and algorithms of the messages between nodes
 mpi              mpi4jax, and the start of MPI
 xla              backend "xla": NCCL or gloo
 process_group    the ranks of an MPI job, outside of compiled programs
+activity         what a rank is doing, for those who watch it
 communicator     what is used of mpi4py's communicators, as types
 handover         messages that ranks wait for asleep
 extension        the native extension, if it is the one that belongs to these sources
