@@ -9,7 +9,9 @@ transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
 native_calls     its calls in a program: at once, a start and a wait, or a start that a later call takes
 tuning           sizes and algorithms of the messages between nodes
-mpi              mpi4jax, and the start of MPI
+mpi              mpi4jax
+mpi_library      mpi4py and mpi4jax imported, MPI started and ended
+start_checks     what the ranks tell each other before there is a backend
 xla              backend "xla": NCCL or gloo
 process_group    the ranks of an MPI job, outside of compiled programs
 activity         what a rank is doing, for those who watch it

@@ -5,7 +5,6 @@ the compiled programs.
 """
 
 import contextlib
-import os
 import threading
 import time
 import warnings
@@ -23,11 +22,11 @@ from jaxmpi._backends import bucketing, handover
 from jaxmpi._backends.activity import Activity, Entered
 from jaxmpi._backends.base import Collective, Overlap, Place, Registry
 from jaxmpi._backends.communicator import Communicator, Request
-from jaxmpi._errors import MPIError
-from jaxmpi._process import run_dir, settings
+from jaxmpi._backends.mpi_library import unlink_shared_memory
+from jaxmpi._process import settings
 from jaxmpi._process.communicating_thread import Turn
 
-__all__ = ["MpiProcessGroup", "check_start"]
+__all__ = ["MpiProcessGroup"]
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ class MpiProcessGroup(Activity):
         node = sorted(set(leaders)).index(leaders[world.rank])
         self._by_node = leaders == sorted(leaders)  # whether the ranks of each node are numbered one after the other
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
-        _unlink_shared_memory(node_comm)
+        unlink_shared_memory(node_comm)
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
@@ -216,37 +215,3 @@ class MpiProcessGroup(Activity):
         jax.clear_caches()
         for comm in (self._objects, self._channel):
             comm.Free()
-
-
-def check_start(mpi: ModuleType, launched: int) -> None:
-    """Check that the launcher belongs to the MPI that runs.
-
-    Args:
-      mpi: the module `mpi4py.MPI`.
-      launched: how many ranks the launcher's environment speaks of.
-
-    Raises:
-      MPIError: each rank is alone, as the launcher is that of another MPI.
-    """
-    world = mpi.COMM_WORLD
-    if launched > world.size == 1:
-        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
-        _unlink_shared_memory(world)
-        mpi.Finalize()  # nothing is left of it, however the process ends
-        raise MPIError(
-            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
-            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
-        )
-
-
-def _unlink_shared_memory(node_comm: Communicator) -> None:
-    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
-
-    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
-    rank that is alone has nobody to share Open MPI's with.
-    """
-    named = [path for path in run_dir.segments() if "mpich_shm" in path or node_comm.size == 1]
-    node_comm.Barrier()
-    for path in named:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
