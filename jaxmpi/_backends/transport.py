@@ -8,7 +8,8 @@ import jax
 from jaxmpi._backends import extension
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.mpi_library import import_mpi4py
-from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
+from jaxmpi._backends.native import Native, on_host
+from jaxmpi._backends.shared_memory import SHARED_MEMORY
 from jaxmpi._backends.start_checks import check_start, gathered, take_device
 from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
