@@ -1,4 +1,4 @@
-"""How several ranks run a program: what both ways have in common, to compare before it, or by its own messages."""
+"""How several ranks run a program: what both ways to compare it have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
