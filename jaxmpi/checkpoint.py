@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint import leaf_values, parts
+from jaxmpi._checkpoint.commit import commit
 from jaxmpi._checkpoint.compatibility import difference
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
@@ -66,11 +67,11 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     folder = begin(backend, Path(directory).absolute(), len(writers) > 1)
 
-    def commit(written: Parts) -> None:
+    def finish(written: Parts) -> None:
         sizes, members = zip(*(written[rank] for rank in writers), strict=True)
-        folders.commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
+        commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
 
-    Save.last = Save(backend, folder, step, arrays, writers, commit)
+    Save.last = Save(backend, folder, step, arrays, writers, finish)
     if not background:
         earlier = earlier or Save.finished(backend)
     if earlier:
@@ -147,7 +148,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
         except CheckpointError:  # was it removed meanwhile, by a run that saves?
             if tries == 1 or backend.broadcast_object(folder.exists(), 0):
                 raise
-    return parts.put_back(like, [parts.like(x, value) for (_, x), value in zip(found, values, strict=True)])
+    return parts.put_back(like, [leaf_values.like(x, value) for (_, x), value in zip(found, values, strict=True)])
 
 
 def _leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:

@@ -8,6 +8,9 @@ al. 2014; Karimireddy et al. 2019), the state holds what was not sent yet, and i
 lost, only late.
 """
 
-from jaxmpi._optim.compression import Codec, bf16, check_codec, f16, int8, powersgd, topk
+from jaxmpi._optim.compression import Codec, bf16, check_codec, f16
+from jaxmpi._optim.int8_codec import int8
+from jaxmpi._optim.low_rank_codec import powersgd
+from jaxmpi._optim.topk_codec import topk
 
 __all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]

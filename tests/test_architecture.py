@@ -111,7 +111,9 @@ def test_file_names_are_told_apart_by_more_than_a_line_below():
 
 
 @pytest.mark.parametrize(
-    ("words", "home"), [(("mpi4py", "mpi4jax"), "_backends/mpi.py"), (("jax._src",), "_jaxcompat")], ids=["mpi", "jax._src"]
+    ("words", "home"),
+    [(("mpi4py", "mpi4jax"), "_backends/mpi_library.py"), (("jax._src",), "_jaxcompat")],
+    ids=["mpi", "jax._src"],
 )
 def test_what_is_imported_in_one_place_only(words, home):
     for path in PACKAGE.rglob("*.py"):

@@ -7,11 +7,16 @@ single           one rank
 simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
-native_calls     its calls in a program: at once, a start and a wait, or a start that a later call takes
+mpi              mpi4jax
+native_transports  the shared memory of the native extension within a node, and its connections to other nodes
+shared_memory    memory that the ranks of a node share
+native_calls     the calls of the native extension in a program: at once, a start and a wait, or a start that a later call takes
 tuning           sizes and algorithms of the messages between nodes
-mpi              mpi4jax, and the start of MPI
+mpi_library      mpi4py and mpi4jax imported, MPI started and ended
+start_checks     what the ranks tell each other before there is a backend
 xla              backend "xla": NCCL or gloo
 process_group    the ranks of an MPI job, outside of compiled programs
+activity         what a rank is doing, for those who watch it
 communicator     what is used of mpi4py's communicators, as types
 handover         messages that ranks wait for asleep
 extension        the native extension, if it is the one that belongs to these sources

@@ -9,13 +9,8 @@ ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every
 (2**-8 of bfloat16, 2**-11 of float16), the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first order.
 """
 
-import ctypes
 import math
-import mmap
-import os
 import random
-import re
-import uuid
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -23,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls
@@ -31,22 +25,17 @@ from jaxmpi._backends.base import Collective, Overlap, Wait, fingerprint_of
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
-from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
+from jaxmpi._backends.native_transports import Transports
 from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
 from jaxmpi._backends.within_groups import through_all
-from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
-from jaxmpi._process.processor import quota
 
-__all__ = ["SHARED_MEMORY", "Native", "on_host"]
+__all__ = ["Native", "on_host"]
 
 TYPES = (
     *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
     *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
 )
-SHARED_MEMORY = "/dev/shm"
-SLOTS, SLOT_BYTES = 4, 1 << 18  # within one node
-THREADS = 4  # at most, of a rank
 
 
 def on_host() -> bool:
@@ -65,8 +54,7 @@ class Native(Mpi):
         super().__init__(launched)
         self._native = _native
         self._transports: dict[tuple[tuple[int, ...], ...], int] = {}  # the numbers of those of groups; 0 is that of all ranks
-        self._members: list[Sequence[int]] = []  # of this rank's group, by the number of the transport; () for all
-        self._shared: list[tuple[int, mmap.mmap]] = []
+        self._opened = Transports(self._mpi, _native, self.place)
         self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
         self._places: dict[int, int] = {}  # which message of its program each is
         host = on_host()
@@ -76,16 +64,13 @@ class Native(Mpi):
         if not host:
             for target, handler in (("compare", "compare"), ("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
                 jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="CUDA")
-        self.network: Network | None = None  # between nodes, if it was measured
-        self.description = ""  # of how messages travel between nodes
-        self._tuning, self._nodes = Tuning(), 1  # of messages between nodes, and how many there are
-        self._open(self._programs, ())
+        self._opened.open(self._programs, ())
         _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))  # a number of another job is none of this one
 
     def _connect(self, groups: Groups) -> None:
         """The shared memory of this rank's group, and its connections to other nodes."""
         members = groups[position(groups, self.place.rank)[0]]
-        self._transports[groups] = self._open(self._communicators[groups], members)
+        self._transports[groups] = self._opened.open(self._communicators[groups], members)
 
     # in traced code
 
@@ -126,8 +111,8 @@ class Native(Mpi):
     @property
     def overlap(self) -> Overlap | None:
         """A thread carries messages out while a program computes: by default between nodes, where they take long."""
-        asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._tuning, on_host()
-        if asked == "0" or (asked == "auto" and (self._nodes == 1 or not host)):  # of GPUs, it was not measured yet
+        asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._opened.tuning, on_host()
+        if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):  # of GPUs, it was not measured yet
             return None
         ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
         return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
@@ -164,7 +149,7 @@ class Native(Mpi):
         """
 
         def handler(fingerprint: int, transport: int, calls: int) -> str:
-            members = self._members[transport]
+            members = self._opened.members[transport]
             _, call = (False, 0) if members else self._call_that_differs(calls)
             program, text = self._statements.get(call or fingerprint, (fingerprint, "a program of an earlier init"))
             place = self._places.get(call or fingerprint, 0)
@@ -194,7 +179,7 @@ class Native(Mpi):
         return True, made[number - first] if number < calls else 0
 
     def _of(self, ranks: Sequence[int]) -> Communicator:
-        groups = next((groups for groups, i in self._transports.items() if ranks and self._members[i] == ranks), None)
+        groups = next((groups for groups, i in self._transports.items() if ranks and self._opened.members[i] == ranks), None)
         return self._communicators[groups] if groups else self._objects
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
@@ -239,82 +224,7 @@ class Native(Mpi):
     def close(self) -> None:
         """Free the communicators, the shared memory, and the programs that were compiled for them."""
         super().close()
-        self._native.close()
-        for file, memory in self._shared:
-            memory.close()
-            os.close(file)
-
-    def _open(self, comm: Communicator, members: Sequence[int]) -> int:
-        """Map the memory that ranks of a node share, and say how those on other nodes are reached.
-
-        Args:
-          comm: the communicator of all ranks, or of this rank's group; all ranks of the job call it, each with its own.
-          members: the ranks of the group; () for all.
-
-        Returns:
-          The number of the transport.
-        """
-        mpi, place = self._mpi, self.place
-        node = comm.Split(place.node, place.local_rank)
-        places = sorted(comm.allgather((place.node, place.local_rank, comm.rank)))
-        nodes = sorted({number for number, _, _ in places})
-        ranks = [sum(number == each for number, _, _ in places) for each in nodes]
-        if not self._members:
-            self._nodes = len(ranks)
-            cores = min(len(set().union(*node.allgather(os.sched_getaffinity(0)))), quota() or math.inf) / place.local_size
-            self._crowded = cores < 1
-            self._tuning = self._tune([places[sum(ranks[:each])][2] for each in range(len(ranks))])
-        tuning = self._tuning
-        several = len(ranks) > 1
-        slots, slot_bytes = (tuning.chunks, tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
-        if not self._members:
-            self._threads = 1 if several else tuning.threads or self._threads_for(cores)
-        size = self._threads * self._native.layout_bytes(node.size, slot_bytes, slots)
-        file, memory = _shared_memory(mpi.COMM_WORLD, node, size)
-        self._shared.append((file, memory))
-        self._members.append(members)
-        names = [local_rank for number, local_rank, _ in places if number == place.node] if members else []
-        transport = self._native.open(
-            rank=comm.rank, order=[rank for _, _, rank in places], ranks=ranks, node=nodes.index(place.node),
-            local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots, threads=self._threads,
-            crowded=self._crowded, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file,
-        )  # fmt: skip
-        if several:
-            self._native.connect(
-                group=transport,
-                library=_libmpi(),
-                comm=self._handle(comm),
-                byte=self._handle(mpi.BYTE),
-                request_bytes=mpi._sizeof(mpi.Request),
-                small_bytes=tuning.small_bytes,
-                direct_nodes=tuning.direct_nodes,
-            )
-        node.Barrier()  # nobody looks whether a rank lives before it says that it does
-        node.Free()
-        return int(transport)
-
-    def _threads_for(self, cores: float) -> int:
-        """How many threads of a rank with so many cores share a large message: the same on all ranks of its node."""
-        room = free_bytes(SHARED_MEMORY, self.place.local_size) // (8 * SLOTS * SLOT_BYTES)  # groups take theirs, too
-        return int(self._mpi.COMM_WORLD.allreduce(max(1, min(THREADS, int(cores / 2), room)), self._mpi.MIN))
-
-    def _tune(self, firsts: list[int]) -> Tuning:
-        """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
-        world, asked = self._mpi.COMM_WORLD, settings.get("JAXMPI_TUNE")
-        if len(firsts) == 1:
-            return tuned(None, 1, 0, asked or {})
-        self.network = probe(world, firsts) if asked is None else None
-        room = world.allreduce(free_bytes(SHARED_MEMORY, self.place.local_size), self._mpi.MIN)
-        tuning = tuned(self.network, len(firsts), room, asked or {})
-        found = (
-            self.network and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
-        )
-        self.description = f"between nodes: {found or ''}{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
-        return tuning
-
-    def _handle(self, of: object) -> int:
-        """A pointer, or an int that mpi4py takes for unsigned."""
-        return ctypes.c_int64(self._mpi._handleof(of)).value
+        self._opened.close()
 
 
 def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
@@ -332,54 +242,3 @@ def _received(call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Arra
 def _carrier(call: Collective) -> Collective:
     """What the dtypes that are not native are carried for: numbers to be reduced, or bits to be moved."""
     return Collective("allreduce", op="sum") if call.op else call
-
-
-def _shared_memory(world: Communicator, node: Communicator, size: int) -> tuple[int, mmap.mmap]:
-    """A file of zeros that all ranks of `node` map, and that has no name any more once they do; on all ranks, or on none."""
-    path, mapped, failure = "", None, ""
-    if node.rank == 0:  # it makes the file, then the others open it
-        path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}"
-        mapped, failure = _mapped(path, os.O_CREAT | os.O_EXCL, size)
-    path, failure = node.bcast((path, failure))
-    if node.rank and not failure:
-        mapped, failure = _mapped(path, 0, size)
-    failures = [other for other in world.allgather(failure) if other]
-    if node.rank == 0 and mapped:
-        os.unlink(path)
-    if mapped and not failures:
-        return mapped
-    if mapped:
-        os.close(mapped[0])
-        mapped[1].close()
-    raise MPIError(
-        f"init: a host cannot share {size >> 20} MiB of memory among its {node.size} ranks: {failures[0]}. "
-        f"Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax."
-    )
-
-
-def _mapped(path: str, flags: int, size: int) -> tuple[tuple[int, mmap.mmap] | None, str]:
-    """A file and its memory, or why there is none; a file that was made and cannot be mapped is removed."""
-    file = -1
-    try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
-        if flags:
-            os.posix_fallocate(file, 0, size)  # an error now, rather than a bus error later
-        return (file, mmap.mmap(file, size)), ""
-    except (OSError, ValueError) as error:
-        if file >= 0:
-            os.close(file)
-            if flags:
-                os.unlink(path)
-        return None, f"{error} on {os.uname().nodename}"
-
-
-def _libmpi() -> str:
-    """The path of the MPI library that mpi4py has loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
-    named = sorted(
-        path for path in paths if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", os.path.basename(path))
-    )
-    if not named:
-        raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
-    return min(named, key=len)

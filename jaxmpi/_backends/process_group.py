@@ -5,13 +5,10 @@ the compiled programs.
 """
 
 import contextlib
-import os
 import threading
 import time
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -22,29 +19,29 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import bucketing, handover
+from jaxmpi._backends.activity import Activity, Entered
 from jaxmpi._backends.base import Collective, Overlap, Place, Registry
 from jaxmpi._backends.communicator import Communicator, Request
-from jaxmpi._errors import MPIError
-from jaxmpi._process import run_dir, settings
+from jaxmpi._backends.mpi_library import unlink_shared_memory
+from jaxmpi._process import settings
 from jaxmpi._process.communicating_thread import Turn
 
-__all__ = ["MpiProcessGroup", "check_start"]
+__all__ = ["MpiProcessGroup"]
 
 T = TypeVar("T")
 
-EVENTS = 4096  # are kept
 
-
-class MpiProcessGroup:
+class MpiProcessGroup(Activity):
     """The ranks of `MPI_COMM_WORLD`."""
 
     name: str  # of the backend
     forked = False  # whether this process is a forked child of the rank
-    simulates = global_arrays = nests = fuses_mean = compares_inline = same_module = False
+    simulates = global_arrays = nests = fuses_mean = same_module = False
     takes_references = True
 
     def __init__(self, mpi: ModuleType) -> None:
         """Join the other ranks, after `check_start`; `mpi` is the module `mpi4py.MPI`."""
+        super().__init__()
         self._mpi = mpi
         world = mpi.COMM_WORLD
         self._objects, self._channel = world.Dup(), world.Dup()
@@ -53,21 +50,12 @@ class MpiProcessGroup:
         node = sorted(set(leaders)).index(leaders[world.rank])
         self._by_node = leaders == sorted(leaders)  # whether the ranks of each node are numbered one after the other
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
-        _unlink_shared_memory(node_comm)
+        unlink_shared_memory(node_comm)
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
-        self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
-        self.long_operation = ""  # with what takes long, for those who watch
-        self._waiting = ""  # for what, if for no collective
-        self._entered = 0  # collectives outside of programs, and programs
-        self._inside = False
-        self._starting = False  # a program
-        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
-        self._compared = 0
-        self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Request] = []
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -105,14 +93,14 @@ class MpiProcessGroup:
             return world.Split(world.rank // pretended, world.rank)
         return world.Split_type(self._mpi.COMM_TYPE_SHARED)
 
-    def _enter(self) -> "_Entered":
+    def _enter(self) -> Entered:
         if threading.get_ident() != self.turn.thread:
             self.turn.take()
         if self.compares_inline:  # one order for both kinds of traffic
             self.finish()
         else:  # never two threads inside MPI for the sake of plain `jax.jit`
             _jaxcompat.wait_for_effects()
-        return _Entered(self)
+        return Entered(self)
 
     def _last(self, thread: int) -> tuple[int, int]:
         """What differs after each collective of the thread that has the turn."""
@@ -125,22 +113,9 @@ class MpiProcessGroup:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 end.block_until_ready()
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[Callable[[jax.Array], None]]:
-        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
-
-        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
-        """
-        self._starting = True
-        try:
-            with _Entered(self):
-                yield partial(self.ends.__setitem__, threading.get_ident())
-        finally:
-            self._starting = False
-
     def gather_details(self, side: T, ranks: Sequence[int] = ()) -> list[T]:
         """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
-        with _Entered(self):
+        with Entered(self):
             return self._of(ranks).allgather(side)
 
     def _of(self, ranks: Sequence[int]) -> Communicator:
@@ -197,56 +172,6 @@ class MpiProcessGroup:
         event[4] = event[5] = time.monotonic_ns()
         return -int(self._words[0]), int(self._words[1])
 
-    def _entitle(self, fingerprint: int, title: str, program: int) -> None:
-        """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
-        self._titles[fingerprint] = program or fingerprint, title
-        self._titles.move_to_end(fingerprint)
-        if len(self._titles) > EVENTS:
-            self._titles.popitem(last=False)
-
-    # for those who watch, from any thread
-
-    def in_program(self) -> bool:
-        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
-        return not self.compares_inline and (self._starting or any(not end.is_ready() for end in list(self.ends.values())))
-
-    def progress(self) -> tuple[int, bool]:
-        """How many collectives and programs this rank has entered, and whether it is inside one."""
-        return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
-
-    @contextlib.contextmanager
-    def waiting(self, title: str) -> Iterator[None]:
-        """Count as a collective what is waited for in another way."""
-        self._waiting = title
-        try:
-            with _Entered(self):
-                yield
-        finally:
-            self._waiting = ""
-
-    def waits_for(self) -> str:
-        """The title of `waiting`."""
-        return self._waiting
-
-    def doing(self) -> int:
-        """The word of the last collective, or program, that this rank has entered."""
-        return self._events[-1][1] or 0 if self._events else 0
-
-    def events(self) -> list[Sequence[Any]]:
-        """The last collectives: number, word, bytes, and when this rank entered it, all had, and it was done.
-
-        Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
-        """
-        return [*self._events]
-
-    def exposed_ns(self) -> int | None:
-        """For how long programs and calls have waited for messages, since this process began; None where nobody counts it."""
-        return None
-
-    def described(self, fingerprint: int) -> tuple[int, str]:
-        """Of a word that was sent: that of its program, and what it was."""
-        return self._titles.get(fingerprint, (fingerprint, ""))
-
     # the monitor's channel: short messages that nobody has to be waiting for
 
     def send(self, rank: int, message: object) -> None:
@@ -290,51 +215,3 @@ class MpiProcessGroup:
         jax.clear_caches()
         for comm in (self._objects, self._channel):
             comm.Free()
-
-
-class _Entered:
-    """Marks, for the monitor, that this rank is inside a collective."""
-
-    def __init__(self, backend: MpiProcessGroup) -> None:
-        self._backend = backend
-
-    def __enter__(self) -> None:
-        self._backend._entered += 1
-        self._backend._inside = True
-
-    def __exit__(self, *_: object) -> None:
-        self._backend._inside = False
-
-
-def check_start(mpi: ModuleType, launched: int) -> None:
-    """Check that the launcher belongs to the MPI that runs.
-
-    Args:
-      mpi: the module `mpi4py.MPI`.
-      launched: how many ranks the launcher's environment speaks of.
-
-    Raises:
-      MPIError: each rank is alone, as the launcher is that of another MPI.
-    """
-    world = mpi.COMM_WORLD
-    if launched > world.size == 1:
-        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
-        _unlink_shared_memory(world)
-        mpi.Finalize()  # nothing is left of it, however the process ends
-        raise MPIError(
-            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
-            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
-        )
-
-
-def _unlink_shared_memory(node_comm: Communicator) -> None:
-    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
-
-    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
-    rank that is alone has nobody to share Open MPI's with.
-    """
-    named = [path for path in run_dir.segments() if "mpich_shm" in path or node_comm.size == 1]
-    node_comm.Barrier()
-    for path in named:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)

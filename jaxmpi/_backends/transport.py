@@ -6,9 +6,11 @@ from collections.abc import Sequence
 import jax
 
 from jaxmpi._backends import extension
-from jaxmpi._backends.mpi import Mpi, gathered, import_mpi4py, take_device
-from jaxmpi._backends.native import SHARED_MEMORY, Native, on_host
-from jaxmpi._backends.process_group import check_start
+from jaxmpi._backends.mpi import Mpi
+from jaxmpi._backends.mpi_library import import_mpi4py
+from jaxmpi._backends.native import Native, on_host
+from jaxmpi._backends.shared_memory import SHARED_MEMORY
+from jaxmpi._backends.start_checks import check_start, gathered, take_device
 from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
 

@@ -19,8 +19,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective
-from jaxmpi._backends.mpi import import_mpi4py, take_device
-from jaxmpi._backends.process_group import MpiProcessGroup, check_start
+from jaxmpi._backends.mpi_library import import_mpi4py
+from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._backends.start_checks import check_start, take_device
 from jaxmpi._process import settings
 
 __all__ = ["Xla"]

@@ -5,7 +5,7 @@ A leaf is equal on all ranks ("all"), cut into equal shards that the ranks have 
 ranks has all shards; groups that differ can be restored with the same axes only.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import jax
@@ -13,22 +13,16 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
-from jaxmpi._backends.groups import position
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._checkpoint.leaf_values import stored
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
-from jaxmpi._errors import CheckpointError
 from jaxmpi._leaves import PerRankKey, PerRankState, PyTree, is_key, is_own, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray
 from jaxmpi._optim.sharded_state import ShardedState
-from jaxmpi._optim.shards import shard_shape
 
-__all__ = ["Reader", "bits", "leaves_of", "left_out", "like", "old_names", "part_of", "put_back", "to_host"]
-
-KEYS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}  # the names that JAX abbreviates in a dtype
+__all__ = ["leaves_of", "left_out", "old_names", "put_back"]
 
 INNER, MASTER = jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("master")  # of `ShardedState.parts`
-
-Reader = Callable[[Leaf, int], LeafValue]  # what a rank has of a leaf
 
 
 def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
@@ -91,114 +85,6 @@ def put_back(tree: PyTree, values: Sequence[LeafValue]) -> PyTree:
     return treedef.unflatten(new)
 
 
-def bits(value: LeafValue) -> bytes:
-    """What is equal where two values are."""
-    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
-
-
-def whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
-    """A leaf that `ranks` ranks have saved; raises a CheckpointError where each, or each group of them, has its own.
-
-    `wanted` is what it is to be restored as, for the error.
-    """
-    if leaf.part == "all":
-        return read(leaf, 0)
-    if leaf.axis:
-        return _of_equal_groups(leaf, ranks, read, wanted)
-    rows = [read(leaf, rank) for rank in range(ranks)]
-    if leaf.part == "shard":
-        return _joined(leaf, rows)
-    if any(bits(row) != bits(rows[0]) for row in rows):
-        raise CheckpointError(
-            f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
-            f"restore it, in a PerRankState. Go on with {ranks} ranks, save where the ranks have just communicated, or leave a "
-            "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` and make it anew."
-        )
-    return rows[0]
-
-
-def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
-    """A leaf that each group of ranks has saved."""
-    rows = [[read(leaf, rank) for rank in group] for group in leaf.groups(ranks)]
-    wholes = [_joined(leaf, of_group) if leaf.part == "shard" else of_group[0] for of_group in rows]
-    if any(bits(one) != bits(wholes[0]) for one in wholes):
-        raise CheckpointError(
-            f"leaf {leaf.name} was saved as {leaf} by {ranks} ranks, whose groups along this axis have different values, and "
-            f"`like` has {wanted}: only {ranks} ranks with the same axes can restore it, into a leaf over this axis. Go on "
-            f"with {ranks} ranks and jaxmpi.init(axes={dict(leaf.axes)}), or save where the groups have equal values."
-        )
-    return wholes[0]
-
-
-def _joined(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """The array of all shards."""
-    return _arrays(leaf, rows)[:, : prod(leaf.shape[leaf.stacked :])].reshape(leaf.shape)
-
-
-def part_of(leaf: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> LeafValue:
-    """What rank `rank` of `size` has of a leaf that `ranks` ranks have saved."""
-    same = (saved.part, saved.stacked, ranks) == (leaf.part, leaf.stacked, size) and leaf.part != "all"
-    if same and saved.groups(ranks) == leaf.groups(size):
-        return read(saved, rank)
-    wanted = f"{leaf} on {size} rank{'s' if size > 1 else ''}"
-    if leaf.part != "shard":
-        return whole(saved, ranks, read, wanted)
-    of = leaf.shape[leaf.stacked :]  # each array of a stack is cut by itself
-    columns, place = prod(shard_shape(of, leaf.shards(size))), position(leaf.groups(size), rank)[1]
-    start, stop = columns * place, columns * (place + 1)
-    if saved.part == "shard" and not saved.axis and saved.stacked == leaf.stacked:  # only what overlaps
-        each = prod(shard_shape(of, ranks))
-        first = min(start // each, ranks - 1)
-        arrays = _arrays(saved, [read(saved, r) for r in range(first, max(first + 1, min(-(-stop // each), ranks)))])
-        arrays = arrays[:, : max(0, prod(of) - first * each)]
-        start, stop = start - first * each, stop - first * each
-    else:
-        arrays = whole(saved, ranks, read, wanted).reshape(prod(leaf.shape[: leaf.stacked]), -1)
-    piece = arrays[:, start:stop]
-    out = np.zeros((len(piece), columns), piece.dtype)
-    out[:, : piece.shape[1]] = piece
-    return out.reshape(leaf.stored_shape(size))
-
-
-def _arrays(leaf: Leaf, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Shards of neighbors, one behind the other: `[arrays of the stack, numbers]`."""
-    return np.concatenate([row.reshape(prod(leaf.shape[: leaf.stacked]), -1) for row in rows], axis=1)
-
-
-def like(leaf: LeafValue, value: LeafValue) -> LeafValue:
-    """`value` as the kind of leaf that `leaf` is: an array on its device, or a number of Python's own."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if isinstance(leaf, PerRank):
-        return PerRank(like(leaf.stack, np.broadcast_to(value, _stored(leaf.stack).shape)))
-    stacked = value.ndim > len(_stored(leaf).shape)  # of simulated ranks that differ
-    if is_plain(leaf) and not stacked:
-        return type(leaf)(value.item())
-    if isinstance(leaf, np.generic) and not stacked:
-        return value[()]
-    x = value if is_plain(leaf) or isinstance(leaf, np.ndarray | np.generic) else _on_device(leaf, value, stacked)
-    return PerRank(x) if stacked else x
-
-
-def _on_device(leaf: jax.Array | jax.ShapeDtypeStruct, value: np.ndarray, stacked: bool) -> jax.Array | np.ndarray:
-    if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        return value  # JAX would shorten it
-    committed = isinstance(leaf, jax.Array) and leaf.committed and not stacked
-    x = jax.device_put(value, leaf.sharding if committed else None)
-    return jax.random.wrap_key_data(x, impl=_kind(leaf)) if is_key(leaf) else x
-
-
-def to_host(x: jax.Array | np.ndarray | np.generic, *, copy: bool) -> np.ndarray:
-    """An array's numbers; a copy stays as it is whatever becomes of the array."""
-    data = jax.random.key_data(x) if is_key(x) else x
-    return np.array(data) if copy else np.asarray(data)
-
-
-def _stored(x: LeafValue) -> jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct:
-    """What has the shape of the numbers that are stored of a leaf."""
-    return np.asarray(x) if is_plain(x) else jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
-
-
 def _of_sharded_array(path: KeyPath, node: ShardedArray, size: int) -> tuple[Leaf, LeafValue]:
     if node.ranks != size:
         raise ValueError(f"{leaf_name(path)} is one of {node.ranks} shards, and there are {size} ranks.")
@@ -235,8 +121,8 @@ def _described(path: KeyPath, x: LeafValue, part: str, of: tuple[int, ...] | Non
         raise TypeError(f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and text. Take it out.")
     if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
         raise TypeError(f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out.")
-    stored = _stored(array)
-    shape = tuple(stored.shape[1:] if isinstance(x, PerRank) else stored.shape) if of is None else of
+    numbers = stored(array)
+    shape = tuple(numbers.shape[1:] if isinstance(x, PerRank) else numbers.shape) if of is None else of
     return Leaf(name, part, str(array.dtype), shape), x
 
 
@@ -256,12 +142,6 @@ def _of_sharded(state: ShardedState) -> Iterator[tuple[KeyPath, LeafValue, str, 
 def _in_state(path: KeyPath) -> KeyPath:
     """The path of a leaf of `ShardedState.parts` in the state: as in that of `inner`, or below "master"."""
     return path[1:] if path[0] == INNER else (MASTER, *path[1:])
-
-
-def _kind(key: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
-    """The implementation of PRNG keys; of a `ShapeDtypeStruct`, the dtype tells it."""
-    tag = str(key.dtype).removeprefix("key<").removesuffix(">")
-    return jax.random.key_impl(key) if isinstance(key, jax.Array) else KEYS.get(tag, tag)
 
 
 def _stands_for_leaves(x: object) -> bool:

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxmpi._backends.base import Backend, fingerprint_of
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._checkpoint.leaf_values import to_host
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
-from jaxmpi._checkpoint.parts import to_host
 from jaxmpi._consistency import compare
 from jaxmpi._errors import CheckpointError, RankMismatchError
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxmpi._backends.base import Backend, long_operation
-from jaxmpi._checkpoint import folders, parts
+from jaxmpi._checkpoint import folders
 from jaxmpi._checkpoint.compatibility import fitted
 from jaxmpi._checkpoint.files import Archive
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
 from jaxmpi._checkpoint.rank_checks import ranks_here, run_on_all_or_raise
+from jaxmpi._checkpoint.resharding import Reader, bits, part_of
 
 __all__ = ["newest", "read"]
 
@@ -51,14 +52,14 @@ def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[L
     return values
 
 
-def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: parts.Reader) -> LeafValue:
+def _value(backend: Backend, leaf: Leaf, saved: Leaf, ranks: int, stored: Reader) -> LeafValue:
     """An array, or a value of Python's own; a stack of arrays where simulated ranks differ."""
     size = backend.place.size
     if not saved.plain and not saved.stored:
         return _empty(leaf, size)
     here = ranks_here(backend) if leaf.part != "all" else [backend.place.rank]
-    rows = [fitted(saved, leaf, parts.part_of(leaf, rank, size, saved, ranks, stored)) for rank in here]
-    return rows[0] if all(parts.bits(row) == parts.bits(rows[0]) for row in rows) else np.stack(rows)
+    rows = [fitted(saved, leaf, part_of(leaf, rank, size, saved, ranks, stored)) for rank in here]
+    return rows[0] if all(bits(row) == bits(rows[0]) for row in rows) else np.stack(rows)
 
 
 def _empty(leaf: Leaf, size: int) -> np.ndarray:
@@ -66,7 +67,7 @@ def _empty(leaf: Leaf, size: int) -> np.ndarray:
 
 
 @contextmanager
-def _reader(folder: Path, manifest: Manifest) -> Iterator[parts.Reader]:
+def _reader(folder: Path, manifest: Manifest) -> Iterator[Reader]:
     """A function that reads what a rank has saved; each file is opened once."""
     with ExitStack() as stack:
         opened: dict[int, Archive] = {}

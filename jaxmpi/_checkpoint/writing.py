@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._checkpoint import files, folders, parts
+from jaxmpi._checkpoint import commit, files
+from jaxmpi._checkpoint.leaf_values import to_host
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Member
 from jaxmpi._checkpoint.rank_checks import run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
@@ -25,14 +26,14 @@ __all__ = ["Parts", "Save", "arrays_of", "begin"]
 def arrays_of(described: list[tuple[Leaf, LeafValue]], rank: int) -> dict[str, np.ndarray]:
     """Copies of what a rank writes."""
     mine = [(leaf, x) for leaf, x in described if leaf.in_file(rank)]
-    return {leaf.name: parts.to_host(x[rank] if isinstance(x, PerRank) else x, copy=True) for leaf, x in mine}
+    return {leaf.name: to_host(x[rank] if isinstance(x, PerRank) else x, copy=True) for leaf, x in mine}
 
 
 def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, BufferedWriter | None]:
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
     if watch := session.monitor():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
-    made, lock = run_on_all_or_raise(backend, lambda: folders.begin(directory) if backend.place.rank == 0 else (None, None))
+    made, lock = run_on_all_or_raise(backend, lambda: commit.begin(directory) if backend.place.rank == 0 else (None, None))
     folder = backend.broadcast_object(made, 0)
 
     def look() -> None:

@@ -110,7 +110,7 @@ def mpi() -> Iterator[Finding]:
         yield Finding("ok", "launcher", f"{launcher.vendor} {launcher.version} ({launcher.path})")
     except mpiexec.LaunchError as error:
         yield Finding("broken", "launcher", *two(str(error)))
-    code = "from jaxmpi._backends.mpi import mpi4jax_version; print(mpi4jax_version())"
+    code = "from jaxmpi._backends.mpi_library import mpi4jax_version; print(mpi4jax_version())"
     ok, said = ask(code)
     if ok:
         yield Finding("ok", "mpi4jax", said)

@@ -2,7 +2,9 @@
 
 api               `jit`, and functions of ours that are compiled in the same way
 step              what `jit` returns
-executors         how several ranks compare a program, compile it once between them, and run it
+executor          how several ranks compare a program, compile it once between them, and run it
+compares_inline   the same, where the program's own messages compare it
+compares_before   the same, where the ranks compare it before each call
 jitted            the function under `jax.jit`
 cache             the programs of one function, by the kinds of their arguments
 arguments         the arrays of a call by shape and dtype, and the words for them

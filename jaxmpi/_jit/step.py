@@ -9,7 +9,9 @@ import jax
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._backends.base import Backend, ProcessGroup
-from jaxmpi._jit.executors import ComparesBefore, ComparesInline, Executor
+from jaxmpi._jit.compares_before import ComparesBefore
+from jaxmpi._jit.compares_inline import ComparesInline
+from jaxmpi._jit.executor import Executor
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.jitted import Jitted
 from jaxmpi._jit.program import Program

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
@@ -26,7 +25,7 @@ from jaxmpi._monitor import death_reporter
 from jaxmpi._monitor.async_gather import Gathering
 from jaxmpi._monitor.flight_recorder import Recorder
 from jaxmpi._monitor.live import Live
-from jaxmpi._monitor.ordered_output import Key, OrderedOutput
+from jaxmpi._monitor.messages import Messages
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._monitor.watchdog import Watchdog
 from jaxmpi._process import peers, run_dir, stderr
@@ -42,22 +41,19 @@ LEAVE_SECONDS = 30.0  # for the monitor's thread to end
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
 
 
-class Monitor:
+class Monitor(Messages):
     """One rank's watch over the others."""
 
     def __init__(self, backend: MpiProcessGroup) -> None:
-        self.backend = backend
+        super().__init__(backend)
         self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
-        self.rounds = OrderedOutput(backend.place.size)
         self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
-        self.topics: dict[str, Callable[[int, Any], object]] = {"print": self._on_print, "left": self._on_left}
+        self.topics["left"] = self._on_left
         self.at_end: list[Callable[[str], object]] = []  # called with the reason
         self.stop = Preemption(self, backend.place.size, backend.place.rank)
         self.gathering = Gathering(self)
         self.signals = Signals()
         self.samples = 0  # that `Throughput` has counted on this rank
-        self._failed: list[Callable[..., object]] = []
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
         self._waiting_since: float | None = None
@@ -76,47 +72,6 @@ class Monitor:
             Live(self)
             self._greet()
 
-    # messages
-
-    def print(self, key: Key, text: str) -> None:
-        """Show this rank's text on rank 0, with the other ranks' of the same round."""
-        if self.backend.place.rank != 0:
-            self.send(0, "print", (key, text))
-            return
-        self.rounds.add(0, key, text)
-        while self.rounds.pending(key):
-            self.poll()
-            time.sleep(0.001)
-        self.rounds.flush()
-
-    def send(self, rank: int, topic: str, message: object) -> None:
-        """Send a picklable object to another rank's monitor; returns at once."""
-        with self._lock:
-            self.backend.send(rank, (topic, message))
-
-    def poll(self) -> None:
-        """Hand over what has arrived."""
-        with self._lock:
-            arrived = self.backend.receive()
-        for rank, (topic, message) in arrived:
-            if topic in self.topics:
-                self._call(self.topics[topic], rank, message)
-
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        """Call what watches; a defect in it must not end the watching of the rest."""
-        try:
-            function(*args)
-        except Exception:
-            if function not in self._failed:
-                self._failed.append(function)
-                self.say(f"a defect in jaxmpi's monitor, which goes on:\n{traceback.format_exc()}")
-
-    def send_all(self, topic: str, message: object) -> None:
-        """Send an object to the monitors of all other ranks."""
-        for rank in range(self.backend.place.size):
-            if rank != self.backend.place.rank:
-                self.send(rank, topic, message)
-
     def _greet(self) -> None:
         """Open the connections to other hosts while the network works: one that is opened when it does not ends the job."""
         _, here = self.members[self.backend.place.rank]
@@ -124,9 +79,6 @@ class Monitor:
         if len(away) <= GREETED:
             for rank in away:
                 self.send(rank, "hello", None)
-
-    def _on_print(self, rank: int, message: tuple[Key, str]) -> None:
-        self.rounds.add(rank, *message)
 
     def _on_left(self, rank: int, entered: int) -> None:
         self._left = rank, entered
@@ -172,11 +124,6 @@ class Monitor:
             return False
         self._waiting_since = self._waiting_since or time.monotonic()
         return time.monotonic() - self._waiting_since > GRACE_SECONDS
-
-    def say(self, text: str) -> None:
-        """Write to stderr, with who says it."""
-        place = self.backend.place
-        stderr.say(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
 
     # the ends
 

@@ -18,7 +18,10 @@ partition     functions of whole arrays, evaluated on shards
 clip          clipping by the global norm
 noise         the gradient noise scale
 drift         replicas that drift apart are found
-compression   fewer bytes for a mean: codecs
+compression   fewer bytes for a mean: what a codec is, and those that cast
+int8_codec    8 bits for a number
+topk_codec    the largest numbers only
+low_rank_codec  matrices as products of thin ones (PowerSGD)
 weights       exact means of batches of different sizes
 ordered_sums  sums in one order, whatever the number of threads
 float_leaves  the floats of a tree

@@ -61,6 +61,33 @@ def parse(arguments: Sequence[str]) -> Request:
     Raises:
         LaunchError: An option is wrong, or there is no program.
     """
+    own, mpi_options, program = _split(arguments)
+    options = _parser().parse_args(own)
+    if (options.ranks is None) == (not options.scaling):
+        raise LaunchError("give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`.")
+    options.ranks = max(options.scaling) if options.ranks is None else options.ranks
+    _check_numbers(options)
+    try:
+        settings.check()
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    _check_program(program)
+    return Request(
+        options.ranks,
+        options.mpiexec,
+        options.bind_to,
+        options.threads,
+        not options.no_huge_pages,
+        options.restarts,
+        options.min_ranks,
+        tuple(mpi_options),
+        options.scaling,
+        tuple(program),
+    )
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Our options, MPI's, and the program with its arguments."""
     own: list[str] = []
     mpi_options: list[str] = []
     rest = list(arguments)
@@ -74,8 +101,11 @@ def parse(arguments: Sequence[str]) -> Request:
             mpi_options.append(rest.pop(0))
     if rest and rest[0].startswith("-") and rest[0].endswith(".py"):
         rest[0] = f"./{rest[0]}"  # a script, which Python would take for an option
-    program = rest[1:] if rest[:1] == ["--"] else rest
+    return own, mpi_options, rest[1:] if rest[:1] == ["--"] else rest
 
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser of our own options."""
     parser = _Parser(
         prog="jaxmpi run",
         usage="jaxmpi run -n N [options] [MPI's options] {script.py | -m module | -- program} [arguments]",
@@ -94,11 +124,10 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument(
         "--scaling", type=_numbers, default=(), metavar="N,N,...", help="run on each of these numbers of ranks, and compare"
     )
-    options = parser.parse_args(own)
-    if (options.ranks is None) == (not options.scaling):
-        raise LaunchError("give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`.")
-    options.ranks = max(options.scaling) if options.ranks is None else options.ranks
+    return parser
 
+
+def _check_numbers(options: argparse.Namespace) -> None:
     if options.ranks < 1:
         raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
     if options.threads is not None and options.threads < 1:
@@ -109,23 +138,10 @@ def parse(arguments: Sequence[str]) -> Request:
         raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
     if options.min_ranks is not None and not options.restarts:
         raise LaunchError("--min-ranks is the smallest number of ranks that a restart may use. Give --restarts K, too.")
-    try:
-        settings.check()
-    except ValueError as error:
-        raise LaunchError(str(error)) from error
+
+
+def _check_program(program: Sequence[str]) -> None:
     if not program or program == ["-m"]:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):
         raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
-    return Request(
-        options.ranks,
-        options.mpiexec,
-        options.bind_to,
-        options.threads,
-        not options.no_huge_pages,
-        options.restarts,
-        options.min_ranks,
-        tuple(mpi_options),
-        options.scaling,
-        tuple(program),
-    )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxmpi._run.hosts import on_other_nodes, ranks_of_a_node
 from jaxmpi._run.mpiexec import Launcher, LaunchError
@@ -93,17 +94,52 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
     Each rank is bound to as many cores of its own as there are for each rank of a node. With more ranks than cores, or on
     several nodes, nothing is bound. A variable that the user has set stays as it is.
     """
-    cores, open_mpi = machine.cores, launcher.vendor == "Open MPI"
+    layout = _layout(request, machine, environ)
+    threads = request.threads or layout.share
+    huge = request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ
+    asked = _for_arithmetic(threads, huge)
+    wanted = asked | _for_mpi(launcher, layout)
+    said = [
+        *_said(layout, machine),
+        f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
+        "huge pages" if huge else "",
+        *(f"{name}={environ[name]} kept" for name in asked if name in environ),
+        "as root" if machine.root else "",
+    ]
+    where = f"{launcher.vendor} {launcher.version} ({launcher.path}), {_count(machine.cores, 'core')}"
+    return Plan(
+        flags=tuple(_flags(layout, launcher, machine)),
+        environ={name: value for name, value in wanted.items() if name not in environ},
+        summary=f"{_count(request.ranks, 'rank')}, {where}: {', '.join(filter(None, said))}",
+    )
+
+
+class _Layout(NamedTuple):
+    """Where the ranks of a node run."""
+
+    share: int  # cores of a rank; 0: unknown
+    crowded: bool  # whether there are more ranks than cores
+    hosts: bool  # whether some are on other hosts
+    placed: bool  # whether MPI's options of the user place them
+    bind: str | None  # to what; None: we say nothing
+    per_core: bool  # whether each has cores of its own
+
+
+def _layout(request: Request, machine: Machine, environ: Mapping[str, str]) -> _Layout:
     ranks = ranks_of_a_node(request.ranks, request.mpi_options, environ)
-    share, crowded = (max(1, cores // ranks), ranks > cores) if ranks else (0, False)  # cores of a rank; 0: unknown
+    share, crowded = (max(1, machine.cores // ranks), ranks > machine.cores) if ranks else (0, False)
     hosts = on_other_nodes(request.mpi_options, environ)
     placed = any(re.match(_PLACING, option) for option in request.mpi_options)
     default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
     bind = request.bind_to or default
-    per_core = bind == "core" and not (crowded or placed or hosts)
+    return _Layout(share, crowded, hosts, placed, bind, bind == "core" and not (crowded or placed or hosts))
 
+
+def _flags(layout: _Layout, launcher: Launcher, machine: Machine) -> list[str]:
+    """The launcher's options."""
+    share, crowded, hosts, placed, bind, per_core = layout
     flags: list[str] = []
-    if open_mpi:
+    if launcher.vendor == "Open MPI":
         flags += ["--allow-run-as-root"] * machine.root
         if not placed and not hosts:
             flags += ["--map-by", "slot:OVERSUBSCRIBE"] * crowded + ["--map-by", f"slot:PE={share}"] * per_core
@@ -111,34 +147,34 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
             flags += ["--bind-to", f"{bind}:overload-allowed" if crowded and bind != "none" else bind]
     elif launcher.vendor == "MPICH" and bind:
         flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
+    return flags
 
-    threads = request.threads or share
-    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
-    if huge := request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ:
-        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
-    told = [f"{name}={environ[name]} kept" for name in wanted if name in environ]
-    if not open_mpi:
-        wanted["PYTHONUNBUFFERED"] = "1"  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
-    elif crowded:
-        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
-    bound = "not bound" if bind == "none" else f"bound to {_count(share, 'core') + ' each' if per_core else bind}"
-    said = [
-        "oversubscribed" if crowded else "",
+def _said(layout: _Layout, machine: Machine) -> list[str]:
+    """What the user is told of the layout."""
+    to = f"{_count(layout.share, 'core')} each" if layout.per_core else layout.bind
+    bound = "not bound" if layout.bind == "none" else f"bound to {to}"
+    return [
+        "oversubscribed" if layout.crowded else "",
         "" if machine.bindable else "CPU affinity restricted",
-        "placed by MPI's options" if placed else "on the hosts given" if hosts else "",
-        bound if bind else "",
-        f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
-        "huge pages" if huge else "",
-        *told,
-        "as root" if machine.root else "",
+        "placed by MPI's options" if layout.placed else "on the hosts given" if layout.hosts else "",
+        bound if layout.bind else "",
     ]
-    head = f"{_count(request.ranks, 'rank')}, {launcher.vendor} {launcher.version} ({launcher.path}), {_count(cores, 'core')}"
-    return Plan(
-        flags=tuple(flags),
-        environ={name: value for name, value in wanted.items() if name not in environ},
-        summary=f"{head}: {', '.join(filter(None, said))}",
-    )
+
+
+def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
+    """The variables that the arithmetic of a rank wants: its threads, and large pages."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
+    if huge_pages:
+        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
+    return wanted
+
+
+def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
+    """The variables that an MPI wants."""
+    if launcher.vendor != "Open MPI":
+        return {"PYTHONUNBUFFERED": "1"}  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
+    return {"OMPI_MCA_mpi_yield_when_idle": "1"} if layout.crowded else {}
 
 
 def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:

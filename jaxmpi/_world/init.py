@@ -146,7 +146,7 @@ def _check_settings(backend: str, launched: int, axes: Mapping[str, int] | None)
     if backend == "single" or (backend == "auto" and launched == 1):
         _checked()
         return backend, sized_axes("init", checked_axes("init", axes), 1)
-    from jaxmpi._backends.mpi import gathered
+    from jaxmpi._backends.start_checks import gathered
 
     everyone = gathered(launched, lambda: {"backend": backend, "axes": str(checked_axes("init", axes) or None), **_checked()})
     if (asked := settings.difference(everyone)) is not None:
@@ -171,7 +171,7 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     """What "auto" is, the same on all ranks."""
     if launched == 1:
         return "single"
-    from jaxmpi._backends.mpi import gathered
+    from jaxmpi._backends.start_checks import gathered
 
     shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
     if any(names for _, names in shown) and not _devices.enough(shown):

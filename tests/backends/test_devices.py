@@ -8,7 +8,7 @@ from test_native import run
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import mpi
+from jaxmpi._backends import start_checks
 from jaxmpi.testing import run_ranks
 
 MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
@@ -50,7 +50,7 @@ def taken(names, size, **given):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            mpi.take_device(size, None)
+            start_checks.take_device(size, None)
         return [str(warning.message) for warning in caught], os.environ.get("XLA_CLIENT_MEM_FRACTION")
     finally:
         _devices.choose, _devices.unique = choose, unique
@@ -125,6 +125,6 @@ jaxmpi.init(os.environ["ASKED"])
 
 
 def test_ranks_on_different_platforms_are_refused():
-    mpi.check_platforms(["gpu", "gpu"])
+    start_checks.check_platforms(["gpu", "gpu"])
     with pytest.raises(jaxmpi.MPIError, match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS"):
-        mpi.check_platforms(["gpu", "gpu", "cpu", "cpu"])
+        start_checks.check_platforms(["gpu", "gpu", "cpu", "cpu"])

@@ -22,7 +22,7 @@ from programs import segments_left
 
 import jaxmpi
 from jaxmpi import MPIError
-from jaxmpi._backends import extension, native, transport
+from jaxmpi._backends import extension, shared_memory, transport
 from jaxmpi.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
@@ -462,11 +462,13 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
     world, node = backend._mpi.COMM_WORLD, backend._node_communicator()
     folder = "/proc/nowhere" if why == "no folder" else "/dev/shm"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(jaxmpi.MPIError, match=said) as caught:
-        patch.setattr(native, "SHARED_MEMORY", folder)
-        patch.setattr(native, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}")))
+        patch.setattr(shared_memory, "SHARED_MEMORY", folder)
+        patch.setattr(
+            shared_memory, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}"))
+        )
         if why == "one cannot map it":
-            patch.setattr(native, "mmap", types.SimpleNamespace(mmap=mmap_of))
-        native._shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
+            patch.setattr(shared_memory, "mmap", types.SimpleNamespace(mmap=mmap_of))
+        shared_memory.shared_memory(world, node, 1 << 55 if why == "too large" else 1 << 20)
     node.Free()
     assert f"Make room in {folder}, or set JAXMPI_TRANSPORT=mpi4jax." in str(caught.value)
     assert len(set(jaxmpi.allgather_object(str(caught.value)))) == 1

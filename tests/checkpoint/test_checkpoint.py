@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._checkpoint import files, folders
+from jaxmpi._checkpoint import commit, files, folders
 from jaxmpi._monitor import monitor
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
@@ -416,7 +416,7 @@ def test_steps_of_any_length(tmp_path):
 
 FAILS = """
 import os, sys, jaxmpi, jax.numpy as jnp
-from jaxmpi._checkpoint import files, folders
+from jaxmpi._checkpoint import files
 jaxmpi.init()
 whole = files.write
 files.write = lambda folder, *_: whole(folder / "gone", *_)
@@ -572,7 +572,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
 
 
 def test_a_job_leaves_what_another_is_writing(tmp_path):
-    mine, lock = folders.begin(tmp_path)
+    mine, lock = commit.begin(tmp_path)
     jaxmpi.save(tmp_path, 1, {"x": 1}, background=False)
     assert mine.exists() and jaxmpi.latest(tmp_path) == 1
     files.write(mine, 0, {"x": np.arange(3)})
@@ -596,11 +596,11 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
 
 def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
     """And what another machine has made without one stays for an hour."""
-    made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
-    made += "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
+    made = "import os, sys; from jaxmpi._checkpoint import commit; from pathlib import Path;"
+    made += "commit.create = lambda path: os.kill(os.getpid(), 9); commit.begin(Path(sys.argv[1]))"
     assert subprocess.run([sys.executable, "-c", made, tmp_path]).returncode == -9
     (left,) = tmp_path.iterdir()
-    elsewhere = left.with_name(left.name.replace(folders._machine(), "0" * 8))
+    elsewhere = left.with_name(left.name.replace(commit._machine(), "0" * 8))
     elsewhere.mkdir()
     jaxmpi.save(tmp_path, 1, {"x": 0}, background=False)
     assert not left.exists() and elsewhere.exists()
@@ -610,8 +610,8 @@ def test_a_folder_that_another_job_renames_is_no_error(tmp_path, monkeypatch):
     folder = tmp_path / "unfinished-of-another"
     folder.mkdir()
     listed = os.listdir
-    monkeypatch.setattr(folders.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
-    assert not folders._abandoned(folder)
+    monkeypatch.setattr(commit.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
+    assert not commit._abandoned(folder)
 
 
 BESIDE = """

@@ -15,8 +15,8 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi import RankMismatchError, codecs
+from jaxmpi._backends.activity import EVENTS
 from jaxmpi._backends.base import fingerprint_of
-from jaxmpi._backends.process_group import EVENTS
 from jaxmpi._consistency import compare
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks

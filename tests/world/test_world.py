@@ -12,7 +12,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import mpi, xla
+from jaxmpi._backends import mpi_library, xla
 from jaxmpi._backends.base import Place
 from jaxmpi._world.init import LAUNCHERS, _choose
 from jaxmpi.testing import run_ranks
@@ -63,9 +63,9 @@ MPICH = ("PMI_SIZE", "MPI_LOCALNRANKS", "UCX_NET_DEVICES")
     ],
 )
 def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(monkeypatch, names, ranks, here, set_by_user, room, wanted):
-    monkeypatch.setattr(mpi, "_has_shared_memory", lambda ranks: room)
+    monkeypatch.setattr(mpi_library, "_has_shared_memory", lambda ranks: room)
     environ = {name: value for name, value in zip(names, (ranks, here, set_by_user), strict=True) if value is not None}
-    mpi._keep_to_this_host(environ)
+    mpi_library._keep_to_this_host(environ)
     assert environ.get(names[2]) == wanted
     assert set(environ) <= set(names)
 
@@ -81,7 +81,7 @@ def test_whether_shared_memory_will_do(monkeypatch, free, writable, has):
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     monkeypatch.setattr(os, "access", lambda path, mode: writable)
-    assert mpi._has_shared_memory(4) is has
+    assert mpi_library._has_shared_memory(4) is has
 
 
 def test_before_init_every_function_says_what_to_call():
@@ -343,7 +343,7 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 
         return [of(next(ranks)) for _ in range(launched)]
 
-    monkeypatch.setattr("jaxmpi._backends.mpi.gathered", gathered)
+    monkeypatch.setattr("jaxmpi._backends.start_checks.gathered", gathered)
     monkeypatch.setattr(_devices, "visible", lambda devices: ["0"])
     assert _choose(2, None) == backend
 
@@ -392,7 +392,7 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
     ),
     "something unforeseen": (
         "def broken(*_): raise OSError('unforeseen')\n"
-        "    from jaxmpi._backends import process_group; process_group._unlink_shared_memory = broken",
+        "    from jaxmpi._backends import process_group; process_group.unlink_shared_memory = broken",
         ("OSError: unforeseen", "rank 1"),
     ),
 }

@@ -1,0 +1,110 @@
+"""What a rank is doing, for those who watch it: collectives that it has entered, what it waits for, what words stand for."""
+
+import contextlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxmpi import _jaxcompat
+
+__all__ = ["EVENTS", "Activity", "Entered"]
+
+EVENTS = 4096  # are kept
+
+
+class Activity:
+    """The part of a backend that counts what its rank does, and answers from any thread."""
+
+    compares_inline = False
+
+    def __init__(self) -> None:
+        self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
+        self.long_operation = ""  # with what takes long, for those who watch
+        self._waiting = ""  # for what, if for no collective
+        self._entered = 0  # collectives outside of programs, and programs
+        self._inside = False
+        self._starting = False  # a program
+        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
+        self._compared = 0
+        self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Callable[[jax.Array], None]]:
+        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
+
+        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
+        """
+        self._starting = True
+        try:
+            with Entered(self):
+                yield partial(self.ends.__setitem__, threading.get_ident())
+        finally:
+            self._starting = False
+
+    @contextlib.contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Count as a collective what is waited for in another way."""
+        self._waiting = title
+        try:
+            with Entered(self):
+                yield
+        finally:
+            self._waiting = ""
+
+    def _entitle(self, fingerprint: int, title: str, program: int) -> None:
+        """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
+        self._titles[fingerprint] = program or fingerprint, title
+        self._titles.move_to_end(fingerprint)
+        if len(self._titles) > EVENTS:
+            self._titles.popitem(last=False)
+
+    # for those who watch, from any thread
+
+    def in_program(self) -> bool:
+        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
+        return not self.compares_inline and (self._starting or any(not end.is_ready() for end in list(self.ends.values())))
+
+    def progress(self) -> tuple[int, bool]:
+        """How many collectives and programs this rank has entered, and whether it is inside one."""
+        return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
+
+    def waits_for(self) -> str:
+        """The title of `waiting`."""
+        return self._waiting
+
+    def doing(self) -> int:
+        """The word of the last collective, or program, that this rank has entered."""
+        return self._events[-1][1] or 0 if self._events else 0
+
+    def events(self) -> list[Sequence[Any]]:
+        """The last collectives: number, word, bytes, and when this rank entered it, all had, and it was done.
+
+        Times are `time.monotonic_ns`, and 0 or None for what has not happened or is not known.
+        """
+        return [*self._events]
+
+    def exposed_ns(self) -> int | None:
+        """For how long programs and calls have waited for messages, since this process began; None where nobody counts it."""
+        return None
+
+    def described(self, fingerprint: int) -> tuple[int, str]:
+        """Of a word that was sent: that of its program, and what it was."""
+        return self._titles.get(fingerprint, (fingerprint, ""))
+
+
+class Entered:
+    """Marks, for the monitor, that this rank is inside a collective."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        self._activity._entered += 1
+        self._activity._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._activity._inside = False

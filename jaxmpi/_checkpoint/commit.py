@@ -1,0 +1,143 @@
+"""A checkpoint's folder while it is written: begun under another name, and renamed when everything in it is on the disk.
+
+The job that writes it holds a lock on a file in it, so that other jobs can tell it from what a job that was killed has left.
+"""
+
+import contextlib
+import errno
+import fcntl
+import math
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from io import BufferedWriter
+from pathlib import Path
+
+from jaxmpi._checkpoint.files import advice, create, open_regular
+from jaxmpi._checkpoint.folders import MANIFEST, MANIFEST_BYTES, found, step_of
+from jaxmpi._checkpoint.manifest import Manifest
+from jaxmpi._checkpoint.manifest_format import format_manifest
+from jaxmpi._errors import CheckpointError
+
+__all__ = ["begin", "commit"]
+
+ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
+
+_UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
+
+
+def begin(directory: Path) -> tuple[Path, BufferedWriter]:
+    """A new folder to write into, and its lock: an open file, to be closed in the end.
+
+    What jobs that were killed have left is removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in directory.glob(f"{_REMOVED}*"):
+        _delete(left)
+    for left in directory.glob(f"{_UNFINISHED}*"):
+        if _abandoned(left):
+            _delete(left)
+    folder = directory / f"{_UNFINISHED}{uuid.uuid4().hex}-{_machine()}-{os.getpid()}"
+    folder.mkdir()
+    lock = create(folder / f"{_LOCK}.new")
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / f"{_LOCK}.new").rename(folder / _LOCK)  # has its name once it is locked
+    return folder, lock
+
+
+def commit(folder: Path, manifest: Manifest, keep: int | None) -> None:
+    """Give a folder, in which all ranks have written, its name; remove the checkpoints beyond `keep`, as in `jaxmpi.save`."""
+    try:
+        text = format_manifest(manifest)
+        if len(text) > MANIFEST_BYTES:
+            raise CheckpointError(f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text.")
+        with create(folder / MANIFEST) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        (folder / _LOCK).unlink(missing_ok=True)
+        _to_disk(folder)
+        there = _name(folder, manifest.step)
+        _to_disk(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written: {error}. {advice(error)}") from error
+    twice = [old for old in found(folder.parent) if step_of(old) == manifest.step and old != there]
+    older = [old for old in found(folder.parent) if step_of(old) < manifest.step]  # newer ones may be another run's
+    for old in {*twice, *(older[keep - 1 :] if keep is not None else ())}:
+        with contextlib.suppress(OSError):  # another job has removed it
+            _delete(old.rename(old.with_name(f"{_REMOVED}{uuid.uuid4().hex}")))
+
+
+def _name(folder: Path, step: int) -> Path:
+    """Rename the folder of a step; what has the name already stays beside it."""
+    name = folder.parent / f"step-{step:012}"
+    again = 0
+    while True:
+        there = name.with_suffix(f".{again}") if again else name
+        try:
+            if not os.path.lexists(there):
+                folder.rename(there)
+                return there
+        except OSError as error:  # another job was faster
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        again += 1
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether the job that wrote here has ended."""
+    try:
+        with open_regular(folder / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except (OSError, CheckpointError):  # no lock, or no locks
+        return _of_dead_process(folder) or time.time() - max(_changes(folder), default=math.inf) > ABANDONED_SECONDS
+
+
+def _of_dead_process(folder: Path) -> bool:
+    """Whether the process that made the folder was one of this machine, and has ended."""
+    _, _, machine, pid = (*folder.name.split("-"), "", "")[:4]
+    return machine == _machine() and pid.isdigit() and not os.path.exists(f"/proc/{pid}")
+
+
+def _machine() -> str:
+    """Names this machine, since its start, and what of its processes can be seen from here."""
+    facts = [os.uname().nodename]
+    with contextlib.suppress(OSError):
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return f"{zlib.crc32(''.join(facts).encode()):08x}"
+
+
+def _changes(folder: Path) -> Iterator[float]:
+    """When the folder and what is in it were changed; another job may remove or rename them at any moment."""
+    for path in (folder, *(folder / name for name in _listed(folder))):
+        with contextlib.suppress(OSError):
+            yield path.lstat().st_mtime
+
+
+def _listed(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _to_disk(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
