@@ -1,11 +1,18 @@
-"""What watching costs: a step of about 10 ms with the monitor's thread and without it, and what the ranks' agreement adds.
+"""What watching costs: a step of about 10 ms with the monitor's thread and without it, what the ranks' agreement adds, and what
+`jaxmpi top` in another terminal does.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
 
-Exits with 1 where both together are more than a hundredth of the step.
+Exits with 1 where the first two together, or the last, are more than a hundredth of the step.
 """
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import threading
 import time
 
 import jax
@@ -22,7 +29,7 @@ LIMIT = 0.01  # of the step
 
 args = parser(__doc__).parse_args()
 report = Report("overhead", args)
-watching, backend = monitor.active(), session.current("benchmark")
+watching, backend = session.monitor(), session.current("benchmark")
 poll_seconds = monitor.POLL_SECONDS
 
 
@@ -66,13 +73,44 @@ def agreement():
     return np.zeros(())
 
 
-times = report.measure(
-    "step of 10 ms", {"unwatched": unwatched, "watched": watched, "the ranks agree": agreement}, seconds=10.0
-)
+def seen():
+    watch(poll_seconds)
+    return step(x)
+
+
+@contextlib.contextmanager
+def on_screen(contender):
+    """`jaxmpi top` in a terminal of its own, started by rank 0, for the turns of `seen`."""
+    if contender is not seen or report.world.rank:
+        jaxmpi.barrier()
+        yield
+        return
+    ours, theirs = pty.openpty()
+    top = subprocess.Popen([sys.executable, "-m", "jaxmpi", "top"], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    drained = threading.Thread(target=drain, args=(ours,), daemon=True)
+    drained.start()
+    time.sleep(3.0)  # until it has started
+    jaxmpi.barrier()
+    yield
+    top.kill()
+    top.wait()
+    drained.join()
+
+
+def drain(terminal):
+    with contextlib.suppress(OSError):  # it was closed on the other side
+        while os.read(terminal, 65536):
+            pass
+
+
+contenders = {"unwatched": unwatched, "watched": watched, "the ranks agree": agreement, "seen by jaxmpi top": seen}
+times = report.measure("step of 10 ms", contenders, seconds=10.0, turn=on_screen)
 watch(poll_seconds)
 report.ratio("step of 10 ms", "watched / unwatched", times["watched"], times["unwatched"])
 report.ratio("step of 10 ms", "agreement / unwatched", times["the ranks agree"], times["unwatched"])
 added = np.median(times["watched"]) - np.median(times["unwatched"]) + np.median(times["the ranks agree"])
 both = np.full_like(times["unwatched"], np.median(times["unwatched"]) + added)
 report.ratio("step of 10 ms", "with both / without", both, times["unwatched"], at_most=1 + LIMIT)
+report.ratio("step of 10 ms", "seen by jaxmpi top / not", times["seen by jaxmpi top"], times["watched"], at_most=1 + LIMIT)
 report.finish()
