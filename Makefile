@@ -120,6 +120,8 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 	@failed=0; for command in "$(BIN)/jaxmpi run -n 2 benchmarks/dispatch.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/allreduce.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/train_step.py --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/overhead.py --out $(BENCH)" \
+	  "$(BIN)/jaxmpi run -n 2 benchmarks/prediction.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/optimizers.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/first_call.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/first_call.py --simulate 2 --out $(BENCH)" \
@@ -134,7 +136,7 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 bench-hosts: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
 	@echo "== the benchmarks between hosts: results and plots in $(BENCH)"
-	@failed=0; for command in "hosts.py --out $(BENCH)" "overlap.py --out $(BENCH)" diloco.py; do \
+	@failed=0; for command in "hosts.py --out $(BENCH)" "overlap.py --out $(BENCH)" diloco.py "prediction.py --mbit 1000"; do \
 	  echo "== benchmarks/$$command"; $(BIN)/python benchmarks/$$command || failed=1; done; exit $$failed
 
 gpu: $(VENV)/.installed

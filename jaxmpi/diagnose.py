@@ -3,12 +3,10 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.objects import barrier
@@ -16,13 +14,15 @@ from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.costs import Cost, cost, table
+from jaxmpi._lowering.costs import Cost, Speed, cost, table
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._world import session
 
 __all__ = ["Explanation", "explain"]
 
-PROBED = {1 << 10: 20, 1 << 20: 10, 25 << 20: 4}  # bytes of an allreduce, and how often it is timed
+PROBED = {1 << 10: 100, 1 << 20: 10, 25 << 20: 1}  # bytes of a mean, and how often a step repeats it
+MANY = 256  # arrays in one mean
+TURNS = 3  # of each step, of which the middle one counts
 
 
 class Explanation:
@@ -57,8 +57,8 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     """Print what a step will communicate, before it runs.
 
     The table has a row for each collective: what it is, its arrays, the bytes that each rank sends, messages, how often, the
-    loop or branch and the source line that it comes from, and the time it should take: that of an allreduce for which a rank
-    sends as many bytes, between those of 1 KB, 1 MB and 25 MB, which are measured on these ranks, once.
+    loop or branch and the source line that it comes from, and the time it should take: that of a mean for which a rank sends as
+    many bytes, between those of 1 KB, 1 MB and 25 MB, and more for each further array. They are measured on these ranks, once.
 
     **Collective:** every rank calls it; rank 0 prints.
     **Communication:** that of the measurement, some 150 MB; nothing of the step itself.
@@ -81,42 +81,36 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
-    result = Explanation(program.function.title, program.entries, backend, _measured(backend) if program.entries else None)
+    speed = _speed(backend) if program.entries else None
+    result = Explanation(program.function.title, program.entries, backend, speed.seconds_of if speed else None)
     if backend.place.rank == 0:
         sys.stdout.write(result.text)
         sys.stdout.flush()
     return result
 
 
-def _measured(backend: Any) -> Callable[[Cost], float] | None:
-    """Seconds for a cost; None where there is only one process."""
-    if backend.place.size == 1 or backend.simulates:
+def _speed(backend: Backend) -> Speed | None:
+    """Of the messages between these ranks, measured once; None where there is only one process."""
+    size = backend.place.size
+    if size == 1 or backend.simulates:
         return None
-    if not hasattr(backend, "speed"):
-        share = 2 * (backend.place.size - 1) / backend.place.size
-        taken = [_median_seconds(size, times) for size, times in PROBED.items()]
-        backend.speed = [share * size for size in PROBED], list(map(float, tree_allreduce(taken)))  # equal on every rank
-    sent_bytes, seconds = backend.speed
-    return partial(predicted_seconds, sent_bytes=sent_bytes, seconds=seconds)
+    if (speed := session.speed()) is None:
+        taken = [_seconds([(count // 4,)], times) for count, times in PROBED.items()]
+        several = _seconds([(4,)] * MANY, PROBED[1 << 10])
+        *taken, several = map(float, tree_allreduce([*taken, several]))  # equal on every rank
+        sent_bytes = [2 * (size - 1) / size * count for count in PROBED]
+        session.set_speed(speed := Speed(sent_bytes, taken, max(0.0, several - taken[0]) / (MANY - 1)))
+    return speed
 
 
-def predicted_seconds(cost: Cost, sent_bytes: Sequence[float], seconds: Sequence[float]) -> float:
-    """What a cost should take: on the lines between what was measured, of a message of so many bytes, and on the last one."""
-    if not cost.messages:
-        return 0.0
-    size = cost.sent_bytes / cost.messages
-    slope = (seconds[-1] - seconds[-2]) / (sent_bytes[-1] - sent_bytes[-2])
-    beyond = max(0.0, size - sent_bytes[-1]) * max(0.0, slope)
-    return cost.messages * (float(np.interp(size, sent_bytes, seconds)) + beyond)
-
-
-def _median_seconds(size: int, times: int) -> float:
-    """Of a mean in the place of the last one, in a compiled step."""
-    step, x, taken = jit(tree_allreduce, donate_argnums=0), jnp.zeros(size // 4), []
-    for _ in range(times + 2):  # the first ones compile
-        jax.block_until_ready(x)
+def _seconds(shapes: Sequence[tuple[int, ...]], times: int) -> float:
+    """Of a mean in the place of the last one, in a loop of a compiled step: the step itself does not count."""
+    step = jit(lambda tree: lax.fori_loop(0, times, lambda _, tree: tree_allreduce(tree), tree), donate_argnums=0)
+    tree, taken = [jnp.zeros(shape) for shape in shapes], []
+    for _ in range(TURNS + 1):  # the first one compiles
+        jax.block_until_ready(tree)
         barrier()
         start = time.perf_counter()
-        x = jax.block_until_ready(step(x))
-        taken.append(time.perf_counter() - start)
-    return sorted(taken[2:])[times // 2]
+        tree = jax.block_until_ready(step(tree))
+        taken.append((time.perf_counter() - start) / times)
+    return sorted(taken[1:])[TURNS // 2]

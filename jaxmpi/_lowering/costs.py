@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.within_groups import of_all
 from jaxmpi._lowering.summary import Entry
 
-__all__ = ["Cost", "cost", "table"]
+__all__ = ["Cost", "Speed", "cost", "table"]
 
 
 class Cost(NamedTuple):
@@ -17,6 +18,25 @@ class Cost(NamedTuple):
 
     messages: int  # calls of MPI, or of XLA's collective
     sent_bytes: float  # with the best of the known algorithms
+    arrays: int = 1  # that the messages are put together from
+
+
+class Speed(NamedTuple):
+    """Of messages between these ranks, as measured: of one array each, and of many in one."""
+
+    sent_bytes: Sequence[float]
+    seconds: Sequence[float]  # of a message of so many bytes
+    array_seconds: float = 0.0  # for each further array
+
+    def seconds_of(self, cost: Cost) -> float:
+        """What a cost should take: on the lines between what was measured, of a message of so many bytes, and on the last."""
+        if not cost.messages:
+            return 0.0
+        size = cost.sent_bytes / cost.messages
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        beyond = max(0.0, size - self.sent_bytes[-1]) * max(0.0, slope)
+        one = float(np.interp(size, self.sent_bytes, self.seconds)) + beyond
+        return cost.messages * one + max(0, cost.arrays - cost.messages) * self.array_seconds
 
 
 def cost(entry: Entry, backend: Backend) -> Cost:
@@ -28,7 +48,7 @@ def cost(entry: Entry, backend: Backend) -> Cost:
     share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(call.kind, (size - 1) / size)
     # mpi packs, splits and widens as its transport needs
     sent = backend.messages(call, arrays)
-    return Cost(max(len(sent), entry.started), share * sum(sent))
+    return Cost(max(len(sent), entry.started), share * sum(sent), len(arrays))
 
 
 def table(title: str, entries: Sequence[Entry], backend: Backend, seconds: Callable[[Cost], float] | None = None) -> str:

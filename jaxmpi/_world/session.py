@@ -14,6 +14,7 @@ from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._errors import NotInitializedError
+from jaxmpi._lowering.costs import Speed
 from jaxmpi._monitor.monitor import Monitor
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._world.world import World
@@ -30,7 +31,9 @@ __all__ = [
     "monitor",
     "preemption",
     "rank",
+    "set_speed",
     "size",
+    "speed",
     "watch",
     "within",
     "world",
@@ -46,12 +49,14 @@ class Session:
       world: what `init` returned.
       monitor: the thread that watches the other ranks, where there are any.
       preemption: of a rank that talks to others and has no monitor's thread.
+      speed: of messages between the ranks, once `explain` has measured it.
     """
 
     backend: Backend
     world: World
     monitor: Monitor | None = None
     preemption: Preemption | None = None
+    speed: Speed | None = None
 
 
 _session: Session | None = None
@@ -123,6 +128,17 @@ def preemption() -> Preemption:
     assert _session is not None
     _session.preemption = _session.preemption or Preemption(None, 1, 0)
     return _session.preemption
+
+
+def speed() -> Speed | None:
+    """What was measured of messages between the ranks."""
+    return None if _session is None else _session.speed
+
+
+def set_speed(measured: Speed) -> None:
+    """Keep it until `finalize`."""
+    assert _session is not None
+    _session.speed = measured
 
 
 def initialized() -> bool:

@@ -8,8 +8,7 @@ import pytest
 from test_native import run
 
 from jaxmpi._backends.tuning import CHUNKS, Network, Tuning, tuned
-from jaxmpi._lowering.costs import Cost
-from jaxmpi.diagnose import predicted_seconds
+from jaxmpi._lowering.costs import Cost, Speed
 
 ROOM = 1 << 30
 
@@ -52,11 +51,12 @@ def test_beginning_a_bucket_costs_a_twentieth_of_it(network, asked, size):
 
 
 def test_predictions_lie_on_the_lines_between_what_was_measured():
-    sizes, seconds = [1e3, 1e6, 25e6], [1e-4, 2e-3, 50e-3]
+    speed = Speed([1e3, 1e6, 25e6], [1e-4, 2e-3, 50e-3], 1e-6)
     for sent, want in [(10, 1e-4), (1e3, 1e-4), (1e6, 2e-3), (13e6, 26e-3), (25e6, 50e-3), (49e6, 98e-3)]:
-        np.testing.assert_allclose(predicted_seconds(Cost(1, sent), sizes, seconds), want)
-    np.testing.assert_allclose(predicted_seconds(Cost(3, 3e6), sizes, seconds), 6e-3)
-    assert predicted_seconds(Cost(0, 0.0), sizes, seconds) == 0.0
+        np.testing.assert_allclose(speed.seconds_of(Cost(1, sent)), want)
+    np.testing.assert_allclose(speed.seconds_of(Cost(3, 3e6)), 6e-3)
+    np.testing.assert_allclose(speed.seconds_of(Cost(1, 1e6, 501)), 2.5e-3)
+    assert speed.seconds_of(Cost(0, 0.0)) == 0.0
 
 
 SAYS = """

@@ -98,5 +98,14 @@ def test_fsdp_holds_less_than_zero_1():
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_overhead_adds_up_what_watching_and_agreeing_take(backend):
     output = run(on_ranks(2, "benchmarks/overhead.py", "--quick"), JAXMPI_BACKEND=backend)
-    found = re.findall(r"^step of 10 ms +(\S+ / \S+|with both / without) +[\d.]+, rounds", output, re.MULTILINE)
-    assert found == ["watched / unwatched", "agreement / unwatched", "with both / without"]
+    found = re.findall(
+        r"^step of 10 ms +(\S+ / \S+|with both / without|seen by jaxmpi top / not) +[\d.]+, rounds", output, re.MULTILINE
+    )
+    assert found == ["watched / unwatched", "agreement / unwatched", "with both / without", "seen by jaxmpi top / not"]
+
+
+def test_predictions_stand_beside_what_is_measured():
+    output = run(on_ranks(2, "benchmarks/prediction.py", "--quick"))
+    found = re.findall(r"^(\d[\w ]+?) +predicted / measured +([\d.]+), rounds", output, re.MULTILINE)
+    assert [case for case, _ in found[::2]] == ["1 KB", "1 MB", "25 MB", "100 MB", "300 arrays of 1 KB"]
+    assert all(float(ratio) > 0 for _, ratio in found)
