@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GLIBC = "2.28"  # of RHEL 8, Debian 10 and Ubuntu 18.10; jaxlib's wheels need 2.27
+GLIBC = "2.28"  # of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
 MACHINES = ("x86_64", "aarch64")
 BUILD = "import scikit_build_core.build as b, sys; print(b.build_wheel(sys.argv[1], {'build-dir': sys.argv[2]}))"
 # nanobind relies on its C++ library to include stdio.h, as GNU's does.
