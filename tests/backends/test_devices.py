@@ -72,6 +72,7 @@ def test_ranks_that_share_a_gpu_share_its_memory():
     assert all("XLA_CLIENT_MEM_FRACTION" in text for text in said)
 
 
+@pytest.mark.slow
 @run_ranks(2, 3, 4)
 def test_ranks_with_a_gpu_of_their_own_share_nothing():
     n = jaxmpi.size()
@@ -87,6 +88,7 @@ def test_some_ranks_share_a_gpu():
     assert [text.startswith("init: ranks [0, 2] share GPU 0") for text in said] == [True] * (rank == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 @run_ranks(2)
 def test_memory_that_the_user_has_shared_out_is_left_alone(name):

@@ -36,6 +36,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @run_ranks(2, backend="xla")
 def test_no_program_has_a_reduce_scatter(way):

@@ -159,6 +159,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi4jax
 def test_without_the_extension(tmp_path):
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE)

@@ -265,6 +265,7 @@ def test_collectives_without_data_between_them_keep_their_order():
         np.testing.assert_allclose(out, want, rtol=1e-6)
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_programs_run_in_the_order_of_their_dispatch():
     r = jaxmpi.rank()

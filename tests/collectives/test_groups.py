@@ -419,6 +419,7 @@ def check_mismatch():
     assert jaxmpi.tree_allreduce(1.0, "sum") == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["check_data", "check_costs", "check_mismatch"])
 def test_on_the_native_transport(check):
     pool(4, "auto", IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
@@ -463,6 +464,7 @@ def check_later_calls_are_compared_by_all():
         assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["check_programs_are_compared_by_all", "check_later_calls_are_compared_by_all"])
 @pytest.mark.parametrize("row", ["auto", "xla"])
 def test_programs_are_compared_by_all(row, check):

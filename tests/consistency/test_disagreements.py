@@ -31,6 +31,7 @@ def check_in_a_job(ranks, way, seeds):
     assert "refused" in output and "right" in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.mpi4jax
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_some_programs_on_the_other_transport(ranks):

@@ -88,6 +88,7 @@ def mpi4jax_ranks():
     ranks.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("row", ROWS)
 def test_what_the_table_says(name, row, request):

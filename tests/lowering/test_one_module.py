@@ -76,6 +76,7 @@ def test_all_ranks_have_one_module(name):
         check_one_module(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @run_ranks(3, backend="xla")
 def test_all_ranks_have_one_module_xla(name):

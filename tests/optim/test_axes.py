@@ -347,6 +347,7 @@ def check_refused_on_all_ranks():
     assert jaxmpi.tree_allreduce(1.0, "sum") == 4.0
 
 
+@pytest.mark.slow
 def test_refused_on_all_ranks():
     pool(4, "auto", IDLE_SECONDS, GRID).run(Task(__file__, "check_refused_on_all_ranks", {}, 120.0))
 

@@ -147,6 +147,7 @@ def test_tree_functions_after_finalize_use_the_new_communicator():
     assert step(2.0 * jaxmpi.rank()) == 2.0
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 4)
 def test_axes_give_each_rank_coordinates():
     n, rank = jaxmpi.size(), jaxmpi.rank()
@@ -398,6 +399,7 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "what"),
     [
