@@ -50,7 +50,7 @@ def work():
     report = Report("prediction", args)
     for case, shapes in report.progress(CASES.items()):
         mean, nothing = Calls(jaxmpi.tree_allreduce, shapes), Calls(lambda arrays: arrays, shapes)
-        plan = jaxmpi.explain(mean.step, jax.eval_shape(lambda: mean.arrays))
+        plan = jaxmpi.explain(mean.step, jax.eval_shape(lambda arrays: arrays, mean.arrays))
         times = report.measure(case, {"mean": mean, "no mean": nothing}, seconds=4.0)
         measured = times["mean"] - np.median(times["no mean"])
         predicted = np.full_like(measured, 1e6 * plan.seconds)
