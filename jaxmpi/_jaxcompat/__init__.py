@@ -33,6 +33,7 @@ from jaxmpi._jaxcompat.retrace import as_function, as_weak, at_source, bind, can
 from jaxmpi._jaxcompat.runtime import (
     at_top_level,
     compiling,
+    dispatch_in_c,
     gloo_listens_at,
     leave_as_it_is,
     started_without,
@@ -69,6 +70,7 @@ __all__ = [
     "can_keep",
     "compile_entry",
     "compiling",
+    "dispatch_in_c",
     "failed_collective",
     "ffi_call_in_order",
     "function_names",

@@ -19,6 +19,7 @@ except (ImportError, AttributeError):
 __all__ = [
     "at_top_level",
     "compiling",
+    "dispatch_in_c",
     "gloo_listens_at",
     "leave_as_it_is",
     "started_without",
@@ -34,6 +35,11 @@ at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller 
 def tracing() -> bool:
     """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
     return not at_top_level()
+
+
+def dispatch_in_c(jitted: Callable[..., object]) -> None:
+    """Have JAX dispatch a `jax.jit` in C++ again, for arguments whose first trace has raised: it leaves these to Python."""
+    getattr(jitted, "_clear_cache", lambda: None)()
 
 
 def started_without(index: str, option: str) -> bool:

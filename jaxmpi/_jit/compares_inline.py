@@ -6,6 +6,7 @@ from threading import current_thread, get_ident, main_thread
 
 import jax
 
+from jaxmpi import _jaxcompat
 from jaxmpi._consistency import compare
 from jaxmpi._jit.compile_once import compile_alone, compile_once
 from jaxmpi._jit.executor import EXPECTED, Executor
@@ -34,6 +35,7 @@ class ComparesInline(Executor):
                 new = found.program
             if new:
                 self._compile(new, self._is_unseen(new), args, kwargs)
+                _jaxcompat.dispatch_in_c(jitted.with_end)
                 end, out = jitted.with_end(*args, **kwargs)
             self._ends[thread] = end
             if jitted.traced:  # an error is likelier in a first call than later, and raised here it has its own class

@@ -497,3 +497,38 @@ def test_values_of_simulated_ranks_are_refused_elsewhere():
     for call in (jaxmpi.jit(lambda x: x), jaxmpi.tree_allreduce, jaxmpi.tree_bcast):
         with pytest.raises(TypeError, match=r"is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simul"):
             call(stacked)
+
+
+def python_calls(call):
+    """How many functions of Python a call enters."""
+    entered = 0
+
+    def count(frame, event, argument):
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@run_ranks(1, 2, 3)
+def test_what_a_call_does_in_python_does_not_grow_with_the_arrays(world):
+    """For every kind of arguments: JAX dispatches them in C++, also the second kind, which stands here for a last batch."""
+
+    @jaxmpi.jit
+    def step(state, x):
+        mean = jaxmpi.tree_allreduce(x).mean()
+        return {name: value - mean for name, value in state.items()}
+
+    entered = {}
+    for size in (16, 8, 16, 4):
+        for count in (1, 200):
+            state, x = {str(i): jnp.full(size, float(i)) for i in range(count)}, jnp.arange(4.0)
+            for _ in range(3):
+                state = step(state, x)
+            entered[size, count] = python_calls(lambda state=state, x=x: step(state, x))
+    assert all(entered[size, 200] <= entered[size, 1] + 5 for size, _ in entered), entered
