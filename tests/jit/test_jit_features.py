@@ -516,7 +516,7 @@ def python_calls(call):
 
 
 @run_ranks(1, 2, 3)
-def test_what_a_call_does_in_python_does_not_grow_with_the_arrays(world):
+def test_what_a_call_does_in_python_does_not_grow_with_the_arrays():
     """For every kind of arguments: JAX dispatches them in C++, also the second kind, which stands here for a last batch."""
 
     @jaxmpi.jit
