@@ -20,7 +20,7 @@ from jaxmpi._world import session
 
 __all__ = ["Explanation", "explain"]
 
-PROBED = {1 << 10: 100, 1 << 20: 10, 25 << 20: 1}  # bytes of a mean, and how often a step repeats it
+PROBED = {1 << 10: 100, 1 << 18: 20, 1 << 20: 10, 25 << 20: 1}  # bytes of a mean, and how often a step repeats it
 MANY = 256  # arrays in one mean
 TURNS = 3  # of each step, of which the middle one counts
 
@@ -58,7 +58,7 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
 
     The table has a row for each collective: what it is, its arrays, the bytes that each rank sends, messages, how often, the
     loop or branch and the source line that it comes from, and the time it should take: that of a mean for which a rank sends as
-    many bytes, between those of 1 KB, 1 MB and 25 MB, and more for each further array. They are measured on these ranks, once.
+    many bytes, between those of 1 KB to 25 MB, and more for each further array. They are measured on these ranks, once.
 
     **Collective:** every rank calls it; rank 0 prints.
     **Communication:** that of the measurement, some 150 MB; nothing of the step itself.
