@@ -66,7 +66,7 @@ test: $(VENV)/.test-installed
 
 test-slow: $(VENV)/.test-installed
 	@echo "== running the tests that take more than a few seconds each"
-	@$(SUITE) -m "slow and not exhaustive" $(TESTS)
+	@$(SUITE) -m "slow and not exhaustive and not matrix and not faults and not disagreements and not environments" $(TESTS)
 
 test-exhaustive: $(VENV)/.test-installed
 	@echo "== running the tests on every number of ranks and of every optimizer"
