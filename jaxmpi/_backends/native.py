@@ -65,6 +65,7 @@ class Native(Mpi):
             for target, handler in (("compare", "compare"), ("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
                 jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="CUDA")
         self._opened.open(self._programs, ())
+        self.description = self._opened.description
         _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))  # a number of another job is none of this one
 
     def _connect(self, groups: Groups) -> None:
