@@ -96,6 +96,7 @@ def on_screen(contender):
     top.kill()
     top.wait()
     drained.join()
+    os.close(ours)
 
 
 def drain(terminal):

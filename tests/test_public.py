@@ -368,6 +368,7 @@ def explanations():
         with contextlib.redirect_stdout(io.StringIO()):
             plan = jaxmpi.explain(step, np.ones(10, np.float32))
         assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (jaxmpi.size() > 1)
+        assert plan.seconds is None if simulated() and plan.messages else (plan.seconds > 0) == (jaxmpi.size() > 1)
 
     return call
 

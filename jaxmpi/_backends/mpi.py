@@ -29,6 +29,7 @@ class Mpi(MpiProcessGroup):
 
     name = "mpi"
     transport = "mpi4jax"
+    description = ""  # of how messages travel between nodes
     nests = needs_mpi4jax = True
 
     def __init__(self, launched: int) -> None:

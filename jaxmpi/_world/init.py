@@ -111,9 +111,9 @@ def init(
             chosen.turn.release()  # any thread may be the one that communicates
         _keep_compiled(place)
     if verbose and world.rank == 0:
-        transport = f", transport {chosen.transport}" if backend == "mpi" else ""
-        more = f", {description}" if (description := getattr(chosen, "description", "")) else ""
-        sys.stderr.write(f"jaxmpi: {world}, device {world.device}{transport}{more}\n")
+        details = [f"transport {chosen.transport}", chosen.description] if backend == "mpi" else []
+        about = ", ".join(filter(None, [str(world), f"device {world.device}", *details]))
+        sys.stderr.write(f"jaxmpi: {about}\n")
     return world
 
 
