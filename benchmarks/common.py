@@ -138,12 +138,10 @@ class Report:
         """Note the ratio of two medians, and its range over the rounds."""
         ratio = np.median(above) / np.median(below)
         by_round = np.median(above, axis=1) / np.median(below, axis=1)
-        bound, holds = "no bound", True
-        if at_most is not None:
-            bound, holds = f"at most {at_most:g}", ratio <= at_most
-        elif at_least is not None:
-            bound, holds = f"at least {at_least:g}", ratio >= at_least
-        verdict = "" if bound == "no bound" else ": holds" if holds else ": MISSED"
+        bounds = [f"at least {at_least:g}"] * (at_least is not None) + [f"at most {at_most:g}"] * (at_most is not None)
+        bound = " and ".join(bounds) or "no bound"
+        holds = (at_most is None or ratio <= at_most) and (at_least is None or ratio >= at_least)
+        verdict = "" if not bounds else ": holds" if holds else ": MISSED"
         self.ratios.append({"case": case, "ratio": name, "value": float(ratio), "bound": bound, "holds": bool(holds)})
         spread = f"rounds {by_round.min():.2f} to {by_round.max():.2f}"
         self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")

@@ -2,10 +2,13 @@
 
     jaxmpi run -n 1 benchmarks/first_call_job.py      # seconds, and programs that were compiled
     jaxmpi run -n 4 benchmarks/first_call_job.py
+    jaxmpi run -n 4 benchmarks/first_call_job.py --plain        # each rank calls, with plain JAX, a step of its own
+    jaxmpi run -n 4 benchmarks/first_call_job.py --plain-share  # and only rank 0 compiles it: what tracing alone costs
 
 With JAXMPI_CACHE_BYTES=0, as the second run would compile nothing.
 """
 
+import argparse
 import time
 
 import jax
@@ -14,12 +17,19 @@ import optax
 
 import jaxmpi
 
+arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+arguments.add_argument("--plain", action="store_true", help="jax.jit and optax, each rank for itself")
+arguments.add_argument(
+    "--plain-share", action="store_true", help="the same, but that all ranks but rank 0 only trace and lower"
+)
+args = arguments.parse_args()
 LAYERS, WIDTH = 24, 64
 EVENTS: list[str] = []
 
 jax.monitoring.register_event_listener(lambda name, **_: EVENTS.append(name.rpartition("/")[2]))
 jaxmpi.init()
-tx = jaxmpi.distributed(optax.adam(1e-3))
+plain = args.plain or args.plain_share
+tx = optax.adam(1e-3) if plain else jaxmpi.distributed(optax.adam(1e-3))
 
 
 def loss(params, x):
@@ -28,19 +38,24 @@ def loss(params, x):
     return jnp.mean(x**2)
 
 
-@jaxmpi.jit
 def step(params, state, x):
     value, grads = jax.value_and_grad(loss)(params, x)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
 
+step = jax.jit(step) if plain else jaxmpi.jit(step)
 params = [(jnp.full((WIDTH, WIDTH), 0.01), jnp.zeros(WIDTH)) for _ in range(LAYERS)]
 state, x = jax.jit(tx.init)(params), jnp.ones((8, WIDTH))
 jaxmpi.barrier()
 EVENTS.clear()
 began = time.perf_counter()
-jax.block_until_ready(step(params, state, x))
+if args.plain_share:
+    lowered = step.lower(params, state, x)
+    if jaxmpi.rank() == 0:
+        lowered.compile()
+else:
+    jax.block_until_ready(step(params, state, x))
 seconds = time.perf_counter() - began
 compiled = EVENTS.count("compile_requests_use_cache") - EVENTS.count("cache_hits")
 everyone = jaxmpi.allgather_object((seconds, compiled))

@@ -1,12 +1,12 @@
 """Train steps between hosts whose messages are on their way while they compute, beside the same step that waits for them.
 
-    python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--launches 3]
+    python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--heat-delay-ms 10] [--launches 3]
 
-tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine alone. Each batch is so large
-that computation and communication take about as long. A step without communication beside a mean that does not depend on it
-shows how much could be hidden on these cores. With the times of the step without communication, of its backward pass
-and of the mean alone, the hidden share is what the step saves by overlap, of the smaller of backward pass and mean. Exits with
-1 when a bound is missed.
+tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine alone. Each batch, and the plate
+of the halo exchange, is so large that computation and communication take about as long. A step without communication beside a
+mean that does not depend on it shows how much could be hidden on these cores. With the times of the step without communication,
+of its backward pass and of the mean alone, the hidden share is what the step saves by overlap, of the smaller of backward pass
+and mean. Exits with 1 when a bound is missed.
 """
 
 import importlib.util
@@ -34,10 +34,11 @@ FASTER = 1.5  # a halo exchange at once by one that is hidden, at least
 arguments = parser(__doc__)
 arguments.add_argument("--models", nargs="*", default=list(NAMES), choices=MODELS, help="which to train")
 arguments.add_argument("--mbit", type=float, default=1000, help="rate of each cable, in Mbit/s")
-arguments.add_argument("--delay-ms", type=float, default=1, help="one way")
+arguments.add_argument("--delay-ms", type=float, default=1, help="one way, of the train steps")
+arguments.add_argument("--heat-delay-ms", type=float, default=10, help="one way, of the halo exchange, which is all delay")
 arguments.add_argument("--launches", type=int, default=3, help="of the whole")
 arguments.add_argument("--with-gloo", action="store_true", help="beside JAX's gloo, too, which takes long")
-arguments.add_argument("--worker", action="store_true", help="be one of the ranks")
+arguments.add_argument("--worker", choices=("heat", "models"), help="be one of the ranks")
 args = arguments.parse_args()
 
 
@@ -136,19 +137,23 @@ def measure_heat(report):
     size = jaxmpi.broadcast_object(
         int(size * (max(local, float(np.median(times["at once"])) - local) / local) ** 0.5) // 64 * 64
     )
-    once, overlap = Heat(size, "0"), Heat(size, "1")
-    times = report.measure(f"{case} {size}", {"local": Heat(size), "at once": once, "overlap": overlap}, seconds=8.0)
+    once, overlap, local = Heat(size, "0"), Heat(size, "1"), Heat(size)
+    exchange, u = jaxmpi.jit(lambda u: (Heat.moved(u[-1], 1), Heat.moved(u[0], -1))), local.u
+    calls = {"local": local, "exchange": lambda: exchange(u), "at once": once, "overlap": overlap}
+    calls["local beside an exchange"] = lambda: beside(local, calls["exchange"])
+    times = report.measure(f"{case} {size}", calls, seconds=8.0)
     turns = [jax.device_get(plate.turn(jax.numpy.ones((size, size)) * jaxmpi.rank())) for plate in (once, overlap)]
     np.testing.assert_array_equal(*turns)
     report.ratio(f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER)
+    report.ratio(f"{case} {size}", "at once / local beside an exchange", times["at once"], times["local beside an exchange"])
+    report.finish()
 
 
 def added(middle, name, local):
     return middle[name] - middle[local]
 
 
-def work():
-    measure_heat(report)
+def measure_models(report):
     for case in report.progress(args.models):
         factor, made = balanced(report, case)
         took = report.measure(case, {**contenders(*made), **peers_of(case, factor, *made)}, seconds=8.0)
@@ -170,14 +175,20 @@ def work():
     report.finish()
 
 
-def main():
-    words = [2, 1, args.delay_ms, args.mbit, 0, __file__, "--worker", "--rounds", args.rounds, "--models", *args.models]
+def launched(worker, delay_ms):
+    """The exit status of two ranks on hosts that are so far apart."""
+    words = [2, 1, delay_ms, args.mbit, 0, __file__, "--worker", worker, "--rounds", args.rounds, "--models", *args.models]
     words += ["--with-gloo"] if args.with_gloo else []
     words += [*["--quick"] * args.quick, *(["--out", args.out] if args.out else [])]
     command = [str(HERE.parent / "tests" / "network.sh"), *map(str, words)]
+    return subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}).returncode
+
+
+def main():
     codes = [
-        subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}).returncode
+        launched(worker, delay)
         for _ in range(1 if args.quick else args.launches)
+        for worker, delay in (("heat", args.heat_delay_ms), *[("models", args.delay_ms)] * bool(args.models))
     ]
     print(f"overlap: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
     sys.exit(max(codes))
@@ -190,7 +201,7 @@ if args.worker:
     if args.with_gloo:
         peers.start_jax(COORDINATOR)
     torch = peers.start_torch(COORDINATOR)
-    report = Report("overlap", args)
-    work()
+    report = Report("overlap" if args.worker == "models" else "halo", args)
+    measure_heat(report) if args.worker == "heat" else measure_models(report)
 else:
     main()

@@ -17,7 +17,17 @@ from jax.typing import ArrayLike
 from jaxmpi._backends.groups import described
 from jaxmpi._process.communicating_thread import Turn
 
-__all__ = ["Backend", "Collective", "Overlap", "Place", "ProcessGroup", "Registry", "Wait", "fingerprint_of", "long_operation"]
+__all__ = [
+    "Backend",
+    "Collective",
+    "Overlap",
+    "Place",
+    "ProcessGroup",
+    "Registry",
+    "Started",
+    "fingerprint_of",
+    "long_operation",
+]
 
 T = TypeVar("T")
 
@@ -75,6 +85,13 @@ Take = Callable[[Collective, Sequence[jax.Array], jax.Array], list[jax.Array]]
 Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 
 
+class Started(NamedTuple):
+    """A message on its way."""
+
+    sent: Sequence[jax.Array]  # its arrays, in place: who takes one is computed behind the start
+    wait: Wait
+
+
 class Overlap(NamedTuple):
     """How messages are carried out while a program goes on."""
 
@@ -82,7 +99,7 @@ class Overlap(NamedTuple):
     bucket_bytes: int  # of the messages that a large one is cut into
     carries: Callable[[Collective], bool]  # whether such a collective can be started
     # in traced code; whether it is one of several buckets, and the first message that is started before any is waited for
-    start: Callable[[Collective, Sequence[jax.Array], bool, bool], Wait]
+    start: Callable[[Collective, Sequence[jax.Array], bool, bool], Started]
     send_ahead: SendAhead | None = None  # where messages may be on their way from one call of a program to the next
     take: Take | None = None
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls
-from jaxmpi._backends.base import Collective, Overlap, Wait, fingerprint_of
+from jaxmpi._backends.base import Collective, Overlap, Started, fingerprint_of
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
@@ -118,15 +118,15 @@ class Native(Mpi):
         ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
         return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
 
-    def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Wait:
+    def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Started:
         statement = self._statement(call, _text(call, xs))
-        wait = native_calls.start(_carried(call, xs), call, self, statement, bucket=bucket, first=first)
+        sent, wait = native_calls.start(_carried(call, xs), call, self, statement, bucket=bucket, first=first)
 
         def received(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = wait(before)
             return _received(call, xs, outs[: len(xs)]), outs[len(xs) :]
 
-        return received
+        return Started(sent, received)
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
         return native_calls.send_ahead(_carried(call, xs), call, self, self._statement(call, _text(call, xs)))

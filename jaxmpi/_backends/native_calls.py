@@ -54,8 +54,8 @@ def run(xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerpri
 
 def start(
     xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int, *, bucket: bool, first: bool
-) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """Start the same, and return the function that waits for it.
+) -> tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """Start the same, and return its arrays, in place, and the function that waits for it.
 
     That function takes arrays that are to be computed before, and returns them behind the results.
 
@@ -68,7 +68,8 @@ def start(
       first: whether it is the first of those that are started before any is waited for.
     """
     started = start_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint, bucket=bucket, first=first)
-    return lambda before: wait_p.bind(*started, *before, started=len(started), arrays=len(xs), backend=backend)
+    wait = lambda before: wait_p.bind(*started, *before, started=len(started), arrays=len(xs), backend=backend)
+    return started[: len(xs)], wait
 
 
 def send_ahead(xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int) -> jax.Array:

@@ -43,6 +43,7 @@ class Transports:
         self.network: Network | None = None
         self.description = ""
         self.tuning, self.nodes = Tuning(), 1
+        self._threads, self._crowded = 1, False  # of this rank, which share a large message; more ranks than cores
 
     def open(self, comm: Communicator, members: Sequence[int]) -> int:
         """Map the memory that ranks of a node share, and say how those on other nodes are reached.

@@ -51,6 +51,7 @@ class Messages(NamedTuple):
     # Values that are computed before the first wait. XLA would compute them in one loop with what comes behind the waits or,
     # where a rank has one thread, behind a wait.
     before_waits: list[Var]
+    behind_starts: list[JaxprEqn]  # that make these, and which XLA would compute before the first start
 
     @property
     def groups(self) -> list[Group]:
@@ -63,6 +64,12 @@ class Messages(NamedTuple):
         return len(mine), sum(bucket.ready < self.busy_until for bucket in mine)
 
 
+class _Beside(NamedTuple):
+    is_worth_it: bool
+    values: list[Var]  # that it ends with
+    eqns: list[JaxprEqn]  # the last one first
+
+
 def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messages:
     """How the groups of a round are sent.
 
@@ -73,16 +80,17 @@ def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messa
     """
     carried = [g for g in level.groups if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None]
     if overlap is None or not carried:
-        return Messages([], -1, level.groups, [])
+        return Messages([], -1, level.groups, [], [])
     ready = _ready(level.local)
     cut = [bucket for group in carried for bucket in _cut(group, ready, overlap)]
     started = sorted(cut, key=lambda bucket: bucket.ready)
     takers = _takers(jaxpr)
-    if not _beside(level.local, started[:1], takers, overlap)[0]:
-        return Messages([], -1, level.groups, [])
+    if not _beside(level.local, started[:1], takers, overlap).is_worth_it:
+        return Messages([], -1, level.groups, [], [])
     at_once = [group for group in level.groups if not any(group is other for other in carried)]
     busy_until = max((i for i, eqn in enumerate(level.local) if _takes_time(eqn)), default=len(level.local))
-    return Messages(started, busy_until, at_once, _beside(level.local, started, takers, overlap)[1])
+    beside = _beside(level.local, started, takers, overlap)
+    return Messages(started, busy_until, at_once, beside.values, _making(beside))
 
 
 def _cut(group: Group, ready: Mapping[Var, int], overlap: Overlap) -> list[Bucket]:
@@ -142,13 +150,11 @@ def _takers(jaxpr: AnyJaxpr) -> dict[Var, set[str]]:
     return takers
 
 
-def _beside(
-    local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Var, set[str]], overlap: Overlap
-) -> tuple[bool, list[Var]]:
-    """Whether what a round computes beside what the buckets need is worth a message, and values that it ends with.
+def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Var, set[str]], overlap: Overlap) -> _Beside:
+    """What a round computes beside what the buckets need.
 
-    It is where it has a product, convolution or loop, or is large beside the message. The values are those that can be parted
-    from what follows without XLA rounding that in another way.
+    It is worth a message where it has a product, convolution or loop, or is large beside the message. The
+    values are those that can be parted from what follows without XLA rounding that in another way.
     """
     needed = {v for bucket in buckets for i in bucket.numbers for v in bucket.group.eqns[i].invars if _is_value(v)}
     sent_bytes = sum(map(_bytes_of, needed))
@@ -162,10 +168,20 @@ def _beside(
     left = [(v, eqn) for eqn in reversed(beside) for v in eqn.outvars if v in takers and v not in taken and _is_parted(v)]
     products = [v for v, eqn in left if _takes_time(eqn)]
     if products or any(map(_takes_time, beside)):
-        return True, products
+        return _Beside(True, products, beside)
     placed = [v for v, eqn in left if takers[v] <= ({""} if eqn.primitive.name in SCALED else {"", *PLACES})]
     worth = sum(map(_bytes_of, placed)) > WORTH * max(sent_bytes, overlap.small_bytes)
-    return worth, placed if worth else []
+    return _Beside(worth, placed if worth else [], beside)
+
+
+def _making(beside: _Beside) -> list[JaxprEqn]:
+    """The equations of these that the values depend on, if none takes time: XLA would copy the arrays of one that does."""
+    needed, found = {*beside.values}, []
+    for eqn in beside.eqns:
+        if not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(filter(_is_value, eqn.invars))
+    return [] if any(map(_takes_time, found)) else found[::-1]
 
 
 def _when(eqn: JaxprEqn, ready: Mapping[Var, int]) -> int:

@@ -10,12 +10,12 @@ collectives before it, and hands one on to those after it.
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
+from jaxmpi._lowering.behind import behind, token_of
 
 __all__ = ["Order", "in_order"]
 
@@ -35,14 +35,11 @@ class Order:
 
     def after(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands of a collective, the same numbers, ready once the last loop has ended."""
-        if self._token is None:
-            return list(xs)
-        never = (self._token * self._token & 3) == 2  # no square is 2 modulo 4, which XLA does not know
-        return [lax.select(never, jnp.zeros_like(x), x) for x in xs]
+        return list(xs) if self._token is None else behind(self._token, xs)
 
     def received(self, outs: Sequence[jax.Array]) -> None:
         """Count these in, the results of a collective."""
-        self._received += [y for y in outs if y.size]
+        self._received += outs
 
     def through(self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]) -> list[ArrayLike]:
         """The outputs of a loop, which is given a token and returns one."""
@@ -53,12 +50,7 @@ class Order:
     @property
     def token(self) -> jax.Array:
         """Ready once everything so far has ended."""
-        return sum(map(_one_number, self._received), jnp.int32(0) if self._token is None else self._token)
-
-
-def _one_number(y: jax.Array) -> jax.Array:
-    first = lax.squeeze(lax.slice(y, (0,) * y.ndim, (1,) * y.ndim), range(y.ndim))
-    return (first.real if jnp.iscomplexobj(first) else first).astype(jnp.int32)
+        return token_of(self._received, 0 if self._token is None else self._token)
 
 
 def in_order(eqn: JaxprEqn, xs: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:

@@ -1,6 +1,6 @@
 """The same program with a backend's collectives in it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._backends.sent_ahead import none
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import call_of, number_of
+from jaxmpi._lowering.behind import taken_behind, token_of
 from jaxmpi._lowering.buckets import Bucket, messages_of
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
@@ -50,13 +51,15 @@ def _rounds(jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLi
     read = Env(jaxpr, args)
     what = kinds(jaxpr)
     for level in schedule(jaxpr, target.size, target.combine):
-        for eqn in level.local:
-            xs = read(eqn.invars)
-            read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
         sent = messages_of(level, jaxpr, target.overlap)
-        arrivals = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
+        behind = {id(eqn) for eqn in sent.behind_starts}
+        _compute([eqn for eqn in level.local if id(eqn) not in behind], what, target, read)
+        started = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
+        if behind:
+            with taken_behind(token_of(started[0][0]), sent.behind_starts, read):
+                _compute(sent.behind_starts, what, target, read)
         before = sent.before_waits
-        for arrive in arrivals:
+        for _, arrive in started:
             arrive(before)
             before = []
         for group in sent.at_once:
@@ -66,6 +69,12 @@ def _rounds(jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLi
         for eqn in level.loops:
             read.write(eqn, _loop(eqn, target, order, read(eqn.invars)))
     return read.outs()
+
+
+def _compute(eqns: Iterable[JaxprEqn], what: Mapping[int, str], target: Target, read: Env) -> None:
+    for eqn in eqns:
+        xs = read(eqn.invars)
+        read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
 
 
 def _loop(eqn: JaxprEqn, target: Target, order: Order | None, xs: list[ArrayLike]) -> list[ArrayLike]:
@@ -92,14 +101,16 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[ArrayLike]) -> list[ArrayLike
             return [x * translation.call.count(target.size) if eqn.primitive.name == "psum" else x]
 
 
-def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callable[[list[Var]], None]:
-    """Start a message, and return the function that waits for it, behind variables of the program."""
+def _start(
+    bucket: Bucket, target: Target, read: Env, *, first: bool
+) -> tuple[Sequence[jax.Array], Callable[[list[Var]], None]]:
+    """Start a message, and return its arrays, in place, and the function that waits for it, behind variables of the program."""
     overlap = target.overlap
     assert overlap is not None  # or nothing would be started
     group = bucket.group
     with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
         same, operands = _operands(group, bucket.numbers, target, read)
-        wait = overlap.start(group.call, operands, bucket.is_part, first)
+        sent, wait = overlap.start(group.call, operands, bucket.is_part, first)
 
     def arrive(before: list[Var]) -> None:
         with _jaxcompat.at_source(group.eqns[bucket.numbers[0]]):
@@ -107,7 +118,7 @@ def _start(bucket: Bucket, target: Target, read: Env, *, first: bool) -> Callabl
             read.values.update(zip(before, values, strict=True))
             _write(group, same, outs, read)
 
-    return arrive
+    return sent, arrive
 
 
 def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array:

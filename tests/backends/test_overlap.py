@@ -342,7 +342,7 @@ def test_messages_ahead_have_the_bits_of_those_at_once(ranks, on_a_node, pairs, 
 
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
-    overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: lambda before: ([], []))
+    overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
     return [messages_of(level, jaxpr, overlap) for level in schedule(jaxpr, 2, True) if level.groups]
 
 

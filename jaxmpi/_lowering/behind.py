@@ -1,0 +1,49 @@
+"""Values that XLA cannot have before others, though they are the same numbers: it keeps no other order on CPUs.
+
+XLA sees that they depend on the others. LLVM, which compiles what XLA has fused with them, sees that nothing changes and leaves
+it out.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Atom, ShapedArray
+from jax.extend.core import JaxprEqn, Var
+from jax.typing import ArrayLike
+
+from jaxmpi._lowering.trace import Env
+
+__all__ = ["behind", "taken_behind", "token_of"]
+
+
+def token_of(before: Iterable[jax.Array], token: ArrayLike = 0) -> jax.Array:
+    """An int32 of any value, ready once these arrays and an older token are."""
+    return sum((_one_number(x) for x in before if x.size), jnp.int32(token))
+
+
+def behind(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
+    """The same numbers, ready once a token is."""
+    never = (token * token & 3) == 2  # no square is 2 modulo 4, which XLA does not know
+    return [lax.select(never, jnp.zeros_like(x), x) for x in xs]
+
+
+@contextmanager
+def taken_behind(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
+    """Within this, the numbers that these equations take from others are ready once a token is."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    own = {v: read.values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made and _is_numeric(v)}
+    read.values.update(zip(own, behind(token, [*own.values()]), strict=True))
+    yield
+    read.values.update(own)
+
+
+def _is_numeric(v: Atom) -> bool:
+    return isinstance(v.aval, ShapedArray) and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+
+
+def _one_number(y: jax.Array) -> jax.Array:
+    first = lax.squeeze(lax.slice(y, (0,) * y.ndim, (1,) * y.ndim), range(y.ndim))
+    return (first.real if jnp.iscomplexobj(first) else first).astype(jnp.int32)
