@@ -6,6 +6,7 @@ mpiexec         which launcher there is, and whether it fits
 placement       what the launcher is told
 supervisor      the launcher, run to its end
 host_ranks      the ranks of this host, and in which order they end
+mpi_daemons     through which MPICH's launcher reaches the hosts
 output          its output, passed on
 failure_report  which rank failed, and how
 failed_host     on which host

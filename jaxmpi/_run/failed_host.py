@@ -10,8 +10,9 @@ _LOST = (
     r"A daemon failed to report back .{1,900}? Remote host: (\S+)",
 )
 _VERDICT = (
-    r"^rank \d+ \(pid \d+ on (\S+?)\)",
+    r"^(?:rank \d+|a rank) \(pid \d+ on (\S+?)\)",
     r" on (\S+) did not come",
+    r"^MPI's daemon on (\S+) ended first",
 )
 _KILLED = (
     r"process rank \d+ with PID \d+ on node (\S+) (?:exited|exiting)",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmpi._process.run_dir import Member
+from jaxmpi._run.hosts import same_host
 
 __all__ = ["End", "describe_failure"]
 
@@ -17,7 +18,7 @@ _VERDICTS = (
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exited on signal (?P<signal>\d+)",
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exiting improperly",
     r"Process name: \[\S+,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
-    r"PID (?P<pid>\d+) RUNNING AT \S+ = EXIT CODE: (?P<code>\d+)(?:.{1,400}? \(signal (?P<signal>\d+)\))?",
+    r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) = EXIT CODE: (?P<code>\d+)(?:.{1,2000}? \(signal (?P<signal>\d+)\))?",
 )
 
 
@@ -39,10 +40,15 @@ def describe_failure(text: str, joined: Sequence[Member], ended: Sequence[End], 
     """
     matches = (re.search(pattern, " ".join(text.split())) for pattern in _VERDICTS)
     groups = next((m.groupdict() for m in matches if m), {})
+    host = groups.pop("host", None)  # MPICH says on which host one ended first, if not which rank it is
     said = {key: int(value) for key, value in groups.items() if value is not None}
     missing = {m.pid: m for m in joined if not m.left}
     first = next((end for end in ended if end.member.pid in missing), None)
-    if first and said.get("rank", first.member.rank) == first.member.rank:
+    elsewhere = bool(host and joined and said["pid"] not in missing and not same_host(host, joined[0].host))
+    if elsewhere:
+        if reported := re.search(rf"\[rank (\d+)/\d+ on \S+\] was the first to end \(pid {said['pid']}\)", text):
+            said["rank"] = int(reported[1])
+    elif first and said.get("rank", first.member.rank) == first.member.rank:
         # MPICH names no rank, and the pid of any of the dead: what it says counts when that is this one's.
         confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
         said = {**confirmed, **_outcome(first.status), "rank": first.member.rank}
@@ -52,7 +58,9 @@ def describe_failure(text: str, joined: Sequence[Member], ended: Sequence[End], 
 
     rank, pid = said.get("rank"), said.get("pid")
     member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
-    if member:
+    if elsewhere:
+        who = f"a rank (pid {pid} on {host})" if rank is None else f"rank {rank} (pid {pid} on {host})"
+    elif member:
         who = f"rank {member.rank} (pid {member.pid} on {member.host})"
     else:
         who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"

@@ -2,11 +2,12 @@
 
 import contextlib
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["named_hosts", "on_other_nodes", "ranks_of_a_node", "with_hosts"]
+__all__ = ["named_hosts", "on_other_nodes", "ranks_of_a_node", "same_host", "with_hosts"]
 
 _EACH = "--?(N|npernode|ppn|perhost)(=.*)?$"
 _HOSTS = "--?(host|H|hosts)(=.*)?$"
@@ -57,6 +58,14 @@ def with_hosts(options: Sequence[str], hosts: Mapping[str, int], folder: Path) -
     return tuple(changed)
 
 
+def same_host(one: str, other: str) -> bool:
+    """Whether two names are of one host: equal, equal up to the domain, or with an address in common."""
+    labels = [name.partition(".")[0] for name in (one, other)]
+    if one == other or (labels[0] == labels[1] and not labels[0].isdigit()):
+        return True
+    return bool(_addresses(one) & _addresses(other))
+
+
 def _file_like(path: str, hosts: Mapping[str, int], folder: Path) -> str:
     """A file of these hosts, in the words of another one."""
     word = " slots=" if "slots=" in Path(path).read_text() else ":"
@@ -98,3 +107,9 @@ def _places(hosts: Sequence[str]) -> dict[str, int]:
         name, _, number = host.partition(":")
         counts[name] += int(number) if number.isdigit() else 1
     return dict(counts)
+
+
+def _addresses(name: str) -> set[str]:
+    with contextlib.suppress(OSError, UnicodeError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    return set()

@@ -1,17 +1,15 @@
 """What a restart runs on: hosts that have failed twice are left out, those that have joined the hosts' file take part."""
 
-import socket
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxmpi._run.hosts import named_hosts, with_hosts
+from jaxmpi._run.hosts import named_hosts, same_host, with_hosts
 from jaxmpi._run.mpiexec import LaunchError
 from jaxmpi._run.options import Request
 
-__all__ = ["Restarts", "same_host"]
+__all__ = ["Restarts"]
 
 MOST_FAILURES = 1  # of a host: with another one it is left out
 
@@ -65,17 +63,3 @@ class Restarts:
         """As many as at first and as those that joined take, as far as there is room, by as many ranks a slot as at first."""
         each = max(1, -(-self.first.ranks // sum(self._slots.values())))
         return min(each * sum(left.values()), self.first.ranks + each * sum(joined.values()))
-
-
-def same_host(one: str, other: str) -> bool:
-    """Whether two names are of one host: equal, equal up to the domain, or with an address in common."""
-    labels = [name.partition(".")[0] for name in (one, other)]
-    if one == other or (labels[0] == labels[1] and not labels[0].isdigit()):
-        return True
-    return bool(_addresses(one) & _addresses(other))
-
-
-def _addresses(name: str) -> set[str]:
-    with suppress(OSError, UnicodeError):
-        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    return set()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxmpi._process import compiled_files, settings
 from jaxmpi._run.environment import prepare
-from jaxmpi._run.hosts import on_other_nodes
+from jaxmpi._run.hosts import named_hosts, on_other_nodes
 from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
 from jaxmpi._run.options import Request, parse
 from jaxmpi._run.output import open_streams, say
@@ -91,7 +91,8 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     for name in _SESSIONS:
         environ.setdefault(name, run_dir)
     exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
-    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir)
+    hosts = [*named_hosts(request.mpi_options)] if launcher.vendor == "MPICH" else []
+    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:

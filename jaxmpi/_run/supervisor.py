@@ -19,6 +19,7 @@ from jaxmpi._process import settings
 from jaxmpi._run.failed_host import failed_host
 from jaxmpi._run.failure_report import describe_failure
 from jaxmpi._run.host_ranks import HostRanks
+from jaxmpi._run.mpi_daemons import MpiDaemons
 from jaxmpi._run.output import Relay, say
 
 __all__ = ["Outcome", "say", "supervise"]
@@ -40,8 +41,8 @@ class Outcome(NamedTuple):
     rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) -> Outcome:
-    """Run MPI's launcher until it ends, and return how.
+def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()) -> Outcome:
+    """Run MPI's launcher until it ends, and return how; `hosts` are those that its options name.
 
     The exit code is the launcher's own, but 1 where it is 0 and a rank never left in order, or the end of the output could not
     be written, and 128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM:
@@ -49,14 +50,16 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
     """
     started = time.time()
     received, handlers = _receive_signals()
-    code, relays, ranks = 1, list[Relay](), HostRanks(run_dir)
+    code, relays, ranks, daemons = 1, list[Relay](), HostRanks(run_dir), MpiDaemons(hosts)
     try:
         process = _start(command, environ)
         assert process.stdout and process.stderr
         relays = [Relay(process.stdout, 1), Relay(process.stderr, 2)]
-        _wait(process, ranks, received)
+        _wait(process, ranks, daemons, received)
+        daemons.look(process.pid)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
+        daemons.close()
         ended, joined, rates = ranks.close(), ranks.members, registry.rates(run_dir)
         preempted = bool(received and ranks.preemptible)
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
@@ -70,7 +73,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str) 
         return _stopped(received[0][0], in_order)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
-        why = ranks.verdict or describe_failure(text, joined, ended, code)
+        why = ranks.verdict or daemons.lost(text) or describe_failure(text, joined, ended, code)
         say(f"the job failed: {why}")
         return Outcome(code or 1, failed=True, host=failed_host(text, why))
     lost = [missing for relay in relays if (missing := relay.missing())]
@@ -120,12 +123,13 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, received: Sequence[Received]) -> None:
+def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemons, received: Sequence[Received]) -> None:
     """Wait for the launcher, and stop it when a signal was received."""
     step, due, asked = 0, 0.0, False
     ranks_until = time.monotonic()
     while process.poll() is None:
         ranks.look(0.05)
+        daemons.look(process.pid)
         if not ranks.all_have_failed():
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:

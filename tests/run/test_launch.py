@@ -482,6 +482,8 @@ MPICH_CODE = "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n
 MPICH_KILLED = (
     MPICH_CODE.replace("CODE: 3", "CODE: 9") + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 )
+MPICH_AWAY = MPICH_KILLED.replace("501", "77").replace("AT vm", "AT 192.0.2.7")
+NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, crashed or by os._exit. The job ends.\n"
 
 
 @pytest.mark.parametrize(
@@ -500,6 +502,9 @@ MPICH_KILLED = (
         (MPICH_KILLED, RANKS, {2: None, 1: None}, 9, "rank 2 (pid 502 on vm) ended first, and not in order"),
         (MPICH_KILLED, RANKS, {2: 3 << 8, 1: 9}, 9, "rank 2 (pid 502 on vm) exited with code 3"),
         (MPICH_KILLED, RANKS, {2: 11 | 128, 1: 9}, 9, "rank 2 (pid 502 on vm) was killed by signal 11 (SIGSEGV)"),
+        (MPICH_AWAY, RANKS, {0: 9, 1: 9, 2: 9}, 9, "a rank (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)"),
+        (f"{NAMED}{MPICH_AWAY}", RANKS, {0: 9}, 9, "rank 7 (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)"),
+        (MPICH_AWAY.replace("77", "501"), RANKS, {1: 9}, 9, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
         (MPICH_KILLED, [], {}, 9, "the rank with pid 501 was killed by signal 9 (SIGKILL)"),
         ("", RANKS, {1: None}, 0, "rank 1 (pid 501 on vm) ended first, and not in order, though the launcher reported success"),
         ("", RANKS[:2], {}, 1, "the launcher ended with code 1; these ranks did not end in order: {}"),

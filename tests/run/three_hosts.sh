@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Three hosts on this machine, network namespaces on a bridge, with Open MPI over TCP. Needs root, ip and Open MPI:
+# Three hosts on this machine, network namespaces on a bridge, with TCP between them. Needs root, ip, and Open MPI or MPICH:
 #
 #     PYTHON=.venv/bin/python tests/run/three_hosts.sh FOLDER [options of jaxmpi run] script.py [its arguments]
 #
@@ -23,7 +23,6 @@ trap 'exit 143' TERM
 
 ip link add "$name" type bridge
 ip link set "$name" up
-: > "$folder/hosts"
 for i in 1 2 3; do
   ip netns add "$name-$i"
   mkdir -p "/etc/netns/$name-$i"  # its files are seen in place of those of /etc
@@ -33,8 +32,16 @@ for i in 1 2 3; do
   ip link set "$name-$i" master "$name" up
   ip -n "$name-$i" addr add "10.78.0.$i/24" dev cable
   ip -n "$name-$i" link set cable up
-  echo "10.78.0.$i slots=1" >> "$folder/hosts"
 done
+if "$(dirname "$python")/mpirun" --version | grep -q "Open MPI"; then
+  slots=" slots=1"
+  options=(--prtemca plm_ssh_agent "$folder/ssh" --hostfile "$folder/hosts" --bind-to none -x PATH)
+else
+  export UCX_TLS=tcp,self  # UCX sees one machine, whatever the hosts are called
+  slots=:1
+  options=(-launcher ssh -launcher-exec "$folder/ssh" -f "$folder/hosts" -iface cable -bind-to none)
+fi
+printf "10.78.0.%s$slots\\n" 1 2 3 > "$folder/hosts"
 cat > "$folder/ssh" <<SSH
 #!/usr/bin/env bash
 while [[ \$1 == -* ]]; do shift; done
@@ -53,4 +60,4 @@ killer=$!
 
 export PATH=$(dirname "$python"):$PATH
 ip netns exec "$name-1" unshare -u bash -c "hostname jaxmpi-1; exec \"\$@\"" - "$python" -m jaxmpi run -n 3 \
-  --prtemca plm_ssh_agent "$folder/ssh" --hostfile "$folder/hosts" --bind-to none -x PATH "$@"
+  "${options[@]}" "$@"
