@@ -95,6 +95,7 @@ Extremes BetweenNodes::agree(Extremes words) {
       });
     }
   }
+  const auto what = operation_.beside ? Patience::For::kMessages : Patience::For::kShortMessage;
   for (const Round& round : recursive_doubling_schedule(nodes_, at_.node)) {
     for (const Transfer& transfer : round) {
       int pending = 0;
@@ -105,7 +106,7 @@ Extremes BetweenNodes::agree(Extremes words) {
         const int64_t bytes = mine->smallest == mine->largest ? wide_bytes : 0;
         network.send(peer(transfer.to), kFirstTag, lanes_.mine.data(), sizeof(Words) + bytes, pending);
       }
-      for (Patience patience(node_.layout().crowded, Patience::For::kShortMessage); pending > 0;) {
+      for (Patience patience(node_.layout().crowded, what); pending > 0;) {
         network.progress() ? patience.reset() : static_cast<void>(patience.pause());
       }
       if (transfer.from >= 0) merge(transfer, wide_bytes);

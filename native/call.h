@@ -19,6 +19,7 @@ struct Operation {
   int divisor;
   int source, dest;     // ranks: the root of a bcast; in a permute, from and to whom this rank's array goes, or -1
   bool bucket = false;  // whether it is a part of a large message: it takes the algorithm of that, and gives the same bits
+  bool beside = false;  // whether the rank computes meanwhile, and needs its cores
 };
 
 // One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter and an alltoall, and `out` in

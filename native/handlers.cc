@@ -124,6 +124,7 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
       Transport& transport = current(group);
       Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
       operation.bucket = bucket;
+      operation.beside = true;
       const size_t arrays_in = args.size() - 1;  // the last one is a token
       const size_t first_out = operation.kind == Kind::Allreduce ? 0 : arrays_in;
       std::vector<Array> arrays = arrays_of(operation.kind, transport.size(), args, rets, first_out);
@@ -200,7 +201,8 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
       communication.drain();
     }
     Transport& transport = current(group);
-    const Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+    Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
+    operation.beside = true;
     if (operation.kind != Kind::Allreduce && operation.kind != Kind::Allgather) {
       throw std::runtime_error("a message of this kind cannot be sent ahead");
     }
