@@ -122,6 +122,7 @@ NB_MODULE(_native, m) {
   m.def("forget_calls", [] { job::uncompared.forget_calls(); });
   m.def("messages", &record::messages);
   m.def("exposed_ns", &record::exposed_ns);
+  m.def("waits", &record::last_waits);
   m.def("word", &record::word);
   m.def("events", &record::last_events);
   m.def("close", &close);

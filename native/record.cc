@@ -15,10 +15,15 @@ struct Event {
 namespace {
 
 constexpr int64_t kEvents = 4096;  // that are kept, each at its number modulo kEvents
+struct Wait {
+  std::atomic<int64_t> start, end;
+};
 struct Record {
   std::atomic<int64_t> started, ended;  // messages
   std::atomic<int64_t> exposed;         // nanoseconds for which programs have waited for messages, and done nothing else
   Event events[kEvents];
+  std::atomic<int64_t> waited;  // how many times
+  Wait waits[kEvents];
 };
 
 // In a file without a name, which `jaxmpi top` reads as /proc/PID/fd/N; in memory of our own where there can be none.
@@ -58,9 +63,25 @@ Entered::~Entered() {
   ++record.ended;
 }
 
-Exposed::~Exposed() { record.exposed += now() - start_; }
+Exposed::~Exposed() {
+  const int64_t end = now();
+  record.exposed += end - start_;
+  Wait& wait = record.waits[record.waited++ % kEvents];
+  wait.start = start_;
+  wait.end = end;
+}
 
 int64_t exposed_ns() { return record.exposed; }
+
+std::vector<std::pair<int64_t, int64_t>> last_waits() {
+  std::vector<std::pair<int64_t, int64_t>> out;
+  const int64_t end = record.waited;
+  for (int64_t i = std::max<int64_t>(0, end - kEvents); i < end; ++i) {
+    const Wait& wait = record.waits[i % kEvents];
+    out.emplace_back(wait.start, wait.end);
+  }
+  return out;
+}
 
 std::pair<int64_t, int64_t> messages() {
   const int64_t ended = record.ended;  // first, so that what is between two messages does not look like being inside of one

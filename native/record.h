@@ -34,6 +34,9 @@ class Exposed {
 };
 int64_t exposed_ns();
 
+// When the last of these waits began and ended, in nanoseconds of the steady clock, in the order of their ends.
+std::vector<std::pair<int64_t, int64_t>> last_waits();
+
 // How many have begun, and how many of them have ended.
 std::pair<int64_t, int64_t> messages();
 

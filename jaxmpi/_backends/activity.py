@@ -87,6 +87,10 @@ class Activity:
         """
         return [*self._events]
 
+    def waits(self) -> list[tuple[int, int]]:
+        """When programs and calls have lately begun and ended to wait for messages, and done nothing else; see `events`."""
+        return []
+
     def exposed_ns(self) -> int | None:
         """For how long programs and calls have waited for messages, since this process began; None where nobody counts it."""
         return None

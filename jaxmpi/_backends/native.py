@@ -214,6 +214,10 @@ class Native(Mpi):
         """The last messages, as `MpiProcessGroup` has them."""
         return self._native.events()
 
+    def waits(self) -> list[tuple[int, int]]:
+        """As that of `MpiProcessGroup`."""
+        return self._native.waits()
+
     def exposed_ns(self) -> int | None:
         """As that of `MpiProcessGroup`."""
         return self._native.exposed_ns()

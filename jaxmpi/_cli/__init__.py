@@ -7,6 +7,7 @@ speed     what it measures
 finding   what it says of each
 timeline  the flight records of all ranks, put together
 records   which are read and checked
+overlapped  when a program went on while a message was on its way
 picture   a timeline as a picture
 top         the ranks of running jobs, live
 observe     what they show of themselves, here and on other hosts

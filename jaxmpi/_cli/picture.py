@@ -3,18 +3,19 @@
 import io
 from collections.abc import Sequence
 
+from jaxmpi._cli.overlapped import overlapped
 from jaxmpi._cli.records import Record
 
 __all__ = ["picture"]
 
-WAITS, COMMUNICATES = "#f0b26a", "#3b76af"
+WAITS, COMMUNICATES, COMPUTES = "#f0b26a", "#3b76af", "#3f8f5b"
 SHOWN = 200  # collectives of a rank: of more, nothing could be told apart; the trace has all
 
 
 def picture(records: Sequence[Record]) -> str:
     """An SVG with a row of bars for each rank: it waits for the others, then communicates; in between it computes.
 
-    It shows each rank's last collectives.
+    A thin bar below is what it computes while a message travels. It shows each rank's last collectives.
 
     Raises:
       ImportError: there is no matplotlib.
@@ -28,11 +29,14 @@ def picture(records: Sequence[Record]) -> str:
         axes = figure.add_subplot(xlabel="seconds")
         for row, record in enumerate(records):
             for spans, color in zip(_spans(record), (WAITS, COMMUNICATES), strict=True):
-                axes.broken_barh(spans, (row - 0.35, 0.7), color=color, linewidth=0, rasterized=True)
+                axes.broken_barh(spans, (row - 0.35, 0.5), color=color, linewidth=0, rasterized=True)
+            meanwhile = [(start, end - start) for start, end in overlapped(record)]
+            axes.broken_barh(meanwhile, (row + 0.2, 0.15), color=COMPUTES, linewidth=0, rasterized=True)
         axes.set_yticks(range(len(records)), [f"rank {record['rank']} on {record['host']}" for record in records])
         axes.invert_yaxis()
-        handles = [Patch(color=WAITS, label="waits for the others"), Patch(color=COMMUNICATES, label="communicates")]
-        figure.legend(handles=handles, ncols=2, loc="outside upper right")
+        labels = {WAITS: "waits for the others", COMMUNICATES: "communicates", COMPUTES: "computes meanwhile"}
+        handles = [Patch(color=color, label=label) for color, label in labels.items()]
+        figure.legend(handles=handles, ncols=3, loc="outside upper right")
         text = io.StringIO()
         figure.savefig(text, format="svg", dpi=150, metadata={"Date": None})
     return text.getvalue()

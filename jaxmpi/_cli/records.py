@@ -58,6 +58,9 @@ def _wrong(record: object) -> str:
     for i, event in enumerate(record["events"]):
         if not _is_list(event) or len(event) != len(_EVENT) or not all(f(x) for f, x in zip(_EVENT, event, strict=True)):
             return f"event {i} is not a number, a name, bytes and three times"
+    for i, wait in enumerate(record["waits"]):
+        if not _is_list(wait) or len(wait) != 2 or not all(map(_is_time, wait)):
+            return f"wait {i} is not two times"
     return ""
 
 
@@ -81,7 +84,7 @@ def _maybe(right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda x: x is None or right(x)
 
 
-_PARTS = {"rank": _is_count, "size": _is_count, "host": _is_text, "why": _is_text, "events": _is_list}
+_PARTS = {"rank": _is_count, "size": _is_count, "host": _is_text, "why": _is_text, "events": _is_list, "waits": _is_list}
 _EVENT = (_is_count, _is_text, _is_count, _is_time, _maybe(_is_time), _maybe(_is_time))
 
 

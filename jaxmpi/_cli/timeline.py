@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxmpi._cli.overlapped import overlapped
 from jaxmpi._cli.picture import picture
 from jaxmpi._cli.records import Record, read
 from jaxmpi._process import files
@@ -57,7 +58,22 @@ def trace(records: Sequence[Record]) -> dict[str, object]:
             if met is not None and end is not None:
                 times = {"cat": "collective", "ts": met * 1e6, "dur": max(end - met, 0) * 1e6}
                 events.append({"ph": "X", "name": name, **times, **thread, "args": {"bytes": bytes_}})
+        events += _program(record, hosts)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _program(record: Record, hosts: Sequence[str]) -> list[dict[str, object]]:
+    """A thread for what the rank's program does meanwhile, where that is recorded."""
+    if not record["waits"]:
+        return []
+    thread = {"pid": hosts.index(record["host"]), "tid": record["size"] + record["rank"]}
+    name = {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"rank {record['rank']}, its program"}}
+    spans = {"waits for a message": record["waits"], "computes while a message travels": overlapped(record)}
+    return [
+        name,
+        *({"ph": "X", "name": what, "cat": "program", "ts": start * 1e6, "dur": max(end - start, 0) * 1e6, **thread}
+          for what, times in spans.items() for start, end in times),
+    ]  # fmt: skip
 
 
 def table(records: Sequence[Record]) -> str:

@@ -82,7 +82,9 @@ class Recorder:
             if word not in names:
                 names[word] = compare.describe(self._backend, word)
             events.append([number, names[word], bytes_, *map(seconds, times)])
-        return {"rank": place.rank, "size": place.size, "host": host, "pid": pid, "began": self._at, "events": events}
+        waits = [[*map(seconds, wait)] for wait in self._backend.waits() if all(wait)]
+        about = {"rank": place.rank, "size": place.size, "host": host, "pid": pid, "began": self._at}
+        return {**about, "events": events, "waits": waits}
 
 
 def where(backend: MpiProcessGroup) -> str:

@@ -80,6 +80,7 @@ def test_ranks_with_a_gpu_of_their_own_share_nothing():
     assert taken([None] * n, n) == ([], None)
 
 
+@pytest.mark.slow
 @run_ranks(3, 4)
 def test_some_ranks_share_a_gpu():
     n, rank = jaxmpi.size(), jaxmpi.rank()

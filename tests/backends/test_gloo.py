@@ -61,6 +61,7 @@ def scatter_repeatedly(times, items):
         np.testing.assert_allclose(gradient, want, rtol=1e-6, err_msg=f"at time {i}")
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 def test_large_shares_are_right():
     scatter_repeatedly(4, 1 << 20)

@@ -100,6 +100,7 @@ def test_reduce_scatter_and_allgather_across_chunks(dtype):
 LONG = [3, 1_500_001, 64, 1_200_000]  # more than 16 chunks in each dtype here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter", "allgather"])
 @run_ranks(2, 3, 4)

@@ -15,6 +15,8 @@ from test_native import run
 
 import jaxmpi
 from jaxmpi._backends.base import Overlap
+from jaxmpi._cli import records, timeline
+from jaxmpi._cli.overlapped import overlapped
 from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.combine import schedule
 from jaxmpi._lowering.trace import opened
@@ -335,6 +337,44 @@ def test_messages_ahead_have_the_bits_of_those_at_once(ranks, on_a_node, pairs, 
     environ = {"JAXMPI_OVERLAP": "1", "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TEST_PAIRS": str(pairs)}
     done = run(ranks, AHEAD, tmp_path, timeout=600, **environ)
     assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
+
+
+SEEN = """
+import time
+import jax, jax.numpy as jnp
+from jax import lax
+import jaxmpi
+
+world = jaxmpi.init()
+ring = [(r, (r + 1) % world.size) for r in range(world.size)]
+
+
+@jaxmpi.jit
+def step(u, m):
+    return lax.ppermute(u, jaxmpi.AXIS, ring), lax.fori_loop(0, 100, lambda _, m: jnp.tanh(m @ m), m)
+
+
+u, m = jnp.ones(1000), jnp.ones((300, 300))
+jax.block_until_ready(step(u, m))
+for _ in range(3):
+    time.sleep(0.3 * world.rank)
+    jax.block_until_ready(step(u, m))
+"""
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
+    flight = tmp_path / "flight"
+    environ = {"JAXMPI_NODE_RANKS": "1", "JAXMPI_OVERLAP": overlap, "JAXMPI_FLIGHT_DIR": str(flight)}
+    done = run(2, SEEN, tmp_path, **EVERYTHING | environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, _ = records.read(flight)
+    seconds = sum(end - start for start, end in overlapped(first))
+    assert seconds > 0.02 if overlap == "1" else seconds < 0.001
+    waits = sum(end - start for start, end in first["waits"])
+    assert waits > (0.5 if overlap == "0" else 0)
+    names = [event["name"] for event in timeline.trace([first])["traceEvents"]]
+    assert ("computes while a message travels" in names) == (overlap == "1") and "waits for a message" in names
 
 
 # which messages, in which pieces

@@ -444,6 +444,7 @@ for step in range(2, 10_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, seed):
     delay = str(np.random.default_rng(seed).uniform(0, 0.3))

@@ -8,11 +8,21 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxmpi._cli import timeline
+from jaxmpi._cli.overlapped import overlapped
 from jaxmpi._cli.records import read
 
 EVENT = [0, "allreduce mean of float32[3] at train.py:1 of step", 12, 0.5, 0.75, 1.0]
-RECORD = {"rank": 0, "size": 1, "host": "node1", "pid": 1, "began": 1.0, "why": "the end", "events": [EVENT]}
-SHOWN = ("rank", "size", "host", "why", "events")
+RECORD = {
+    "rank": 0,
+    "size": 1,
+    "host": "node1",
+    "pid": 1,
+    "began": 1.0,
+    "why": "the end",
+    "events": [EVENT],
+    "waits": [[0.5, 0.9]],
+}
+SHOWN = ("rank", "size", "host", "why", "events", "waits")
 NO_EVENTS = (1, None, "text", {"0": EVENT}, [1], [None], ["sixsix"], [EVENT[:5]], [[*EVENT, 1]])
 NO_TIMES = ("0", True, [0], {}, 1e300, float("nan"), -float("inf"))
 NUMBERS = ("0", None, True, -1, 1.5, [0], {}, 10**30)
@@ -41,6 +51,8 @@ MALFORMED = {
     **{f"event 1 {x!r}": with_event(1, x) for x in (1, None, [])},
     **{f"event {i} {x!r}": with_event(i, x) for i in (3, 4, 5) for x in NO_TIMES},
     "event 3 None": with_event(3, None),
+    **{f"waits {x!r}": {"waits": x} for x in (1, None, "text", [1], [None], [[0.5]], [[0.5, None]], [[0.5, 1.0, 2.0]])},
+    **{f"wait {x!r}": {"waits": [[0.5, 1.0], [x, 1.0]]} for x in NO_TIMES},
 }  # fmt: skip
 
 
@@ -106,7 +118,26 @@ def test_times_that_run_backwards_are_spans_of_nothing(tmp_path):
     write(tmp_path, events=[[0, "x", 1, 3.0, 2.0, 1.0]])
     assert timeline.run([str(tmp_path)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert [event["dur"] for event in events if event["ph"] == "X"] == [0, 0]
+    assert [event["dur"] for event in events if event["ph"] == "X" and event["cat"] != "program"] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "waits", "spans"),
+    [
+        ([], [], []),
+        ([(1, 2)], [], []),  # waits are not recorded
+        ([(1, 2)], [(1, 2)], []),
+        ([(1, 5)], [(0, 1), (4, 5)], [(1, 4)]),
+        ([(1, 5), (5, 6)], [(0, 0.5), (3, 4)], [(1, 3), (4, 6)]),
+        ([(1, 3), (2, 4), (7, 9)], [(0, 0), (3.5, 8), (8.5, 10)], [(1, 3.5), (8, 8.5)]),
+        ([(1, None), (2, 3)], [(0, 0)], [(2, 3)]),
+        ([(1, 2), (5, 6)], [(4, 4.5)], [(5, 6)]),  # what was before the first wait on record
+        ([(1, 1.000001)], [(0, 0)], []),
+    ],
+)
+def test_when_a_program_goes_on_beside_a_message(messages, waits, spans):
+    events = [[i, "x", 1, start, None, end] for i, (start, end) in enumerate(messages)]
+    assert overlapped({"events": events, "waits": waits}) == spans
 
 
 def test_the_output_follows_no_link(tmp_path):

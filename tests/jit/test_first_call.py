@@ -113,6 +113,7 @@ def test_a_forgotten_mean_is_named_once_on_mpi(name):
     check_forgotten(name)
 
 
+@pytest.mark.slow
 @run_ranks(2, backend="xla")
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_a_forgotten_mean_is_named_once_on_xla(name):

@@ -156,11 +156,11 @@ def test_it_is_right_on_xla(case):
     check(case, own_rows())
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_right_simulated(case, n):
-    with jaxmpi.simulate(n):
-        check(case, jaxmpi.PerRank(np.stack(np.split(DATA, n))))
+def test_it_is_right_simulated(case, ranks):
+    with jaxmpi.simulate(ranks):
+        check(case, jaxmpi.PerRank(np.stack(np.split(DATA, ranks))))
 
 
 @pytest.mark.slow

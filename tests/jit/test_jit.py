@@ -35,12 +35,12 @@ def test_jit_on_xla(name):
     on_this_rank(name)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_jit_on_simulated_ranks(name, n):
-    with jax.enable_x64(True), jaxmpi.simulate(n):
-        fun, args, want = CASES[name](n)
+def test_jit_on_simulated_ranks(name, ranks):
+    with jax.enable_x64(True), jaxmpi.simulate(ranks):
+        fun, args, want = CASES[name](ranks)
         got = jaxmpi.jit(fun)(*map(jaxmpi.PerRank, args))
         leaves, treedef = jax.tree.flatten(got, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank))
-        stacked = [x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([x] * n) for x in leaves]
+        stacked = [x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([x] * ranks) for x in leaves]
         check(treedef.unflatten(stacked), want)

@@ -80,10 +80,10 @@ def test_n_ranks_train_as_one_on_xla():
     check(own_rows)
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_simulated_ranks_train_as_one(n):
-    with jaxmpi.simulate(n):
-        check(lambda x: jaxmpi.PerRank(np.stack(np.split(x, n))))
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_simulated_ranks_train_as_one(ranks):
+    with jaxmpi.simulate(ranks):
+        check(lambda x: jaxmpi.PerRank(np.stack(np.split(x, ranks))))
 
 
 @run_ranks(1, 2)

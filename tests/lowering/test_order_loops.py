@@ -58,7 +58,9 @@ def of_complex(x):
     return lax.psum(x + 2j * x, R), lax.scan(lambda c, _: (lax.psum(c, R), None), x * 1j, None, length=3)
 
 
-LOOPS = [scan, only_in_condition, only_in_body, of_lanes, branches, nested, in_branch, gradient, of_integers, of_complex]
+LOOPS = [scan, branches, gradient]
+MORE = [only_in_condition, only_in_body, of_lanes, nested, in_branch, of_integers, of_complex]
+LOOPS += [pytest.param(loop, marks=pytest.mark.slow) for loop in MORE]
 
 
 def beside(loop):

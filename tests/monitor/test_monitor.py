@@ -127,6 +127,7 @@ def test_a_rank_that_goes_ends_the_job_on_xla(what, words, tmp_path, monkeypatch
     assert re.search(words, output), output
 
 
+@pytest.mark.slow
 def test_a_killed_rank_0_is_named_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("rank == 1", "rank == 0"))

@@ -110,6 +110,7 @@ def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what)
     assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
     code, output, seconds, left = stalled(tmp_path, monkeypatch, "stop", 0)
     assert code and seconds < 30 and not left, output

@@ -75,6 +75,7 @@ def test_weights_are_exact_and_zero_counts_for_nothing():
     np.testing.assert_array_equal(nothing, [0, 0])
 
 
+@pytest.mark.slow
 @run_ranks(1, 2)
 def test_bad_weights():
     tx = jaxmpi.distributed(optax.sgd(1.0))

@@ -130,6 +130,7 @@ def test_training_with_a_codec_arrives_where_training_without_does(name):
     assert np.abs(np.asarray(w) - truth).max() < (0.05 if name != "bf16" else 0.1)
 
 
+@pytest.mark.slow
 @run_ranks(2)
 def test_a_nan_is_not_hidden():
     grads = gradient(jaxmpi.rank())

@@ -332,6 +332,7 @@ def test_nnx():
     check_gradient(params, jaxmpi.fully_shard, loss, lambda shards, x: loss(jaxmpi.unshard(shards), x))
 
 
+@pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_equinox():
     params, static = eqx.partition(eqx.nn.MLP(6, 2, 5, 2, key=jax.random.key(0)), eqx.is_inexact_array)

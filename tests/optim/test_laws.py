@@ -11,7 +11,7 @@ TABLE = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @TABLE
-@pytest.mark.parametrize("optimizer", ["momentum", "lamb"])
+@pytest.mark.parametrize("optimizer", ["momentum", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_simulated_ranks_train_as_one(variant, optimizer):
     with jaxmpi.simulate(3):
         check(variant, optimizer)

@@ -24,6 +24,7 @@ def planted(tmp_path):
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--option",)], ids=["plain", "packed"])
 def test_what_the_working_directory_holds_is_not_imported_by_run(planted, tmp_path, arguments):
     script = tmp_path / "script.py"

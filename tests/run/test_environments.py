@@ -271,6 +271,7 @@ def marked(mark):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", [pytest.param(e, id=e.name, marks=[] if e.few else pytest.mark.environments) for e in ENVIRONMENTS]
 )
