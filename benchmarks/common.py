@@ -138,7 +138,7 @@ class Report:
         """Note the ratio of two medians, and its range over the rounds."""
         ratio = np.median(above) / np.median(below)
         by_round = np.median(above, axis=1) / np.median(below, axis=1)
-        bounds = [f"at least {at_least:g}"] * (at_least is not None) + [f"at most {at_most:g}"] * (at_most is not None)
+        bounds = [f"{word} {x:g}" for word, x in (("at least", at_least), ("at most", at_most)) if x is not None]
         bound = " and ".join(bounds) or "no bound"
         holds = (at_most is None or ratio <= at_most) and (at_least is None or ratio >= at_least)
         verdict = "" if not bounds else ": holds" if holds else ": MISSED"
