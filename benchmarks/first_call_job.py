@@ -19,9 +19,7 @@ import jaxmpi
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 arguments.add_argument("--plain", action="store_true", help="jax.jit and optax, each rank for itself")
-arguments.add_argument(
-    "--plain-share", action="store_true", help="the same, but that all ranks but rank 0 only trace and lower"
-)
+arguments.add_argument("--plain-share", action="store_true", help="the same, but only rank 0 compiles")
 args = arguments.parse_args()
 LAYERS, WIDTH = 24, 64
 EVENTS: list[str] = []

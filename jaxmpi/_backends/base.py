@@ -88,7 +88,7 @@ Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 class Started(NamedTuple):
     """A message on its way."""
 
-    sent: Sequence[jax.Array]  # its arrays, in place: who takes one is computed behind the start
+    sent: Sequence[jax.Array]  # its arrays, in place: what takes one of them is computed after the start
     wait: Wait
 
 

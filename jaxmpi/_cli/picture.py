@@ -30,7 +30,8 @@ def picture(records: Sequence[Record]) -> str:
         for row, record in enumerate(records):
             for spans, color in zip(_spans(record), (WAITS, COMMUNICATES), strict=True):
                 axes.broken_barh(spans, (row - 0.35, 0.5), color=color, linewidth=0, rasterized=True)
-            meanwhile = [(start, end - start) for start, end in overlapped(record)]
+            since = min((event[3] for event in record["events"][-SHOWN:]), default=0.0)
+            meanwhile = [(start, end - start) for start, end in overlapped(record) if start >= since]
             axes.broken_barh(meanwhile, (row + 0.2, 0.15), color=COMPUTES, linewidth=0, rasterized=True)
         axes.set_yticks(range(len(records)), [f"rank {record['rank']} on {record['host']}" for record in records])
         axes.invert_yaxis()

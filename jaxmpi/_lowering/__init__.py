@@ -14,7 +14,7 @@ combine        which collectives travel together
 piggyback      which numbers share the message of another collective
 ahead          which messages are taken in a later call of the program
 buckets        which messages overlap with computation, and in which pieces
-behind         values that are computed behind others, as XLA keeps no other order
+dependency     values that XLA computes after others
 fuse_mean      a sum, its division and its bf16 conversions as one mean
 summary        what will be sent, for `explain`
 costs          how many bytes and seconds that takes

@@ -51,7 +51,7 @@ class Messages(NamedTuple):
     # Values that are computed before the first wait. XLA would compute them in one loop with what comes behind the waits or,
     # where a rank has one thread, behind a wait.
     before_waits: list[Var]
-    behind_starts: list[JaxprEqn]  # that make these, and which XLA would compute before the first start
+    after_start: list[JaxprEqn]  # that make these; left to itself, XLA would compute them before the first start
 
     @property
     def groups(self) -> list[Group]:

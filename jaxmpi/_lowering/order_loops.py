@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._lowering.behind import behind, token_of
+from jaxmpi._lowering.dependency import depending_on, token_of
 
 __all__ = ["Order", "in_order"]
 
@@ -35,7 +35,7 @@ class Order:
 
     def after(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands of a collective, the same numbers, ready once the last loop has ended."""
-        return list(xs) if self._token is None else behind(self._token, xs)
+        return list(xs) if self._token is None else depending_on(self._token, xs)
 
     def received(self, outs: Sequence[jax.Array]) -> None:
         """Count these in, the results of a collective."""

@@ -13,10 +13,10 @@ from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._backends.sent_ahead import none
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import call_of, number_of
-from jaxmpi._lowering.behind import taken_behind, token_of
 from jaxmpi._lowering.buckets import Bucket, messages_of
 from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
 from jaxmpi._lowering.combine import Group, schedule
+from jaxmpi._lowering.dependency import inputs_depending_on, token_of
 from jaxmpi._lowering.order_loops import Order, in_order
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
@@ -52,12 +52,13 @@ def _rounds(jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLi
     what = kinds(jaxpr)
     for level in schedule(jaxpr, target.size, target.combine):
         sent = messages_of(level, jaxpr, target.overlap)
-        behind = {id(eqn) for eqn in sent.behind_starts}
-        _compute([eqn for eqn in level.local if id(eqn) not in behind], what, target, read)
+        after_start = {id(eqn) for eqn in sent.after_start}
+        _compute([eqn for eqn in level.local if id(eqn) not in after_start], what, target, read)
         started = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
-        if behind:
-            with taken_behind(token_of(started[0][0]), sent.behind_starts, read):
-                _compute(sent.behind_starts, what, target, read)
+        if after_start:
+            one = next((x for x in started[0][0] if x.size), None)  # of all, n arrays would take n² operations to compile
+            with inputs_depending_on(token_of([] if one is None else [one]), sent.after_start, read):
+                _compute(sent.after_start, what, target, read)
         before = sent.before_waits
         for _, arrive in started:
             arrive(before)

@@ -1,7 +1,7 @@
-"""Values that XLA cannot have before others, though they are the same numbers: it keeps no other order on CPUs.
+"""Data dependencies that change no numbers: by them XLA computes values after others. On CPUs it keeps no other order.
 
-XLA sees that they depend on the others. LLVM, which compiles what XLA has fused with them, sees that nothing changes and leaves
-it out.
+XLA sees that the values depend on the others. LLVM, which compiles what XLA has fused with them, sees that nothing changes, and
+leaves it out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi._lowering.trace import Env
 
-__all__ = ["behind", "taken_behind", "token_of"]
+__all__ = ["depending_on", "inputs_depending_on", "token_of"]
 
 
 def token_of(before: Iterable[jax.Array], token: ArrayLike = 0) -> jax.Array:
@@ -24,18 +24,18 @@ def token_of(before: Iterable[jax.Array], token: ArrayLike = 0) -> jax.Array:
     return sum((_one_number(x) for x in before if x.size), jnp.int32(token))
 
 
-def behind(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
+def depending_on(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
     """The same numbers, ready once a token is."""
     never = (token * token & 3) == 2  # no square is 2 modulo 4, which XLA does not know
     return [lax.select(never, jnp.zeros_like(x), x) for x in xs]
 
 
 @contextmanager
-def taken_behind(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
+def inputs_depending_on(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
     """Within this, the numbers that these equations take from others are ready once a token is."""
     made = {v for eqn in eqns for v in eqn.outvars}
     own = {v: read.values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made and _is_numeric(v)}
-    read.values.update(zip(own, behind(token, [*own.values()]), strict=True))
+    read.values.update(zip(own, depending_on(token, [*own.values()]), strict=True))
     yield
     read.values.update(own)
 
