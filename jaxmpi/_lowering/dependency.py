@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Atom, ShapedArray
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
@@ -32,16 +31,12 @@ def depending_on(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
 
 @contextmanager
 def inputs_depending_on(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
-    """Within this, the numbers that these equations take from others are ready once a token is."""
+    """Within this, the values that these equations take from others are ready once a token is."""
     made = {v for eqn in eqns for v in eqn.outvars}
-    own = {v: read.values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made and _is_numeric(v)}
+    own = {v: read.values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made}
     read.values.update(zip(own, depending_on(token, [*own.values()]), strict=True))
     yield
     read.values.update(own)
-
-
-def _is_numeric(v: Atom) -> bool:
-    return isinstance(v.aval, ShapedArray) and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
 
 
 def _one_number(y: jax.Array) -> jax.Array:

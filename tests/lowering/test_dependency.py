@@ -46,15 +46,15 @@ def test_the_compiled_program_takes_both():
     assert entry.count(before + ")") + entry.count(before + ",") == 1, text
 
 
-def overlap():
+def overlap(bucket_bytes):
     """A way to start messages of which the arrays are marked."""
     start = lambda call, xs, bucket, first: Started([MARK.bind(x) for x in xs], lambda before: (list(xs), list(before)))
-    return Overlap(0, 1, lambda call: True, start)
+    return Overlap(0, bucket_bytes, lambda call: True, start)
 
 
-def rewritten(f, *args):
+def rewritten(f, *args, bucket_bytes=1):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
-    return rewrite(jaxpr, Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=overlap()))
+    return rewrite(jaxpr, Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=overlap(bucket_bytes)))
 
 
 def after_the_start(jaxpr, name):
@@ -93,7 +93,7 @@ def test_what_the_message_is_made_of_is_not():
 
 def test_a_product_keeps_its_operands():
     """XLA would copy them."""
-    f = lambda u, w: (lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), jnp.pad(u @ w, 1))
+    f = lambda u, w: (lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), u @ w)
     assert after_the_start(rewritten(f, jnp.ones((24, 24)), jnp.ones((24, 24))), "dot_general") == (0, 1)
 
 
@@ -102,7 +102,10 @@ def test_random_keys_are_left_as_they_are():
         row = lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)])
         return (u * 0.5 + u + jax.random.uniform(key, u.shape)).at[0].add(row)
 
-    rewritten(f, jnp.ones((24, 3)), jax.random.key(0))
+    arguments = jnp.ones((24, 3)), jax.random.key(0)
+    (got,) = jax.jit(jax.extend.core.jaxpr_as_fun(rewritten(f, *arguments)))(*arguments)
+    want = jax.vmap(f, in_axes=(0, None), axis_name=jaxmpi.AXIS)(jnp.stack([arguments[0]] * 2), arguments[1])
+    np.testing.assert_array_equal(got, want[0])
 
 
 def test_many_arrays_take_as_many_operations():
@@ -110,7 +113,7 @@ def test_many_arrays_take_as_many_operations():
 
     def operations(n):
         many = lambda us: [halo(u) for u in us]
-        program = jax.extend.core.jaxpr_as_fun(rewritten(many, [jnp.ones((24, 3))] * n))
+        program = jax.extend.core.jaxpr_as_fun(rewritten(many, [jnp.ones((24, 3))] * n, bucket_bytes=1 << 20))
         return len(jax.jit(program).lower(*[jnp.ones((24, 3))] * n).compile().as_text().splitlines())
 
     assert operations(40) < 2.5 * operations(20)
