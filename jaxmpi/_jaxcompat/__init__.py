@@ -15,6 +15,7 @@ from jaxmpi._jaxcompat.compiled import Entries, compile_entry, keep_compiled, lo
 from jaxmpi._jaxcompat.jaxprs import (
     AnyJaxpr,
     axis_effect,
+    closed,
     is_axis_effect,
     is_reference,
     kept_with_jaxpr,
@@ -32,6 +33,7 @@ from jaxmpi._jaxcompat.ordered import (
 from jaxmpi._jaxcompat.retrace import as_function, as_weak, at_source, bind, can_keep, keep
 from jaxmpi._jaxcompat.runtime import (
     at_top_level,
+    binding_axes,
     compiling,
     dispatch_in_c,
     gloo_listens_at,
@@ -64,10 +66,12 @@ __all__ = [
     "at_top_level",
     "axis_effect",
     "bind",
+    "binding_axes",
     "call_site",
     "caller_line",
     "can_hide_effects",
     "can_keep",
+    "closed",
     "compile_entry",
     "compiling",
     "dispatch_in_c",

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias, TypeVar
 
+import jax
 from jax._src import core, util
+from jax._src.interpreters import partial_eval
 from jax._src.state.types import AbstractRef
 from jax.core import AbstractValue, Atom
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -12,6 +14,7 @@ from jax.typing import ArrayLike
 __all__ = [
     "AnyJaxpr",
     "axis_effect",
+    "closed",
     "is_axis_effect",
     "is_reference",
     "kept_with_jaxpr",
@@ -28,6 +31,19 @@ F = TypeVar("F", bound=Callable[..., object])
 def parts(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
+
+
+def closed(traced: jax.stages.Traced) -> ClosedJaxpr | None:
+    """What was traced, with the arrays that the function has from outside as its constants; None where this JAX has changed."""
+    try:
+        if not traced._consts:
+            return traced.jaxpr
+        if hasattr(traced.jaxpr, "with_consts"):  # jax 0.12
+            return traced.jaxpr.with_consts(traced._consts)
+        inner = partial_eval.convert_invars_to_constvars(traced.jaxpr.jaxpr, len(traced._consts))
+        return ClosedJaxpr(inner, traced._consts)
+    except (AttributeError, TypeError):
+        return None
 
 
 def kept_with_jaxpr(function: F) -> F:

@@ -2,7 +2,8 @@
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import jax
@@ -18,6 +19,7 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "at_top_level",
+    "binding_axes",
     "compiling",
     "dispatch_in_c",
     "gloo_listens_at",
@@ -35,6 +37,12 @@ at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller 
 def tracing() -> bool:
     """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
     return not at_top_level()
+
+
+def binding_axes(axes: Mapping[str, int]) -> AbstractContextManager[None] | None:
+    """Where `jax.jit` traces with named axes of these sizes, as `jax.make_jaxpr` does; None where this JAX has changed."""
+    bind = getattr(core, "extend_axis_env_nd", None)
+    return bind and bind([*axes.items()])
 
 
 def dispatch_in_c(jitted: Callable[..., object]) -> None:

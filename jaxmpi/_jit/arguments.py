@@ -1,15 +1,19 @@
 """The arguments of a call: their arrays, in words and by shape and dtype; what no program can take is refused by name."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import jax
 from jax.tree_util import KeyPath, PyTreeDef
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Backend
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._leaves import PyTree
 
-__all__ = ["argument_name", "check_arguments", "kinds", "positions", "refuse_per_rank"]
+__all__ = ["argument_name", "check_arguments", "checked", "kinds", "positions"]
+
+Arrays: TypeAlias = tuple[list[tuple[KeyPath, Leaf]], PyTreeDef, list[jax.ShapeDtypeStruct]]
 
 
 def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
@@ -18,15 +22,29 @@ def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str
     function.key(function.leaves(args, kwargs), args, kwargs)
 
 
-def kinds(
-    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
-) -> tuple[list[tuple[KeyPath, Leaf]], PyTreeDef, list[jax.ShapeDtypeStruct]]:
+def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Arrays:
     """The arrays among the arguments with their paths, the structure, and shape and dtype of each."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
     return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
 
-def refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
+def checked(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend) -> Arrays:
+    """The same as `kinds`, of arguments that a program of `backend` can take.
+
+    Raises:
+      TypeError: an argument is no array, or holds values of simulated ranks where none are, with its name.
+      ValueError: `replicated_argnums` names a position that is not there.
+    """
+    arrays = kinds(function, args, kwargs)
+    if not backend.simulates:
+        _refuse_per_rank(function, arrays[0])
+    positions(
+        "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
+    )
+    return arrays
+
+
+def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) -> None:
     """Raise a TypeError that names the first value of simulated ranks among the arguments."""
     if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
         raise TypeError(

@@ -1,23 +1,38 @@
 """From a call to its program: the function is traced for the kinds of its arguments, checked, and made one of the backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.tree_util import PyTreeDef
 
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.analyze import Analysis, analyze, paths_of
-from jaxmpi._jit.arguments import argument_name, kinds, positions, refuse_per_rank
+from jaxmpi._jit.arguments import argument_name, checked
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
 from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.signature import Signature
-from jaxmpi._lowering.trace import trace
+from jaxmpi._lowering.trace import prepared, trace
 from jaxmpi._process.garbage import collection_paused
 
-__all__ = ["build_program"]
+__all__ = ["build_program", "watched"]
+
+
+def watched(function: Function) -> Callable[..., PyTree]:
+    """The function, with an error where it changes nnx objects and the change would be lost."""
+
+    @partial(update_wrapper, wrapped=function.fun, updated=())
+    def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        check = watch_changes(function.title, (args, kwargs))
+        outs = function.fun(*args, **kwargs)
+        check(jax.tree.leaves(outs))
+        return outs
+
+    return traced
 
 
 class _Flat:
@@ -33,29 +48,33 @@ class _Flat:
         static = self._function.static
         args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(self._args, arrays, strict=True))]
         kwargs = {name: self._kwargs[name] if name in static.names else new for name, new in named_arrays.items()}
-        check = watch_changes(self._function.title, (args, kwargs))
-        outs, self.tree = jax.tree.flatten(self._function.fun(*args, **kwargs))
-        check(outs)
+        outs, self.tree = jax.tree.flatten(watched(self._function)(*args, **kwargs))
         return outs
 
 
 def build_program(
-    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend, *, hide: bool
+    function: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    backend: Backend,
+    *,
+    hide: bool,
+    traced: tuple[ClosedJaxpr, PyTreeDef] | None = None,
 ) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`.
 
-    `hide` is as in `lower.build`.
+    `hide` is as in `lower.build`. `traced` is the function where it was traced before, and the structure of its outputs.
     """
-    paths, treedef, avals = kinds(function, args, kwargs)
+    paths, treedef, avals = checked(function, args, kwargs, backend)
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
-    if not backend.simulates:
-        refuse_per_rank(function, paths)
-    positions(
-        "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
-    )
-    flat, size = _Flat(function, args, kwargs, treedef), backend.place.size
-    jaxpr, captured, parameters = trace(flat, backend.axes, avals)
-    tree, outs = flat.tree, paths_of(flat.tree)
+    size = backend.place.size
+    if traced is not None:
+        (jaxpr, captured, parameters), tree = prepared(traced[0], backend.axes), traced[1]
+    else:
+        flat = _Flat(function, args, kwargs, treedef)
+        jaxpr, captured, parameters = trace(flat, backend.axes, avals)
+        tree = flat.tree
+    outs = paths_of(tree)
     replicated = [function.replicated.hold(path) and not is_own(path) for path in ins]
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
     found = Analysis(jaxpr, [False] * len(outs), [], [])

@@ -8,14 +8,18 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend, ProcessGroup
 from jaxmpi._consistency import compare
-from jaxmpi._jit.build import build_program
+from jaxmpi._jit.arguments import checked
+from jaxmpi._jit.build import build_program, watched
 from jaxmpi._jit.compile_once import shares
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, refuse_nan_search
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.costs import table
+from jaxmpi._lowering.refuse import explained
+from jaxmpi._lowering.trace import is_local
 from jaxmpi._process import settings
 
 __all__ = ["Jitted", "NewProgramError"]
@@ -50,11 +54,31 @@ class Jitted:
         self.plain = jax.jit(self._body(hide=True), **options)
         self.with_end = jax.jit(self._body(hide=True, end=True), **options)
         self.nested = jax.jit(self._body(hide=False), **options)
+        self._local = jax.jit(explained(watched(function), backend.axes), **options)
 
     def build(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True) -> Program:
         """The program for these arguments."""
         ready, self.ready = self.ready, None
         return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
+
+    def trace_local(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> jax.stages.Traced | None:
+        """The function as `jax.jit` traces it, where that is its program: on one rank, if it has nothing of the ranks in it.
+
+        Otherwise `build` takes what was traced.
+        """
+        function, backend = self._function, self._backend
+        axes = _jaxcompat.binding_axes(backend.axes)
+        if backend.place.size > 1 or backend.simulates or axes is None or settings.get("JAXMPI_EXPLAIN"):
+            return None
+        checked(function, args, kwargs, backend)
+        with axes:
+            stage = self._local.trace(*args, **kwargs)
+        jaxpr = _jaxcompat.closed(stage)
+        if jaxpr is not None and is_local(jaxpr):
+            return stage
+        if jaxpr is not None:
+            self.ready = build_program(function, args, kwargs, backend, hide=True, traced=(jaxpr, stage.out_tree))
+        return None
 
     def announce(self, program: Program, *, show: bool = True) -> None:
         """Keep what a new program sends, for an error, and print it where that is asked for."""

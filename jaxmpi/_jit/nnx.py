@@ -85,7 +85,7 @@ class InPlace(Step):
         return super().program(*args, **kwargs)
 
     def _run_compiled(
-        self, program: Program, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self, program: Program | None, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super()._run_compiled(program, compiled, args, kwargs))

@@ -52,6 +52,8 @@ class Step:
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """As `jax.jit(fun).trace`, of the program that this backend runs."""
         self._on()
+        if (stage := self._jitted.trace_local(args, kwargs)) is not None:
+            return Traced(stage, partial(self._run_compiled, None), lambda _: None)
         args, kwargs = self._wrapped(args, kwargs)
         self._jitted.ready = program = self._jitted.build(args, kwargs)
         try:
@@ -105,10 +107,10 @@ class Step:
         )
 
     def _run_compiled(
-        self, program: Program, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self, program: Program | None, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         args, kwargs = self._wrapped(args, kwargs)
-        if self._executor is None:
+        if self._executor is None or program is None:
             return compiled(*args, **kwargs)
         return self._executor.run_compiled(program, compiled, args, kwargs)
 

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line
 
 __all__ = ["explained", "refuse", "refuse_groups", "refuse_meshes", "refuse_names", "refuse_pairs", "refuse_references"]
@@ -143,9 +144,9 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
     """The function, with the errors that JAX's collectives raise when it is traced in words that say what to do."""
 
     @wraps(function)
-    def traced(*args: jax.Array) -> T:
+    def traced(*args: PyTree, **kwargs: PyTree) -> T:
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except (NameError, AssertionError, NotImplementedError, ValueError, TypeError, IndexError) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:

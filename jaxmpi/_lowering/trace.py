@@ -14,12 +14,12 @@ from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import callee, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.classify import callee, has_collective, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 from jaxmpi._process.garbage import collection_paused
 
-__all__ = ["Env", "evaluate", "make_jaxpr", "opened", "trace"]
+__all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
 
 Aval: TypeAlias = ShapedArray | jax.ShapeDtypeStruct  # of an argument
 
@@ -38,7 +38,11 @@ def trace(
       The program; the arrays that the function had from outside, which are the first of the program's arguments; what
       `text.parameters` finds.
     """
-    traced = _make_jaxpr(explained(function, axes), axes, avals)
+    return prepared(_make_jaxpr(explained(function, axes), axes, avals), axes)
+
+
+def prepared(traced: ClosedJaxpr, axes: Mapping[str, int]) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
+    """What `trace` returns, of a function that was traced with the axes bound."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
         refuse_meshes(inner)
@@ -85,6 +89,11 @@ def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         else:
             eqns.append(eqn.replace(invars=replaced(eqn.invars)) if stands else eqn)
     return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars)) if stands else jaxpr
+
+
+def is_local(jaxpr: ClosedJaxpr) -> bool:
+    """Whether nothing in it has to do with the ranks: it is a program as it stands."""
+    return not has_collective(jaxpr) and not _needs_opening(jaxpr)
 
 
 @_jaxcompat.kept_with_jaxpr

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmpi
-from jaxmpi import RankMismatchError
+from jaxmpi import RankMismatchError, _jaxcompat
 from jaxmpi.testing import assert_equivalent, run_ranks
 
 R = jaxmpi.AXIS
@@ -272,3 +272,65 @@ def test_checkpoint_recomputes_behind_a_barrier():
 
     text = jaxmpi.jit(jax.grad(lambda x: block(x).sum())).lower(jnp.ones(4)).as_text()
     assert "optimization_barrier" in text  # or XLA would merge the second computation with the first
+
+
+# lower() and trace() on one rank
+
+
+def traces_of(step, *args, **options):
+    """How often `lower`, and then its program, trace a function; the program's text and result."""
+    count = []
+
+    def counted(*args):
+        count.append(1)
+        return step(*args)
+
+    jaxmpi.init()
+    lowered = jaxmpi.jit(counted, **options).lower(*args)
+    return len(count), lowered.as_text(), lowered.compile()(*args)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: 2 * x,
+        lambda x: lax.pmean(x, R),
+        lambda x: jax.jit(lambda x: lax.psum(x, R))(x) * 2 / jnp.ones(3),
+        lambda x: lax.scan(lambda c, _: (lax.pmean(c, R), None), x, None, length=2)[0],
+        lambda x: x + lax.axis_index(R) + jaxmpi.rank(),
+        lambda x: jaxmpi.tree_allreduce({"x": x})["x"] * lax.axis_size(R),
+    ],
+    ids=["local", "pmean", "nested", "scan", "index", "tree"],
+)
+def test_lower_on_one_rank_traces_once(step):
+    traced, text, out = traces_of(step, X)
+    assert traced == 1
+    assert "custom_call" not in text and "all_reduce" not in text
+    jaxmpi.init()
+    np.testing.assert_array_equal(out, jaxmpi.jit(step)(X))
+
+
+def test_lower_on_one_rank_where_jax_has_changed(monkeypatch):
+    monkeypatch.setattr(_jaxcompat, "closed", lambda traced: None)
+    assert traces_of(lambda x: lax.psum(x, R) * 2, X)[2] == 2
+    monkeypatch.setattr(_jaxcompat, "binding_axes", lambda axes: None)
+    assert traces_of(lambda x: x * 2, X)[0] == 1
+
+
+def test_lower_on_one_rank_keeps_what_a_function_has_from_outside_its_names_and_its_options():
+    table = jnp.arange(3.0)
+    for step in (lambda x, n, *, y: x * table[n] + y, lambda x, n, *, y: lax.psum(x * table[n] + y, R)):
+        lowered = jaxmpi.jit(step, static_argnums=1, donate_argnames="y").lower(X, 2, y=jnp.ones(3))
+        assert lowered.as_text().count("tf.aliasing_output") == 1
+        np.testing.assert_array_equal(lowered.compile()(X, y=jnp.ones(3)), [3, 3, 3])
+
+
+def test_lower_on_one_rank_refuses_what_a_call_refuses():
+    with pytest.raises(TypeError, match=r"argument 0 of .* is a str"):
+        jaxmpi.jit(lambda x: x).lower("one")
+    with pytest.raises(ValueError, match="replicated_argnums has 3"):
+        jaxmpi.jit(lambda x: x, replicated_argnums=3).lower(X)
+    with pytest.raises(TypeError, match="is a PerRank"):
+        jaxmpi.jit(lambda x: x).lower(jaxmpi.PerRank(jnp.ones(2)))
+    with pytest.raises(NameError, match="over the axis 'other', which nothing binds"):
+        jaxmpi.jit(lambda x: lax.psum(x, "other")).lower(X)
