@@ -1,6 +1,6 @@
 """The first call of a step in a job whose ranks share the cores, beside that of one rank alone; nothing is in a cache before.
 
-    jaxmpi run -n 1 benchmarks/first_call_job.py      # seconds, and programs that were compiled
+    jaxmpi run -n 1 benchmarks/first_call_job.py      # seconds, of the clock and of all cores; programs compiled
     jaxmpi run -n 4 benchmarks/first_call_job.py
     jaxmpi run -n 4 benchmarks/first_call_job.py --plain        # each rank calls, with plain JAX, a step of its own
     jaxmpi run -n 4 benchmarks/first_call_job.py --plain-share  # and only rank 0 compiles it: what tracing alone costs
@@ -47,15 +47,16 @@ params = [(jnp.full((WIDTH, WIDTH), 0.01), jnp.zeros(WIDTH)) for _ in range(LAYE
 state, x = jax.jit(tx.init)(params), jnp.ones((8, WIDTH))
 jaxmpi.barrier()
 EVENTS.clear()
-began = time.perf_counter()
+began, cpu = time.perf_counter(), time.process_time()
 if args.plain_share:
     lowered = step.lower(params, state, x)
     if jaxmpi.rank() == 0:
         lowered.compile()
 else:
     jax.block_until_ready(step(params, state, x))
-seconds = time.perf_counter() - began
+seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
 compiled = EVENTS.count("compile_requests_use_cache") - EVENTS.count("cache_hits")
-everyone = jaxmpi.allgather_object((seconds, compiled))
+everyone = jaxmpi.allgather_object((seconds, cpu, compiled))
 if jaxmpi.rank() == 0:
-    print(f"{jaxmpi.size()} ranks: {max(s for s, _ in everyone):.2f} s, {sum(n for _, n in everyone)} programs compiled")
+    walls, cpus, programs = zip(*everyone, strict=True)
+    print(f"{jaxmpi.size()} ranks: {max(walls):.2f} s, {sum(cpus):.2f} s of CPU time, {sum(programs)} programs compiled")
