@@ -76,6 +76,18 @@ def mpi4py_in_place(shapes, dtype):
     return call
 
 
+def mpi4py_after_jit(shapes, dtype):
+    """The same behind an empty jitted call, of arrays of its own: what a jitted call and a message take."""
+    jitted, message = jax.jit(lambda xs: [x + 1 for x in xs]), mpi4py_in_place(shapes, dtype)
+    given = [jnp.asarray(x) for x in host(shapes, dtype)]
+
+    def call():
+        jax.block_until_ready(jitted(given))
+        message()
+
+    return call
+
+
 class Fed:
     """Calls of a function, each on what the last one returned."""
 

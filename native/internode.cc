@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
@@ -21,6 +20,9 @@ struct Network::Functions {
 
 namespace {
 
+// MPI sends a longer message only once the other side has answered that there is room for it, and the answer waits behind what
+// that side sends itself: Open MPI's limit on TCP is 64 KB with the header.
+constexpr int64_t kPieceBytes = 60 << 10;
 constexpr int kErrorBytes = 2048;  // more than any MPI_MAX_ERROR_STRING
 constexpr int kStatusBytes = 64;   // more than any MPI_Status
 
@@ -30,9 +32,12 @@ void find(void* library, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("libmpi has no ") + name);
 }
 
-int count_of(int64_t bytes) {
-  if (bytes > INT_MAX) throw std::runtime_error("a message of more than 2^31 - 1 bytes");  // chunks are far smaller
-  return static_cast<int>(bytes);
+// The pieces of a message, which arrive in the order in which they were sent.
+template <class Function>
+void each_piece(int64_t bytes, Function function) {
+  for (int64_t begin = 0; begin < bytes; begin += kPieceBytes) {
+    function(begin, static_cast<int>(std::min(kPieceBytes, bytes - begin)));
+  }
 }
 
 }  // namespace
@@ -72,15 +77,17 @@ void* Network::add(int& pending) {
 }
 
 void Network::send(int rank, int tag, const void* from, int64_t bytes, int& pending) {
-  if (bytes == 0) return;
-  const int count = count_of(bytes);
-  check(functions().isend(from, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Isend");
+  each_piece(bytes, [&](int64_t begin, int count) {
+    const void* piece = static_cast<const char*>(from) + begin;
+    check(functions().isend(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Isend");
+  });
 }
 
 void Network::receive(int rank, int tag, void* to, int64_t bytes, int& pending) {
-  if (bytes == 0) return;
-  const int count = count_of(bytes);
-  check(functions().irecv(to, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Irecv");
+  each_piece(bytes, [&](int64_t begin, int count) {
+    void* piece = static_cast<char*>(to) + begin;
+    check(functions().irecv(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Irecv");
+  });
 }
 
 bool Network::progress() {

@@ -23,7 +23,7 @@ class Network {
   Network(const std::string& library, const Handles& handles);
 
   // Begin a message. It adds 1 to `pending`, and takes it away again when the memory is free to use, or has arrived. An empty
-  // one is none.
+  // one is none. Both sides name the same number of bytes, or they are fewer than a piece.
   void send(int rank, int tag, const void* from, int64_t bytes, int& pending);
   void receive(int rank, int tag, void* to, int64_t bytes, int& pending);
 

@@ -33,8 +33,9 @@ class Patience {
     const auto now = Clock::now();
     if (turns_ <= kSpins) start_ = looked_ = now;
     const auto waited = now - start_;
-    if (network_ ? waited > polling_ : waited > (crowded_ ? kYielding : kSpinning)) {
-      std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, network_ ? kLongestPoll : kLongestSleep));
+    if (network_ ? waited > polling_ && turns_ % kLooks == 0 : waited > (crowded_ ? kYielding : kSpinning)) {
+      std::this_thread::sleep_for(network_ ? std::min<Clock::duration>(waited / 32, kLongestPoll)
+                                           : std::min<Clock::duration>(waited / 16, kLongestSleep));
     } else if (crowded_ || network_) {
       sched_yield();
     }
@@ -54,6 +55,7 @@ class Patience {
 
  private:
   static constexpr int64_t kSpins = 64;  // between two looks at the clock
+  static constexpr int64_t kLooks = 8;   // between two sleeps: MPI takes several to receive one message
   static constexpr auto kSpinning = std::chrono::microseconds(200), kYielding = std::chrono::microseconds(1000);
   static constexpr auto kLongestSleep = std::chrono::microseconds(1000), kLooking = std::chrono::microseconds(200'000);
   static constexpr auto kPolling = std::chrono::microseconds(100), kPollingShort = std::chrono::microseconds(2000);

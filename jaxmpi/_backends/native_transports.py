@@ -111,10 +111,11 @@ class Transports:
         """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
         world, asked = self._mpi.COMM_WORLD, settings.get("JAXMPI_TUNE")
         if len(firsts) == 1:
-            return tuned(None, 1, 0, asked or {})
+            return tuned(None, 1, 1, 0, asked or {})
         self.network = probe(world, firsts) if asked is None else None
         room = world.allreduce(free_bytes(SHARED_MEMORY, self._place.local_size), self._mpi.MIN)
-        tuning = tuned(self.network, len(firsts), room, asked or {})
+        local_size = world.allreduce(self._place.local_size, self._mpi.MAX)
+        tuning = tuned(self.network, len(firsts), local_size, room, asked or {})
         found = (
             self.network and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
         )

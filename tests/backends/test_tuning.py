@@ -2,38 +2,50 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_native import run
 
-from jaxmpi._backends.tuning import CHUNKS, Network, Tuning, tuned
+from jaxmpi._backends.tuning import PIECE_BYTES, Network, tuned
 from jaxmpi._lowering.costs import Cost, Speed
 
 ROOM = 1 << 30
+NETWORK = Path(__file__).resolve().parents[2] / "native" / "internode.cc"
 
 
 @pytest.mark.parametrize(
-    ("network", "room", "asked", "chunks"),
+    ("network", "nodes", "room", "asked", "chunks"),
     [
-        (None, ROOM, {}, 16),
-        (Network(1e-4, 1e8), ROOM, {}, 16),
-        (Network(1e-2, 1.25e8), ROOM, {}, 20),  # 8 · 10 ms · 125 MB/s = 10 MB
-        (Network(1e-2, 1.25e8), ROOM, {"chunk_bytes": 1 << 18}, 39),
-        (Network(1e-1, 1.25e9), ROOM, {}, 64),
-        (Network(1e-1, 1.25e9), 32 << 20, {}, 32),  # half of what there is
-        (Network(1e-1, 1.25e9), 0, {}, 16),
-        (Network(1e-1, 1.25e9), ROOM, {"chunks": 3}, 3),
+        (None, 2, ROOM, {}, 16),
+        (Network(1e-4, 1e8), 2, ROOM, {}, 8),
+        (Network(1e-2, 1.25e8), 2, ROOM, {}, 37),  # 1.6 · 10 ms · 125 MB/s / 60 KB = 32.6, and 4 more
+        (Network(1e-2, 1.25e8), 3, ROOM, {}, 70),  # two messages after each other
+        (Network(1e-2, 1.25e8), 2, ROOM, {"chunk_bytes": 1 << 18}, 12),
+        (Network(1e-2, 1.25e8), 16, ROOM, {}, 37),  # 8 after each other, chunks of 480 KB
+        (Network(1e-1, 1.25e9), 2, ROOM, {}, 546),  # 32 MB
+        (Network(1e-1, 1.25e9), 2, 32 << 20, {}, 273),  # half of what there is
+        (Network(1e-1, 1.25e9), 2, 0, {}, 8),
+        (Network(1e-1, 1.25e9), 2, ROOM, {"chunks": 3}, 3),
     ],
 )
-def test_chunks_on_their_way_cover_the_latency(network, room, asked, chunks):
-    assert tuned(network, 2, room, asked).chunks == chunks
+def test_chunks_on_their_way_cover_the_latency(network, nodes, room, asked, chunks):
+    assert tuned(network, nodes, 1, room, asked).chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_size", "kilobytes"), [(2, 1, 60), (2, 4, 240), (3, 1, 60), (8, 1, 240), (1250, 8, 512)]
+)
+def test_what_a_rank_sends_of_a_chunk_is_no_longer_than_a_piece(nodes, local_size, kilobytes):
+    assert tuned(None, nodes, local_size, ROOM, {}).chunk_bytes == kilobytes << 10
+    assert "kPieceBytes = 60 << 10" in NETWORK.read_text() and PIECE_BYTES == 60 << 10
 
 
 def test_a_probe_decides_nothing_that_changes_the_bits_of_a_sum():
-    for latency, rate in itertools.product((1e-6, 1e-3, 1.0), (1e6, 1e9, 1e12)):
-        assert tuned(Network(latency, rate), 9, ROOM, {})._replace(chunks=CHUNKS[0]) == Tuning()
-        assert tuned(Network(latency, rate), 8, ROOM, {})._replace(chunks=CHUNKS[0], bucket_bytes=4 << 20) == Tuning()
+    for latency, rate, nodes in itertools.product((1e-6, 1e-3, 1.0), (1e6, 1e9, 1e12), (2, 8, 9)):
+        found = tuned(Network(latency, rate), nodes, 4, ROOM, {})
+        assert found._replace(chunks=16, bucket_bytes=4 << 20) == tuned(None, nodes, 4, ROOM, {})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +59,7 @@ def test_a_probe_decides_nothing_that_changes_the_bits_of_a_sum():
     ],
 )
 def test_beginning_a_bucket_costs_a_twentieth_of_it(network, asked, size):
-    assert tuned(network, 2, ROOM, asked).bucket_bytes == size
+    assert tuned(network, 2, 1, ROOM, asked).bucket_bytes == size
 
 
 def test_predictions_lie_on_the_lines_between_what_was_measured():
@@ -70,8 +82,8 @@ jaxmpi.print(float(jaxmpi.tree_allreduce(1.0, "sum")))
 @pytest.mark.parametrize(
     ("tune", "said"),
     [
-        ("", r"between nodes: \d+ µs, \d+ MB/s; \d+ chunks of 512 KB at once"),
-        ("0", r"between nodes: 16 chunks of 512 KB at once"),
+        ("", r"between nodes: \d+ µs, \d+ MB/s; \d+ chunks of 60 KB at once"),
+        ("0", r"between nodes: 16 chunks of 60 KB at once"),
         ("chunks=3,chunk_bytes=65536", r"between nodes: 3 chunks of 64 KB at once"),
     ],
 )
