@@ -56,7 +56,6 @@ NETWORKS = [
     Network(3, 1, 1, 500, 0, 20, 1.4),
     Network(4, 1, 1, 500, 0, 20, 1.4),
 ]
-AFTER_JIT = "jax.jit(x + 1), then MPI"  # what a jitted call and a message take at least
 TORCH_BOUNDS = {0.1: 1.05, 1: 1.0, 10: 0.8}  # jaxmpi's time by torch gloo's, on the first networks, by delay
 
 arguments = parser(__doc__)
@@ -80,19 +79,18 @@ def work(network):
     if torch:
         flat["torch gloo, one array"] = peers.torch_gloo(torch)
 
-    def measure(case, shapes, dtype=np.float32, *, with_peers=True):
+    def measure(case, shapes, dtype=np.float32, *, with_peers=True, more=()):
         calls = {"jaxmpi": peers.jaxmpi_mean(shapes, dtype)}
         total = sum(int(np.prod(shape)) for shape in shapes)
         if with_peers and not args.alone:
-            calls |= {name: peer([(total,)], dtype) for name, peer in flat.items()}
+            calls |= {name: peer([(total,)], dtype) for name, peer in (flat | dict(more)).items()}
             calls |= {name: peer(shapes, dtype) for name, peer in others.items()}
         report.measure(case, calls, seconds=3.0)
 
     items = int(network.megabytes * 250_000)
-    if not args.alone:
-        flat[AFTER_JIT] = peers.mpi4py_after_jit
-    measure("1 KB", [(256,)])
-    flat.pop(AFTER_JIT, None)
+    measure(
+        "1 KB", [(256,)], more={"jax.jit(x + 1), then MPI": peers.mpi4py_after_jit}
+    )  # what a jitted call and a message take
     measure("16 arrays", [(items // 16,)] * 16)
     measure("16 arrays bf16", [(items // 16,)] * 16, ml_dtypes.bfloat16, with_peers=False)
     if network == NETWORKS[1]:

@@ -51,13 +51,17 @@ def _switch(text: str) -> bool:
 # the fields of `_backends.tuning.Tuning`
 _TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes", "threads")
 _POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
+_MOST_SMALL_BYTES = (
+    60_000  # with what is compared, one piece of `native/internode.cc`: its receiver does not know how long it is
+)
 
 
 def _tuning(text: str) -> dict[str, int]:
     values: dict[str, int] = {}
     for pair in text.split(",") if text != "0" else ():
         name, _, value = pair.partition("=")
-        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name in _POSITIVE), MOST)(value))
+        most = _MOST_SMALL_BYTES if name == "small_bytes" else MOST
+        values[_one_of(*_TUNABLE)(name)] = int(_number(int, int(name in _POSITIVE), most)(value))
     return values
 
 
@@ -91,7 +95,7 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "JAXMPI_TUNE": Setting(
         _tuning,
-        f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}",
+        f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}; small_bytes up to {_MOST_SMALL_BYTES}",
         "",
         "sizes, algorithms and threads of the native transport; 0: the defaults. Unset, `init` probes the network",
         same=True,

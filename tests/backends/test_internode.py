@@ -206,6 +206,7 @@ ROUNDS, SMALL_CHUNKS = "direct_nodes=0", "direct_nodes=0,small_bytes=0,chunk_byt
     ("ranks", "on_a_node", "tune", "dtypes", "columns"),
     [
         (2, 1, "", ALL, "1,4001,300001"),
+        (3, 1, "chunk_bytes=524288", "float32", "1,300001"),  # messages of several pieces
         (3, 2, "", "float32,bfloat16", "1,30001"),
         (4, 2, ROUNDS, "float32,bfloat16", "5,30001"),
         (4, 2, SMALL_CHUNKS, "float32", "1,30001"),

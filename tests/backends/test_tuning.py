@@ -37,7 +37,7 @@ def test_chunks_on_their_way_cover_the_latency(network, nodes, room, asked, chun
 @pytest.mark.parametrize(
     ("nodes", "local_size", "kilobytes"), [(2, 1, 60), (2, 4, 240), (3, 1, 60), (8, 1, 240), (1250, 8, 512)]
 )
-def test_what_a_rank_sends_of_a_chunk_is_no_longer_than_a_piece(nodes, local_size, kilobytes):
+def test_chunks_follow_from_the_nodes_and_their_ranks(nodes, local_size, kilobytes):
     assert tuned(None, nodes, local_size, ROOM, {}).chunk_bytes == kilobytes << 10
     assert "kPieceBytes = 60 << 10" in NETWORK.read_text() and PIECE_BYTES == 60 << 10
 

@@ -27,7 +27,16 @@ REFUSED = [
     ("JAXMPI_NODE_RANKS", "0"),
     *[
         ("JAXMPI_TUNE", text)
-        for text in ("1", "chunks", "chunks=", "chunks=0", "pieces=3", "chunks=3 small_bytes=1", "chunks=3,")
+        for text in (
+            "1",
+            "chunks",
+            "chunks=",
+            "chunks=0",
+            "pieces=3",
+            "chunks=3 small_bytes=1",
+            "chunks=3,",
+            "small_bytes=60001",
+        )
     ],
 ]
 
