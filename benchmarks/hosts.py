@@ -88,9 +88,7 @@ def work(network):
         report.measure(case, calls, seconds=3.0)
 
     items = int(network.megabytes * 250_000)
-    measure(
-        "1 KB", [(256,)], more={"jax.jit(x + 1), then MPI": peers.mpi4py_after_jit}
-    )  # what a jitted call and a message take
+    measure("1 KB", [(256,)], more={"jax.jit(x + 1), then MPI": peers.mpi4py_after_jit})
     measure("16 arrays", [(items // 16,)] * 16)
     measure("16 arrays bf16", [(items // 16,)] * 16, ml_dtypes.bfloat16, with_peers=False)
     if network == NETWORKS[1]:

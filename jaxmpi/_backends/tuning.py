@@ -51,8 +51,8 @@ class Tuning(NamedTuple):
 def tuned(network: Network | None, nodes: int, local_size: int, room_bytes: int, asked: Mapping[str, int]) -> Tuning:
     """The sizes for a network, or the defaults.
 
-    What a rank sends of a chunk is one piece between two nodes, and half a piece or less up to `direct_nodes`. Between more, it is
-    several pieces.
+    What a rank sends of a chunk is one piece between two nodes, half a piece or less up to `direct_nodes`, and several pieces
+    between more.
 
     Args:
       network: what `probe` has found.

@@ -51,9 +51,7 @@ def _switch(text: str) -> bool:
 # the fields of `_backends.tuning.Tuning`
 _TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes", "threads")
 _POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
-_MOST_SMALL_BYTES = (
-    60_000  # with what is compared, one piece of `native/internode.cc`: its receiver does not know how long it is
-)
+_MOST_SMALL_BYTES = 60_000  # one piece of `native/internode.cc`: the receiver does not know how many there are
 
 
 def _tuning(text: str) -> dict[str, int]:
@@ -95,7 +93,8 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "JAXMPI_TUNE": Setting(
         _tuning,
-        f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}; small_bytes up to {_MOST_SMALL_BYTES}",
+        f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}; "
+        f"small_bytes up to {_MOST_SMALL_BYTES}",
         "",
         "sizes, algorithms and threads of the native transport; 0: the defaults. Unset, `init` probes the network",
         same=True,
