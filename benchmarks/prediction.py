@@ -1,4 +1,4 @@
-"""How long `explain` says that a mean takes, beside how much longer it makes a step.
+"""How long `explain` says that a mean takes, beside how much longer each further mean makes a step.
 
     jaxmpi run -n 2 benchmarks/prediction.py
     python benchmarks/prediction.py --mbit 1000 --delay-ms 1
@@ -10,22 +10,23 @@ than a quarter.
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Report, parser
 
 import jaxmpi
+from jaxmpi._world import session
 
 OFF = 0.25  # of what is measured, at most
-CASES = {
-    "1 KB": [(256,)],
-    "1 MB": [(262_144,)],
-    "25 MB": [(6_553_600,)],
-    "100 MB": [(26_214_400,)],
-    "300 arrays of 1 KB": [(256,)] * 300,
+CASES = {  # the arrays of a mean, and how many further means a step has: they differ more than two calls of one step do
+    "1 KB": ([(256,)], 20),
+    "1 MB": ([(262_144,)], 5),
+    "25 MB": ([(6_553_600,)], 1),
+    "100 MB": ([(26_214_400,)], 1),
+    "300 arrays of 1 KB": ([(256,)] * 300, 10),
 }
 
 arguments = parser(__doc__)
@@ -35,11 +36,17 @@ arguments.add_argument("--launches", type=int, default=3, help="of the whole, be
 args = arguments.parse_args()
 
 
-class Calls:
-    """Of a step, each in the place of the last one."""
+def repeated(means, arrays):
+    """The mean of the mean of ..."""
+    return repeated(means - 1, jaxmpi.tree_allreduce(arrays)) if means else arrays
 
-    def __init__(self, step, shapes):
-        self.step, self.arrays = jaxmpi.jit(step, donate_argnums=0), [jnp.ones(shape) for shape in shapes]
+
+class Calls:
+    """Of a step with so many means, each in the place of the last one."""
+
+    def __init__(self, means, shapes):
+        self.step = jaxmpi.jit(lambda arrays: repeated(means, arrays), donate_argnums=0)
+        self.arrays = [jnp.ones(shape) for shape in shapes]
 
     def __call__(self):
         self.arrays = self.step(self.arrays)
@@ -47,12 +54,15 @@ class Calls:
 
 
 def work():
+    warnings.filterwarnings("ignore", "jaxmpi.jit: what is summed or averaged")  # the second mean is of equal arrays
     report = Report("prediction", args)
-    for case, shapes in report.progress(CASES.items()):
-        mean, nothing = Calls(jaxmpi.tree_allreduce, shapes), Calls(lambda arrays: arrays, shapes)
-        plan = jaxmpi.explain(mean.step, jax.eval_shape(lambda arrays: arrays, mean.arrays))
-        times = report.measure(case, {"mean": mean, "no mean": nothing}, seconds=4.0)
-        measured = times["mean"] - np.median(times["no mean"])
+    for case, (shapes, further) in report.progress(CASES.items()):
+        one, several = Calls(1, shapes), Calls(1 + further, shapes)
+        session.set_speed(None)  # measure anew: machines drift from one case to the next
+        plan = jaxmpi.explain(one.step, one.arrays)
+        times = report.measure(case, {"one mean": one, f"{1 + further} means": several}, seconds=4.0)
+        alone, together = times.values()
+        measured = (together - np.median(alone)) / further
         predicted = np.full_like(measured, 1e6 * plan.seconds)
         report.ratio(case, "predicted / measured", predicted, measured, at_least=1 - OFF, at_most=1 + OFF)
     report.finish()

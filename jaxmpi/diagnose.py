@@ -1,28 +1,18 @@
 """Looking at a step from outside: what it will communicate."""
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
 from jaxmpi._backends.base import Backend
-from jaxmpi._collectives.objects import barrier
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.mean_speed import speed
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.costs import Cost, Speed, cost, table
+from jaxmpi._lowering.costs import Cost, cost, table
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._world import session
 
 __all__ = ["Explanation", "explain"]
-
-PROBED = {1 << 10: 100, 1 << 18: 20, 1 << 20: 10, 25 << 20: 1}  # bytes of a mean, and how often a step repeats it
-MANY = 256  # arrays in one mean
-TURNS = 3  # of each step, of which the middle one counts
 
 
 class Explanation:
@@ -61,7 +51,7 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     many bytes, between those of 1 KB to 25 MB, and more for each further array. They are measured on these ranks, once.
 
     **Collective:** every rank calls it; rank 0 prints.
-    **Communication:** that of the measurement, some 150 MB; nothing of the step itself.
+    **Communication:** that of the measurement, some 0.5 s and at least 200 MB; nothing of the step itself.
 
     Args:
       step: a function that `jaxmpi.jit` has wrapped, or one that it could wrap.
@@ -81,36 +71,9 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
-    speed = _speed(backend) if program.entries else None
-    result = Explanation(program.function.title, program.entries, backend, speed.seconds_of if speed else None)
+    known = speed(backend) if program.entries else None
+    result = Explanation(program.function.title, program.entries, backend, known.seconds_of if known else None)
     if backend.place.rank == 0:
         sys.stdout.write(result.text)
         sys.stdout.flush()
     return result
-
-
-def _speed(backend: Backend) -> Speed | None:
-    """Of the messages between these ranks, measured once; None where there is only one process."""
-    size = backend.place.size
-    if size == 1 or backend.simulates:
-        return None
-    if (speed := session.speed()) is None:
-        taken = [_seconds([(count // 4,)], times) for count, times in PROBED.items()]
-        several = _seconds([(4,)] * MANY, PROBED[1 << 10])
-        *taken, several = map(float, tree_allreduce([*taken, several]))  # equal on every rank
-        sent_bytes = [2 * (size - 1) / size * count for count in PROBED]
-        session.set_speed(speed := Speed(sent_bytes, taken, max(0.0, several - taken[0]) / (MANY - 1)))
-    return speed
-
-
-def _seconds(shapes: Sequence[tuple[int, ...]], times: int) -> float:
-    """Of a mean in the place of the last one, in a loop of a compiled step: the step itself does not count."""
-    step = jit(lambda tree: lax.fori_loop(0, times, lambda _, tree: tree_allreduce(tree), tree), donate_argnums=0)
-    tree, taken = [jnp.zeros(shape) for shape in shapes], []
-    for _ in range(TURNS + 1):  # the first one compiles
-        jax.block_until_ready(tree)
-        barrier()
-        start = time.perf_counter()
-        tree = jax.block_until_ready(step(tree))
-        taken.append((time.perf_counter() - start) / times)
-    return sorted(taken[1:])[TURNS // 2]

@@ -135,7 +135,7 @@ def speed() -> Speed | None:
     return None if _session is None else _session.speed
 
 
-def set_speed(measured: Speed) -> None:
+def set_speed(measured: Speed | None) -> None:
     """Keep it until `finalize`."""
     assert _session is not None
     _session.speed = measured
