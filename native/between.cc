@@ -8,8 +8,10 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kHotBytes = 8192;                      // what has just been converted is still in the L1 cache
-constexpr int kFirstTag = 1, kTag = 2, kTagged = 16384;  // tags: of words; of chunks, which are numbered modulo kTagged
+constexpr int64_t kHotBytes = 8192;  // what has just been converted is still in the L1 cache
+// Tags: of words; of chunks, which are numbered modulo kTagged; and of what is sent ahead, in which the disagreements are
+// counted. What was sent ahead in a message that the ranks did not agree on is never received.
+constexpr int kFirstTag = 1, kTag = 2, kTagged = 16384, kAheadTag = kTag + kTagged, kAheadTagged = 8192;
 
 struct Words {
   int64_t smallest, largest;
@@ -58,18 +60,25 @@ BetweenNodes::BetweenNodes(const Place& place, const Node& node, Lanes& lanes, c
     at_once_ = count(chunks_[0]) * size_of(wide(chunks_[0].stream->type)) <= lanes_.tuning.small_bytes;
   }
   if (at_once_) owners_ = 1;
+  if (moves() && chunks_.size() == 1) {
+    const int64_t messages = operation_.kind == Kind::Alltoall ? at_.size : 1;
+    ahead_ = messages * bytes(chunks_[0]) <= lanes_.tuning.small_bytes;
+  }
 }
 
 Node::Message BetweenNodes::message(int64_t word) {
   Node::Message message = {static_cast<int64_t>(chunks_.size()), word, {}, {}, {}};
   message.lay_out = [this](int64_t k) { write(k); };
   message.reduce = [this](int64_t k) { begin(k); };
-  if (operation_.kind != Kind::Alltoall && operation_.kind != Kind::Permute) {
-    message.take = [this](int64_t k) { take(k); };
-  }
+  if (!moves()) message.take = [this](int64_t k) { take(k); };
+  if (ahead_) message.send_ahead = [this] { lane(0).exchange.send_ahead(*lanes_.network, tag(0), rows_between(0)); };
+  message.give_up = [this] {
+    if (ahead_) lane(0).exchange.give_up();
+    ++lanes_.disagreements;
+  };
   message.everywhere = [this](Extremes words) { return agree(words); };
   message.advance = [this] { return advance(); };
-  message.is_reduced = [this](int64_t k) { return lanes_[node_.sequence(k)].done; };
+  message.is_reduced = [this](int64_t k) { return lane(k).done; };
   message.at_once = at_once_;
   return message;
 }
@@ -147,12 +156,11 @@ void BetweenNodes::write(int64_t k) {
 }
 
 void BetweenNodes::begin(int64_t k) {
-  Lane& lane = lanes_[node_.sequence(k)];
+  Lane& lane = this->lane(k);
   begun_ = k + 1;
   lane.done = false;
-  const bool moves = operation_.kind == Kind::Alltoall || operation_.kind == Kind::Permute;
   const Range mine = share(chunks_[k], me_);
-  if (!moves && (me_ >= owners_ || mine.count() == 0)) return exchange(k, lane, {}, {});
+  if (!moves() && (me_ >= owners_ || mine.count() == 0)) return exchange(k, lane, {}, {});
   if (reduces()) {
     const bool rounded = is_short_float(chunks_[k].stream->type) && (!alone_ || !direct_);
     before_ = rounded ? operation_.divisor : 1;  // or a sum of float16 might be too large to be sent
@@ -163,23 +171,26 @@ void BetweenNodes::begin(int64_t k) {
     case Kind::ReduceScatter: return begin_reduce(k, lane);
     case Kind::Allgather: return begin_allgather(k, lane);
     case Kind::Bcast: return begin_bcast(k, lane);
-    case Kind::Alltoall: return begin_alltoall(k, lane);
-    case Kind::Permute: return begin_permute(k, lane);
+    case Kind::Alltoall:
+    case Kind::Permute: return begin_rows(k, lane);
   }
 }
 
 void BetweenNodes::exchange(int64_t k, Lane& lane, Stages stages, std::function<void()> end) {
-  const int tag = kTag + node_.sequence(k) % kTagged;
-  lane.exchange.begin(*lanes_.network, tag, std::move(stages), std::move(end));
+  lane.exchange.begin(*lanes_.network, tag(k), std::move(stages), std::move(end));
   lane.done = lane.exchange.advance();
+}
+
+int BetweenNodes::tag(int64_t k) const {
+  return ahead_ ? kAheadTag + lanes_.disagreements % kAheadTagged : kTag + node_.sequence(k) % kTagged;
 }
 
 bool BetweenNodes::advance() {
   bool moved = lanes_.network->progress();
-  while (advanced_ < begun_ && lanes_[node_.sequence(advanced_)].done) ++advanced_;
+  while (advanced_ < begun_ && lane(advanced_).done) ++advanced_;
   if (!moved) return false;
   for (int64_t k = advanced_; k < begun_; ++k) {
-    Lane& lane = lanes_[node_.sequence(k)];
+    Lane& lane = this->lane(k);
     if (!lane.done) lane.done = lane.exchange.advance();
   }
   return true;
@@ -375,37 +386,36 @@ void BetweenNodes::begin_bcast(int64_t k, Lane& lane) {
   });
 }
 
-// Every rank sends each rank of another node its row, from its slot.
-void BetweenNodes::begin_alltoall(int64_t k, Lane& lane) {
+// What ranks of other nodes send to this one and it to them: in an alltoall, from its slot, its row to each rank; in a permute,
+// its one row to one rank.
+std::vector<Exchange::Move> BetweenNodes::rows_between(int64_t k) {
   const int64_t size = bytes(chunks_[k]);
-  char* arrived = room(lane.arrived, (at_.size - local_) * size);
-  std::vector<std::pair<int, char*>> rows;
-  Stages stages(1);
+  if (operation_.kind == Kind::Permute) {
+    int local = 0;
+    auto elsewhere = [&](int rank) { return rank >= 0 && at_.node_of(rank, local) != at_.node ? rank : -1; };
+    char* arrived = room(lane(k).arrived, size);
+    return {{elsewhere(operation_.dest), at(k, me_, 0, 0), size, elsewhere(operation_.source), arrived, size}};
+  }
+  std::vector<Exchange::Move> moves;
+  char* arrived = room(lane(k).arrived, (at_.size - local_) * size);
   for (int i = 1; i < nodes_; ++i) {
     const int theirs = (at_.node + i) % nodes_;
-    for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
+    for (int rank = 0; rank < at_.ranks[theirs]; ++rank, arrived += size) {
       const int other = at_.order[at_.firsts[theirs] + rank];
-      char* to = arrived + rows.size() * size;
-      stages[0].moves.push_back({other, at(k, me_, other, 0), size, other, to, size});
-      rows.emplace_back(other, to);
+      moves.push_back({other, at(k, me_, other, 0), size, other, arrived, size});
     }
   }
-  exchange(k, lane, std::move(stages), [=] {
-    gather(k);
-    for (const auto& [other, from] : rows) store(k, other, from);
-  });
+  return moves;
 }
 
-void BetweenNodes::begin_permute(int64_t k, Lane& lane) {
-  const int64_t size = bytes(chunks_[k]);
-  int local = 0;
-  const bool sends = operation_.dest >= 0 && at_.node_of(operation_.dest, local) != at_.node;
-  const bool receives = operation_.source >= 0 && at_.node_of(operation_.source, local) != at_.node;
-  char* arrived = room(lane.arrived, receives ? size : 0);
-  Stages stages(1);
-  stages[0].moves.push_back(
-      {sends ? operation_.dest : -1, at(k, me_, 0, 0), size, receives ? operation_.source : -1, arrived, size});
-  exchange(k, lane, std::move(stages), [=] { receives ? store(k, 0, arrived) : gather(k); });
+void BetweenNodes::begin_rows(int64_t k, Lane& lane) {
+  const auto moves = rows_between(k);
+  exchange(k, lane, {{moves}}, [=] {
+    gather(k);
+    for (const Exchange::Move& move : moves) {
+      if (move.from >= 0) store(k, operation_.kind == Kind::Alltoall ? move.from : 0, move.received);
+    }
+  });
 }
 
 void BetweenNodes::take(int64_t k) {

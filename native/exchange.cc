@@ -16,14 +16,29 @@ void Exchange::begin(Network& network, int tag, std::vector<Stage> stages, std::
       if (move.from >= 0) network.receive(move.from, tag, move.received, move.received_bytes, receiving_[i]);
     }
   }
-  send();
+  if (!std::exchange(sent_ahead_, false)) send();
+}
+
+void Exchange::send_ahead(Network& network, int tag, const std::vector<Move>& moves) {
+  network_ = &network;
+  tag_ = tag;
+  sent_ahead_ = true;
+  send(moves);
+}
+
+void Exchange::give_up() {
+  if (std::exchange(sent_ahead_, false)) network_->forget(sending_);
 }
 
 void Exchange::send() {
   if (stage_ == stages_.size()) return;
   const Stage& stage = stages_[stage_];
   if (stage.before) stage.before();
-  for (const Move& move : stage.moves) {
+  send(stage.moves);
+}
+
+void Exchange::send(const std::vector<Move>& moves) {
+  for (const Move& move : moves) {
     if (move.to >= 0) network_->send(move.to, tag_, move.sent, move.sent_bytes, sending_);
   }
 }

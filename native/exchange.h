@@ -23,6 +23,12 @@ class Exchange {
     std::function<void()> before = {}, after = {};  // makes what is sent; does with what was received what is to be done
   };
 
+  // Sends what a first stage will send, before it is known whether that will begin: `begin` does not send it again.
+  void send_ahead(Network& network, int tag, const std::vector<Move>& moves);
+
+  // The stage of what was sent ahead will not begin.
+  void give_up();
+
   // Begins the first stage, and is ready to receive what belongs to all of them. `end` is called after the last. One tag is
   // enough: MPI keeps the order of the messages from one rank to another.
   void begin(Network& network, int tag, std::vector<Stage> stages, std::function<void()> end);
@@ -32,6 +38,7 @@ class Exchange {
 
  private:
   void send();
+  void send(const std::vector<Move>& moves);
 
   Network* network_ = nullptr;
   int tag_ = 0;
@@ -39,6 +46,7 @@ class Exchange {
   std::function<void()> end_;
   size_t stage_ = 0;
   int sending_ = 0;
+  bool sent_ahead_ = false;
   std::vector<int> receiving_;  // messages of each stage
 };
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <utility>
 
 namespace jaxmpi {
 
@@ -88,6 +89,11 @@ void Network::receive(int rank, int tag, void* to, int64_t bytes, int& pending) 
     void* piece = static_cast<char*>(to) + begin;
     check(functions().irecv(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Irecv");
   });
+}
+
+void Network::forget(int& pending) {
+  forgotten_ += std::exchange(pending, 0);
+  std::replace(pending_.begin(), pending_.end(), &pending, &forgotten_);
 }
 
 bool Network::progress() {

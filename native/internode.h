@@ -27,6 +27,9 @@ class Network {
   void send(int rank, int tag, const void* from, int64_t bytes, int& pending);
   void receive(int rank, int tag, void* to, int64_t bytes, int& pending);
 
+  // Let those that count on `pending` come to an end without it.
+  void forget(int& pending);
+
   // Let messages move on; returns whether one of them is complete now.
   bool progress();
 
@@ -39,6 +42,7 @@ class Network {
   Handles handles_;
   std::vector<char> requests_;  // an array of handles
   std::vector<int*> pending_;   // of each request
+  int forgotten_ = 0;
   std::vector<int> completed_;
   std::vector<char> statuses_;
 };

@@ -135,9 +135,11 @@ Extremes Node::pass(const Message& message) {
   if (chunks_ + 1 > static_cast<uint64_t>(layout_.slots)) wait(&Post::taken, chunks_ + 1 - layout_.slots);
   if (message.chunks) message.lay_out(0);
   mine.laid_out.store(chunks_ + 1, std::memory_order_release);
+  if (message.send_ahead) message.send_ahead();
   const Extremes extremes = agree(message);
   const bool agreed = extremes.smallest == extremes.largest;
   if (agreed && message.agreed) message.agreed();
+  if (!agreed && message.give_up) message.give_up();
   if (agreed && message.chunks && !message.at_once) {
     message.advance ? pass_between(message) : pass_within(message);
   } else {

@@ -63,6 +63,8 @@ class Node {
     int64_t chunks;
     int64_t word;                                        // equal on all ranks, or nothing is exchanged
     std::function<void(int64_t)> lay_out, reduce, take;  // without `take`, the ranks are done when they have reduced
+    // Of several nodes, once the only chunk is laid out: sends what needs no other rank of the node; and if the words differ.
+    std::function<void()> send_ahead = {}, give_up = {};
     // Called on the node's first rank of several nodes: makes the extremes of this node those of all nodes.
     std::function<Extremes(Extremes)> everywhere = {};
     // Of several nodes: moves on what `reduce` has begun, and returns whether something has moved; whether a chunk is done.

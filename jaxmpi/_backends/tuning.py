@@ -42,7 +42,7 @@ class Tuning(NamedTuple):
 
     chunk_bytes: int = PIECE_BYTES  # of a message, that each rank lays out at once
     chunks: int = 16  # on their way at once
-    small_bytes: int = 1 << 15  # up to here, an allreduce is one message, which also compares the programs
+    small_bytes: int = 1 << 15  # up to here, an allreduce, alltoall or permute is sent with the comparison of the programs
     direct_nodes: int = 8  # up to so many nodes, each sends to each; above, there are ceil(log2 nodes) rounds
     bucket_bytes: int = 1 << 22  # of what is sent while a step computes, in one message
     threads: int = 0  # of a rank, which share a large message within a node; 0: as many as its cores allow

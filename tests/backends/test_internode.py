@@ -192,6 +192,22 @@ for size in (3, 700_001):
         assert f"float32[{size}]" in str(error) and f"float32[{size + 1}]" in str(error)
     else:
         raise AssertionError("ranks that differ")
+
+# what was sent ahead, in a permute or an alltoall that the ranks do not agree on, is never taken for a later one
+around = jaxmpi.jit(lambda x: lax.ppermute(x, jaxmpi.AXIS, [(i, (i + 1) % n) for i in range(n)]))
+across = jaxmpi.jit(lambda x: lax.all_to_all(x, jaxmpi.AXIS, 0, 0))
+for turn in range(3):
+    for moved, x in ((around, np.full(5, -1, np.float32)), (across, np.full((n, 5), -1, np.float32))):
+        try:
+            (jaxmpi.tree_allreduce if me == n - 1 else moved)(x)
+        except jaxmpi.RankMismatchError:
+            pass
+        else:
+            raise AssertionError("ranks that differ")
+        np.testing.assert_array_equal(around(np.full(5, me + turn, np.float32)), np.full(5, (me - 1) % n + turn))
+        got = across(np.full((n, 5), me + turn, np.float32))
+        np.testing.assert_array_equal(got, np.arange(n)[:, None] + np.full((n, 5), turn))
+
 largest = np.full(9000, 60_000, np.float16)  # a node's sum is beyond float16, and the mean is not
 np.testing.assert_array_equal(jaxmpi.tree_allreduce(largest), largest)
 assert jaxmpi.allgather_object(float(jaxmpi.tree_allreduce(1.0, "sum"))) == [n] * n

@@ -24,10 +24,10 @@ def test_some_programs_on_xla():
     check(range(SOME, 2 * SOME))
 
 
-def check_in_a_job(ranks, way, seeds):
+def check_in_a_job(ranks, way, seeds, **environ):
     backend, transport = ("xla", "auto") if way == "xla" else ("mpi", way)
     command = on_ranks(ranks, "tests/disagreements.py", str(seeds.start), str(seeds.stop))
-    output = run(command, JAXMPI_TRANSPORT=transport, JAXMPI_BACKEND=backend)
+    output = run(command, JAXMPI_TRANSPORT=transport, JAXMPI_BACKEND=backend, **environ)
     assert "refused" in output and "right" in output, output
 
 
@@ -36,6 +36,12 @@ def check_in_a_job(ranks, way, seeds):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_some_programs_on_the_other_transport(ranks):
     check_in_a_job(ranks, OTHER, range(2 * SOME, 3 * SOME))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_some_programs_between_nodes(ranks):
+    check_in_a_job(ranks, "native", range(3 * SOME, 4 * SOME), JAXMPI_NODE_RANKS="1")
 
 
 @pytest.mark.disagreements
