@@ -48,11 +48,12 @@ def check_start(mpi: ModuleType, launched: int) -> None:
     """
     world = mpi.COMM_WORLD
     if launched > world.size == 1:
-        vendor = mpi.Get_library_version().split(",")[0].strip("\0 \n")
+        vendor, numbers = mpi.get_vendor()
+        version = ".".join(map(str, numbers))
         unlink_shared_memory(world)
         mpi.Finalize()  # nothing is left of it, however the process ends
         raise MPIError(
-            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor}, and the launcher "
+            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor} {version}, and the launcher "
             "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
         )
 

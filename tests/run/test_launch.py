@@ -752,7 +752,8 @@ def test_output_goes_on_once_there_is_space(tmp_path):
 def test_run_with_closed_streams(closed, code):
     got, output, errors = run_with(f"[os.close(number) for number in {closed}]", code=code)
     assert got == code
-    assert output == ("" if 1 in closed else "printed\n" * 2) or code  # a rank that fails ends the other before it prints
+    want = "" if 1 in closed else "printed\n" * 2
+    assert sorted(output) == sorted(want) or code  # MPICH mixes lines; a rank that fails ends the other before it prints
     assert ("2 ranks" in errors) == (2 not in closed)
 
 

@@ -184,8 +184,14 @@ def test_launched_without_mpi_says_what_to_install(tmp_path):
     assert "pip install" in done.stderr
 
 
+def launched_by_another_mpi():
+    """What the mpiexec of MPICH sets, or of Open MPI where the library is MPICH; the library starts alone."""
+    has_open_mpi = Path(sys.executable).with_name("ompi_info").exists()
+    return {"PMI_SIZE" if has_open_mpi else "OMPI_COMM_WORLD_SIZE": "3"}
+
+
 def test_launched_by_another_mpi_says_so():
-    done = python("import jaxmpi; jaxmpi.init()", PMI_SIZE="3")  # what MPICH's mpiexec sets; the library starts alone
+    done = python("import jaxmpi; jaxmpi.init()", **launched_by_another_mpi())
     assert "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
     assert "Start the job with the mpirun of that MPI" in done.stderr
 
@@ -199,7 +205,7 @@ for _ in range(2):
     except jaxmpi.MPIError as error:
         print(error)
 """
-    done = python(code, PMI_SIZE="3")
+    done = python(code, **launched_by_another_mpi())
     first, second = done.stdout.splitlines()
     assert "each of them is alone" in first and "MPI has ended in this process already. Start a new one." in second
 
