@@ -51,7 +51,8 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     many bytes, between those of 1 KB to 25 MB, and more for each further array. They are measured on these ranks, once.
 
     **Collective:** every rank calls it; rank 0 prints.
-    **Communication:** that of the measurement, some 0.5 s and at least 200 MB; nothing of the step itself.
+    **Communication:** that of the measurement: at least 200 MB, and as much as passes in half a second; nothing of the
+    step itself.
 
     Args:
       step: a function that `jaxmpi.jit` has wrapped, or one that it could wrap.
