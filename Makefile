@@ -11,6 +11,7 @@
 # make environments  a job in a hundred environments: quarter of an hour
 # make soak    10 000 random trees, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour
 # make bench   the benchmarks, beside the peers that are installed
+# make parity BASE=COMMIT   the bits of the examples, explain's tables and the speed of a commit and of the tree: 40 minutes
 # make bench-hosts   the benchmarks between hosts, which are made of this one: needs root
 # make gpu     everything on a GPU, ten minutes at a time: whether it is right, and what it costs; CPU=1 tries it without one
 # make docs    the documentation as a site, in build/site
@@ -41,7 +42,7 @@ COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-exhaustive test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench bench-hosts gpu package wheels test-wheels docs lint lock clean
+.PHONY: help check tables train test test-slow test-exhaustive test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench parity bench-hosts gpu package wheels test-wheels docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -132,6 +133,10 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/fsdp.py --out $(BENCH)" \
 	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
+
+parity: $(VENV)/.installed $(VENV)/.mpi4jax
+	@$(PIP) --no-build-isolation -e '.[bench,examples]' || { $(FAILED); }
+	@$(BIN)/python benchmarks/parity.py $(or $(BASE),HEAD) $(PARITY)
 
 bench-hosts: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[mpi,bench]' || { $(FAILED); }
