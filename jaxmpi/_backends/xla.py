@@ -8,7 +8,7 @@ Wrapping and unwrapping share the memory.
 import contextlib
 import os
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective
+from jaxmpi._backends.groups import named_groups
 from jaxmpi._backends.mpi_library import import_mpi4py
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._backends.start_checks import check_start, take_device
@@ -44,6 +45,11 @@ class Xla(MpiProcessGroup):
         take_device(launched, devices)
         super().__init__(mpi)
         if self.place.size > 1:
+            if _jaxcompat.backends_started():
+                raise RuntimeError(
+                    "init: JAX has started already, and on the xla backend its processes join before that. Call "
+                    "jaxmpi.init() before anything that makes an array or asks for devices, imports that do so included."
+                )
             self._bootstrap()
         first = {device.process_index: device for device in reversed(jax.devices())}  # of each rank, as `local_devices` has it
         self.mesh = Mesh(np.array([first[rank] for rank in range(self.place.size)]), (AXIS,))
@@ -71,9 +77,29 @@ class Xla(MpiProcessGroup):
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"init: JAX's processes could not join each other at {address}: {error} Call jaxmpi.init() before anything "
-                "that starts JAX's backend, such as jnp.zeros or jax.devices."
+                f"init: JAX's processes could not join each other at {address}: {error} Set JAXMPI_HOST on rank 0 to an "
+                "address that all hosts reach."
             ) from error
+
+    def name_axes(self, axes: Mapping[str, int]) -> None:
+        """Name axes beside AXIS, and connect the ranks of each group; every rank calls it.
+
+        On CPUs, the first collective of a group connects its ranks, and gloo gives the last of them 30 seconds to come. In
+        `init` all ranks are there at the same time; in a train step one of them may still be reading its data.
+        """
+        super().name_axes(axes)
+        if self.place.size == 1 or jax.default_backend() != "cpu":
+            return
+
+        def connect(x: jax.Array) -> jax.Array:
+            x = jax.lax.psum(x, AXIS)
+            for groups in named_groups(self.axes):  # one after the other, in the same order on all ranks
+                x = jax.lax.psum(x, AXIS, axis_index_groups=groups)
+            return x
+
+        everywhere = PartitionSpec()
+        program = jax.shard_map(connect, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        jax.block_until_ready(jax.jit(program)(*self.wrap([np.zeros(1, np.float32)])))
 
     @property
     def combines(self) -> bool:
@@ -101,6 +127,10 @@ class Xla(MpiProcessGroup):
     def _wrap(self, x: ArrayLike) -> ArrayLike:
         if isinstance(x, bool | int | float | complex) or getattr(x, "sharding", None) == self.sharding:
             return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=self.sharding)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated:
+            x = x.addressable_data(0)  # a library's array over all devices, of which each has the whole
         mine = jax.device_put(x, jax.local_devices()[0])
         return jax.make_array_from_single_device_arrays(mine.shape, self.sharding, [mine])
 

@@ -19,6 +19,7 @@ from jaxmpi._jaxcompat.jaxprs import (
     is_axis_effect,
     is_reference,
     kept_with_jaxpr,
+    needs_one_device,
     parts,
     scan_counts,
     with_equations,
@@ -33,6 +34,7 @@ from jaxmpi._jaxcompat.ordered import (
 from jaxmpi._jaxcompat.retrace import as_function, as_weak, at_source, bind, can_keep, keep
 from jaxmpi._jaxcompat.runtime import (
     at_top_level,
+    backends_started,
     binding_axes,
     compiling,
     dispatch_in_c,
@@ -65,6 +67,7 @@ __all__ = [
     "at_source",
     "at_top_level",
     "axis_effect",
+    "backends_started",
     "bind",
     "binding_axes",
     "call_site",
@@ -90,6 +93,7 @@ __all__ = [
     "lower_with_tokens",
     "module_digest",
     "module_text",
+    "needs_one_device",
     "ordered_effect",
     "parts",
     "scan_counts",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
-from jax._src import core, util
+from jax._src import core, effects, util
 from jax._src.interpreters import partial_eval
 from jax._src.state.types import AbstractRef
 from jax.core import AbstractValue, Atom
@@ -18,6 +18,7 @@ __all__ = [
     "is_axis_effect",
     "is_reference",
     "kept_with_jaxpr",
+    "needs_one_device",
     "parts",
     "scan_counts",
     "with_equations",
@@ -77,6 +78,12 @@ def axis_effect(name: str) -> Hashable:
 def is_axis_effect(effect: Hashable) -> bool:
     """Whether it says no more than that an axis must be bound."""
     return isinstance(effect, core.NamedAxisEffect)
+
+
+def needs_one_device(effect: Hashable) -> bool:
+    """Return whether JAX keeps the order of this effect in programs of one device only, as that of an ordered print."""
+    ordered, shardable = effects.ordered_effects, getattr(effects, "shardable_ordered_effects", None)
+    return ordered.contains(effect) and not (shardable and shardable.contains(effect))
 
 
 def is_reference(aval: AbstractValue) -> bool:

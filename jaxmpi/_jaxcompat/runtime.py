@@ -19,6 +19,7 @@ except (ImportError, AttributeError):
 
 __all__ = [
     "at_top_level",
+    "backends_started",
     "binding_axes",
     "compiling",
     "dispatch_in_c",
@@ -48,6 +49,11 @@ def binding_axes(axes: Mapping[str, int]) -> AbstractContextManager[None] | None
 def dispatch_in_c(jitted: Callable[..., object]) -> None:
     """Have JAX dispatch a `jax.jit` in C++ again, for arguments whose first trace has raised: it leaves these to Python."""
     getattr(jitted, "_clear_cache", lambda: None)()
+
+
+def backends_started() -> bool:
+    """Return whether JAX has started a backend, as the first array or question for devices does."""
+    return xla_bridge.backends_are_initialized()
 
 
 def started_without(index: str, option: str) -> bool:

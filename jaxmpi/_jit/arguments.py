@@ -28,6 +28,17 @@ def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree])
     return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
 
+def wrapped(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], leaves: list[Leaf], backend: Backend
+) -> list[Leaf]:
+    """Return the arrays of a call as programs of `backend` take them; what it cannot take is refused by name."""
+    try:
+        return backend.wrap(leaves)
+    except (TypeError, ValueError):
+        check_arguments(function, args, kwargs)
+        raise
+
+
 def checked(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend) -> Arrays:
     """The same as `kinds`, of arguments that a program of `backend` can take.
 
@@ -70,6 +81,15 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
             f"jaxmpi.jit: {argument_name(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
             "Name the argument in static_argnames, or take it out."
         ) from error
+    if (
+        isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)  # which does not know its devices
+        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ):
+        raise ValueError(
+            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a global array of shape {list(shape)}, of which "
+            "each process holds a part. Pass this rank's part, x.addressable_data(0), or build it over jax.local_devices()."
+        )
     if _jaxcompat.is_reference(aval):
         raise TypeError(
             f"jaxmpi.jit: {argument_name(path)} of {function.title} is a reference, which cannot be an argument. "

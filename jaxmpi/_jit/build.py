@@ -15,6 +15,7 @@ from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
 from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._lowering import lower
+from jaxmpi._lowering.refuse import refuse_ordered_effects, refuse_references
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import prepared, trace
 from jaxmpi._process.garbage import collection_paused
@@ -44,10 +45,7 @@ class _Flat:
         self._function, self._args, self._kwargs, self._treedef = function, args, kwargs, treedef
 
     def __call__(self, *xs: Leaf) -> list[Leaf]:
-        arrays, named_arrays = self._treedef.unflatten(xs)
-        static = self._function.static
-        args = [arg if i in static.nums else new for i, (arg, new) in enumerate(zip(self._args, arrays, strict=True))]
-        kwargs = {name: self._kwargs[name] if name in static.names else new for name, new in named_arrays.items()}
+        args, kwargs = self._function.with_arrays(self._treedef.unflatten(xs), self._args, self._kwargs)
         outs, self.tree = jax.tree.flatten(watched(self._function)(*args, **kwargs))
         return outs
 
@@ -79,6 +77,10 @@ def build_program(
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
     found = Analysis(jaxpr, [False] * len(outs), [], [])
     if size > 1:
+        if not backend.takes_references:
+            refuse_references(jaxpr, backend.name)
+        if backend.global_arrays:
+            refuse_ordered_effects(jaxpr, backend.name)
         with collection_paused():
             found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
         if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:

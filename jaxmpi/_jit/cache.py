@@ -7,6 +7,7 @@ import jax
 from jax.tree_util import PyTreeDef
 
 from jaxmpi._backends.base import Backend
+from jaxmpi._jit.arguments import wrapped
 from jaxmpi._jit.build import build_program
 from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._jit.program import Program, Run
@@ -39,7 +40,7 @@ class Programs:
         program, run, structure, key = self._all[0]
         try:  # quicker than to flatten anything
             given = structure.flatten_up_to(self._function.dynamic(args, kwargs))
-            leaves = self._leaves(given)
+            leaves = self._backend.wrap(given)
         except (ValueError, TypeError, AttributeError):
             return None
         if key != self._function.key(leaves, args, kwargs):
@@ -49,7 +50,7 @@ class Programs:
     def _any(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
         """The same for any arguments; traced where there is no program yet. It is the last from now on."""
         given, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
-        leaves = self._leaves(given)
+        leaves = wrapped(self._function, args, kwargs, given, self._backend)
         key = self._function.key(leaves, args, kwargs)
         for i, (program, run, its_structure, its_key) in enumerate(self._all):
             if its_structure == structure and its_key == key:
@@ -60,6 +61,3 @@ class Programs:
         self._announce(program)
         self._all.insert(0, (program, run, structure, key))
         return program, run, leaves, program.numbers(given)
-
-    def _leaves(self, leaves: list[Leaf]) -> list[Leaf]:
-        return self._backend.wrap(leaves)

@@ -58,6 +58,17 @@ class Function:
             {name: None if name in self.static.names else arg for name, arg in kwargs.items()},
         )
 
+    def with_arrays(
+        self, dynamic: tuple[Sequence[PyTree], dict[str, PyTree]], args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """Return `(args, kwargs)` with the arguments of `dynamic` in the place of those that are not static."""
+        arrays, named_arrays = dynamic
+        both = enumerate(zip(args, arrays, strict=True))
+        return (
+            tuple(old if i in self.static.nums else new for i, (old, new) in both),
+            {name: kwargs[name] if name in self.static.names else new for name, new in named_arrays.items()},
+        )
+
     def leaves(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[Leaf]:
         """The arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)

@@ -9,6 +9,7 @@ import jax
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._backends.base import Backend, ProcessGroup
+from jaxmpi._jit.arguments import wrapped
 from jaxmpi._jit.compares_before import ComparesBefore
 from jaxmpi._jit.compares_inline import ComparesInline
 from jaxmpi._jit.executor import Executor
@@ -119,11 +120,6 @@ class Step:
         assert backend is not None
         if not backend.global_arrays or backend.place.size == 1:
             return args, kwargs
-        wrap = partial(_wrap, backend)
-        return tuple(map(wrap, args)), {name: wrap(arg) for name, arg in kwargs.items()}
-
-
-def _wrap(backend: Backend, arg: PyTree) -> PyTree:
-    leaves, treedef = jax.tree.flatten(arg)
-    wrapped = backend.wrap(leaves)
-    return arg if wrapped is leaves else treedef.unflatten(wrapped)
+        leaves, treedef = jax.tree.flatten(self._function.dynamic(args, kwargs))
+        taken = wrapped(self._function, args, kwargs, leaves, backend)
+        return self._function.with_arrays(treedef.unflatten(taken), args, kwargs)

@@ -29,7 +29,6 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._backends.within_groups import through_all
 from jaxmpi._lowering.classify import has_collective
-from jaxmpi._lowering.refuse import refuse_references
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.rewrite import Target, rewrite
 from jaxmpi._lowering.summary import Entry
@@ -65,8 +64,6 @@ def build(
     Returns:
       The program, and what is done to its outputs.
     """
-    if not backend.takes_references and backend.place.size > 1:
-        refuse_references(jaxpr, backend.name)
     if backend.simulates:
         differ = varying(jaxpr, stacked, check=False)
         return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])

@@ -13,9 +13,18 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line
+from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line, subjaxprs
 
-__all__ = ["explained", "refuse", "refuse_groups", "refuse_meshes", "refuse_names", "refuse_pairs", "refuse_references"]
+__all__ = [
+    "explained",
+    "refuse",
+    "refuse_groups",
+    "refuse_meshes",
+    "refuse_names",
+    "refuse_ordered_effects",
+    "refuse_pairs",
+    "refuse_references",
+]
 
 T = TypeVar("T")
 
@@ -128,6 +137,16 @@ def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
             f"jaxmpi.jit: {what} at {line(eqn)}, which the {backend} backend does not support. Pass its value instead, and "
             "return the new one."
         )
+
+
+def refuse_ordered_effects(jaxpr: AnyJaxpr, backend: str) -> None:
+    """Raise a NotImplementedError if a program of several devices has an ordered print or callback that JAX cannot order."""
+    for eqn in equations(jaxpr):
+        if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
+            raise NotImplementedError(
+                f"jaxmpi.jit: a jax.debug.print or jax.debug.callback with ordered=True stands at {line(eqn)}, which the "
+                f"{backend} backend does not support. Pass ordered=False, or use io_callback(..., ordered=True)."
+            )
 
 
 def refuse_meshes(jaxpr: AnyJaxpr) -> None:

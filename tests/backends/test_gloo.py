@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from programs import on_ranks, run
 
 import jaxmpi
 from jaxmpi.testing import run_ranks
@@ -71,3 +72,11 @@ def test_large_shares_are_right():
 @run_ranks(2, 3, backend="xla", timeout_seconds=900.0)
 def test_large_shares_are_right_60_times():
     scatter_repeatedly(60, 1 << 22)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis", ["ranks", "member"])
+def test_a_rank_may_be_late_to_the_first_collective_of_its_group(axis):
+    """The ranks of a group are connected by `init`, as gloo waits 30 s for the last one when they connect."""
+    output = run(on_ranks(4, "tests/backends/late_script.py", axis), JAXMPI_BACKEND="xla")
+    assert output.count("right") == 4

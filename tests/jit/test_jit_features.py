@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmpi
 from jaxmpi.testing import run_ranks
@@ -381,6 +382,75 @@ def test_xla_under_plain_jit_says_what_to_use():
     with pytest.raises(RuntimeError, match=r"Put the transformation inside of the jaxmpi\.jit"):
         jax.grad(jaxmpi.jit(lambda x: jnp.sum(lax.psum(x, R))))(X)
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)  # eager calls are programs of their own
+
+
+def global_array(spec):
+    """An array of [4, 3] ones over the devices of all processes, as a library would make it."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    return jax.jit(lambda: jnp.ones((4, 3)), out_shardings=NamedSharding(mesh, spec))()
+
+
+@run_ranks(2, backend="xla")
+def test_xla_takes_a_librarys_global_array_where_each_rank_has_the_whole():
+    total = jaxmpi.jit(lambda x: lax.psum(x["field"].sum(), R))
+    assert float(total({"field": global_array(PartitionSpec())})) == 24
+    for call in (total, total.lower, lambda x: jaxmpi.explain(total, x)):
+        with pytest.raises(ValueError, match=r"argument 0\['field'\] of <lambda> is a global array of shape \[4, 3\]"):
+            call({"field": global_array(PartitionSpec("x"))})
+    with pytest.raises(ValueError, match=r"argument 0\['w'\] of tree_allreduce is a global array"):
+        jaxmpi.tree_allreduce({"w": global_array(PartitionSpec("x"))})
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)
+
+
+@run_ranks(1, 2)
+def test_shapes_stand_for_arrays_where_nothing_runs():
+    shapes_stand_for_arrays()
+
+
+@run_ranks(2, backend="xla")
+def test_shapes_stand_for_arrays_where_nothing_runs_on_xla():
+    shapes_stand_for_arrays()
+
+
+def shapes_stand_for_arrays():
+    struct = jax.ShapeDtypeStruct((4,), jnp.float32)
+    step = jaxmpi.jit(lambda x, how: lax.psum(x, R) if how == "sum" else x, static_argnums=1)
+    assert step.eval_shape(struct, "sum") == struct
+    np.testing.assert_array_equal(step.lower(struct, "sum").compile()(X), X * jaxmpi.size())
+    np.testing.assert_array_equal(step.trace(struct, "sum").lower().compile()(X), X * jaxmpi.size())
+    assert jaxmpi.explain(jaxmpi.jit(lambda x: lax.psum(x, R)), struct).messages == (jaxmpi.size() > 1)
+
+
+OUTSIDE = X + 1
+
+
+def uses_a_reference(reference, x):
+    reference[...] = reference[...] + 1
+    return lax.psum(x, R)
+
+
+def prints_in_order(x):
+    jax.debug.print("{}", x.sum(), ordered=True)
+    return lax.psum(x, R)
+
+
+def prints_in_a_loop(x):
+    return lax.fori_loop(0, 2, lambda _, x: prints_in_order(x), x)
+
+
+@run_ranks(2, backend="xla")
+def test_xla_refuses_what_jax_does_on_one_device_only():
+    reference = jax.new_ref(jnp.asarray(OUTSIDE))
+    with pytest.raises(
+        NotImplementedError, match=r"reference from outside is used at test_jit_features\.py:\d+, which the xla"
+    ):
+        jaxmpi.jit(partial(uses_a_reference, reference))(X)
+    with pytest.raises(TypeError, match=r"argument 0 of uses_a_reference is a reference"):
+        jaxmpi.jit(uses_a_reference)(reference, X)
+    for function in (prints_in_order, prints_in_a_loop):
+        with pytest.raises(NotImplementedError, match=r"ordered=True stands at test_jit_features\.py:\d+.*Pass ordered=False"):
+            jaxmpi.jit(function)(X)
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)
 
 
 @run_ranks(2, backend="xla")

@@ -432,6 +432,15 @@ def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
         assert words in done.stderr + done.stdout
 
 
+@pytest.mark.slow
+def test_an_array_before_init_on_xla_is_an_error_that_says_so():
+    code = "import jax.numpy as jnp, jaxmpi; jnp.zeros(3); jaxmpi.init('xla')"
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "--", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "init: JAX has started already" in done.stderr and "before anything that makes an array" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("local_size", "named", "own", "address", "bind", "gloo", "nccl"),
     [
