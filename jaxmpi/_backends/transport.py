@@ -1,11 +1,14 @@
 """Which transport the ranks of an MPI job talk by: jaxmpi's own where all of them can use it, or else mpi4jax."""
 
 import os
+import socket
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
 from jaxmpi._backends import extension
+from jaxmpi._backends.jax_processes import join_jax_processes
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.mpi_library import import_mpi4py
 from jaxmpi._backends.native import Native, on_host
@@ -19,17 +22,22 @@ __all__ = ["join", "why_not_native"]
 CUDA_DRIVER = "libcuda.so.1"
 
 
-def join(launched: int, devices: Sequence[int] | None) -> Mpi:
+def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> Mpi:
     """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on the native one if every rank can use it.
 
     Args:
       launched: as in `Mpi`.
       devices: as in `jaxmpi.init`.
+      jax_processes: as in `jaxmpi.init`.
     """
     asked = settings.get("JAXMPI_TRANSPORT")
     mpi = import_mpi4py(launched)
     check_start(mpi, launched)
     take_device(launched, devices)  # before anything else starts JAX's backend
+    if jax_processes and launched > 1:
+        world = mpi.COMM_WORLD
+        one_host = len({*gathered(launched, socket.gethostname)}) == 1
+        join_jax_processes(world.rank, world.size, one_host, partial(world.bcast, root=0))
     found = gathered(launched, lambda: "" if asked == "mpi4jax" else why_not_native())
     obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:

@@ -5,29 +5,24 @@ for replicated, but each process holds its own values, and nothing inside (`shar
 Wrapping and unwrapping share the memory.
 """
 
-import contextlib
-import os
-import socket
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends import packing
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.groups import named_groups
+from jaxmpi._backends.jax_processes import join_jax_processes
 from jaxmpi._backends.mpi_library import import_mpi4py
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._backends.start_checks import check_start, take_device
-from jaxmpi._process import settings
 
 __all__ = ["Xla"]
-
-LOOPBACK = "127.0.0.1"
 
 
 class Xla(MpiProcessGroup):
@@ -45,41 +40,11 @@ class Xla(MpiProcessGroup):
         take_device(launched, devices)
         super().__init__(mpi)
         if self.place.size > 1:
-            if _jaxcompat.backends_started():
-                raise RuntimeError(
-                    "init: JAX has started already, and on the xla backend its processes join before that. Call "
-                    "jaxmpi.init() before anything that makes an array or asks for devices, imports that do so included."
-                )
-            self._bootstrap()
+            one_host = self.place.local_size == self.place.size
+            join_jax_processes(self.place.rank, self.place.size, one_host, partial(self.broadcast_object, root=0))
         first = {device.process_index: device for device in reversed(jax.devices())}  # of each rank, as `local_devices` has it
         self.mesh = Mesh(np.array([first[rank] for rank in range(self.place.size)]), (AXIS,))
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
-
-    def _bootstrap(self) -> None:
-        """Have JAX's processes find each other. They listen at one address of each host: loopback in a job of one host."""
-        one_host = self.place.local_size == self.place.size
-        if one_host:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        host = (LOOPBACK if one_host else _host()) if self.place.rank == 0 else ""
-        host, bind, port = self.broadcast_object((host, *_bindable(host)) if host else None, 0)
-        _jaxcompat.gloo_listens_at(LOOPBACK if one_host else _towards(host))
-        address = f"{host}:{port}"
-        _pass_proxies(host)
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-        try:
-            jax.distributed.initialize(
-                address,
-                self.place.size,
-                self.place.rank,
-                cluster_detection_method="deactivate",
-                initialization_timeout=60,
-                coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"),
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"init: JAX's processes could not join each other at {address}: {error} Set JAXMPI_HOST on rank 0 to an "
-                "address that all hosts reach."
-            ) from error
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
         """Name axes beside AXIS, and connect the ranks of each group; every rank calls it.
@@ -154,37 +119,3 @@ class Xla(MpiProcessGroup):
         super().close()
         if self.place.size > 1:
             jax.distributed.shutdown()
-
-
-def _pass_proxies(host: str) -> None:
-    """Have gRPC, which JAX's processes talk by, connect to a host without the proxy that http_proxy names."""
-    name = "no_grpc_proxy"
-    os.environ[name] = ",".join(filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host]))
-    with contextlib.suppress(AttributeError):  # JAX's warning about it
-        jax.config.update("jax_check_proxy_envs", False)
-
-
-def _host() -> str:
-    """An address of this host that the other ranks can reach; JAXMPI_HOST, on rank 0, overrides it."""
-    return settings.get("JAXMPI_HOST") or _towards("192.0.2.1")  # an address of nobody: the interface that leads outside
-
-
-def _towards(host: str) -> str:
-    """The address of this host that another host sees; the name of this host where there is no way to that one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
-
-
-def _bindable(host: str) -> tuple[str, int]:
-    """The address to listen at, and a free port of it: `host`, or all addresses where that is none of this host's own."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:  # it leads here in another way
-            host = "0.0.0.0"
-            probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])

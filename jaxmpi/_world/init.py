@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._backends.base import Backend, Place
 from jaxmpi._backends.single import Single
@@ -38,6 +40,7 @@ def init(
     *,
     verbose: bool = False,
     axes: Mapping[str, int] | None = None,
+    jax_processes: bool = False,
 ) -> World:
     """Find the other ranks and this rank's device; call it once, at the top of the script.
 
@@ -56,15 +59,20 @@ def init(
       axes: names beside `jaxmpi.AXIS` for groups of ranks, and their sizes, such as {"island": 2, "member": -1}; one size may
         be -1, for what is left. The last axis is the fastest: rank r of islands of m ranks is member r % m of island r // m. So
         the last axis stays within nodes where its size divides the number of ranks of a node.
+      jax_processes: on the mpi backend, have JAX know the ranks as its processes, for libraries that ask it: then
+        `jax.process_index()` is the rank, `jax.process_count()` and `jax.device_count()` are the size, and
+        `jax.experimental.multihost_utils` communicates. Without it they are 0 and 1 there; on xla they always are the rank and
+        the size.
 
     Returns:
       The World: rank, size, local_rank, local_size, node, device, backend, axes, coordinates.
 
     Raises:
-      ValueError: an unknown backend, or other axes or another one than in the first call; axes whose sizes are not those of
-        all ranks together; an environment variable of jaxmpi has a value that is not allowed.
+      ValueError: an unknown backend; another one, other axes or `jax_processes` than in the first call; axes whose sizes are
+        not those of all ranks together; an environment variable of jaxmpi has a value that is not allowed.
       TypeError: axes are no mapping from names to ints.
       RankMismatchError: the ranks ask for different backends or axes, or have different settings that must be the same.
+      RuntimeError: an array was made before `init`, on the xla backend or with `jax_processes`.
       MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
 
     >>> import jaxmpi
@@ -89,16 +97,20 @@ def init(
                 f"init: axes are {dict(world.axes)} since the first call, and now {named} were asked for. "
                 "Call jaxmpi.finalize() first."
             )
+        if jax_processes and world.size > jax.process_count():
+            raise ValueError(
+                "init: jax_processes was not asked for in the first call, and JAX has started since. Ask for it there."
+            )
         return world
     launched = launched_ranks() if parent is None else 1
     with joining(launched):
         if parent is None:
-            backend, named = _check_settings(backend, launched, axes)
+            backend, named = _check_settings(backend, launched, axes, jax_processes)
         else:
             backend, named = "single", dict.fromkeys(checked_axes("init", axes), 1)
         if backend == "auto":
             backend = _choose(launched, devices)
-        chosen: Any = _start(backend, launched, devices, parent)
+        chosen: Any = _start(backend, launched, devices, parent, jax_processes)
         chosen.name_axes(named)
         place: Place = chosen.place
         world = World(*place, backend=backend, axes=named)
@@ -134,7 +146,9 @@ def _keep_compiled(place: Place) -> None:
         say(f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does without.")
 
 
-def _check_settings(backend: str, launched: int, axes: Mapping[str, int] | None) -> tuple[str, dict[str, int]]:
+def _check_settings(
+    backend: str, launched: int, axes: Mapping[str, int] | None, jax_processes: bool
+) -> tuple[str, dict[str, int]]:
     """Read the environment variables, on all ranks where there are several.
 
     Returns the backend with JAXMPI_BACKEND applied, and the axes with their sizes.
@@ -148,7 +162,11 @@ def _check_settings(backend: str, launched: int, axes: Mapping[str, int] | None)
         return backend, sized_axes("init", checked_axes("init", axes), 1)
     from jaxmpi._backends.start_checks import gathered
 
-    everyone = gathered(launched, lambda: {"backend": backend, "axes": str(checked_axes("init", axes) or None), **_checked()})
+    def asked_for() -> dict[str, object]:
+        named = str(checked_axes("init", axes) or None)
+        return {"backend": backend, "axes": named, "jax_processes": jax_processes, **_checked()}
+
+    everyone = gathered(launched, asked_for)
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
         show = str if name == "axes" else repr
@@ -179,7 +197,13 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
     return "xla" if _devices.enough(shown) else "mpi"
 
 
-def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: children.Parent | None) -> Backend:
+def _start(
+    backend: str,
+    launched: int,
+    devices: Sequence[int] | None,
+    parent: children.Parent | None,
+    jax_processes: bool,
+) -> Backend:
     if backend == "xla":
         from jaxmpi._backends.xla import Xla
 
@@ -189,7 +213,7 @@ def _start(backend: str, launched: int, devices: Sequence[int] | None, parent: c
         return Single()
     from jaxmpi._backends.transport import join
 
-    mpi = join(launched, devices)
+    mpi = join(launched, devices, jax_processes)
     compare.set_mismatch_handler(mpi)
     return mpi
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from programs import on_ranks, run
 
 import jaxmpi
 from jaxmpi import _devices
-from jaxmpi._backends import mpi_library, xla
-from jaxmpi._backends.base import Place
+from jaxmpi._backends import jax_processes, mpi_library
 from jaxmpi._world.init import LAUNCHERS, _choose
 from jaxmpi.testing import run_ranks
 
@@ -434,6 +434,12 @@ def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
 
 
 @pytest.mark.slow
+def test_jax_knows_the_ranks_where_that_is_asked_for():
+    output = run(on_ranks(3, str(Path(__file__).with_name("jax_processes_script.py"))))
+    assert output.count("right") == 3
+
+
+@pytest.mark.slow
 def test_an_array_before_init_on_xla_is_an_error_that_says_so():
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(Path(__file__).with_name("early_array.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -455,14 +461,14 @@ def test_the_addresses_at_which_xla_listens(monkeypatch, local_size, named, own,
     """Of the hosts of the job alone, and of none but this in a job of one host."""
     seen = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda address, *_, **options: seen.update(options, address=address))
-    monkeypatch.setattr(xla._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
-    monkeypatch.setattr(xla, "_towards", lambda host: own)
+    monkeypatch.setattr(jax_processes._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
+    monkeypatch.setattr(jax_processes._jaxcompat, "backends_started", lambda: False)
+    monkeypatch.setattr(jax_processes, "_towards", lambda host: own)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setenv("JAXMPI_HOST", named or "")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "to be removed afterwards")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    backend = SimpleNamespace(place=Place(0, 2, 0, local_size), broadcast_object=lambda obj, root: obj)
-    xla.Xla._bootstrap(backend)
+    jax_processes.join_jax_processes(0, 2, local_size == 2, lambda obj: obj)
     port = seen["address"].rpartition(":")[2]
     assert (seen["address"], seen["coordinator_bind_address"]) == (f"{address}:{port}", f"{bind}:{port}")
     assert (seen["gloo"], os.environ.get("NCCL_SOCKET_IFNAME")) == (gloo, nccl)
