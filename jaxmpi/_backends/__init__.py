@@ -15,6 +15,7 @@ tuning           sizes and algorithms of the messages between nodes
 mpi_library      mpi4py and mpi4jax imported, MPI started and ended
 start_checks     what the ranks tell each other before there is a backend
 xla              backend "xla": NCCL or gloo
+jax_processes    the processes that JAX itself knows, which are the ranks
 process_group    the ranks of an MPI job, outside of compiled programs
 activity         what a rank is doing, for those who watch it
 communicator     what is used of mpi4py's communicators, as types
