@@ -12,7 +12,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._run.pool import pool
-from jaxmpi.testing import RankFailure, assert_equivalent, run_ranks
+from jaxmpi.testing import RankFailure, assert_equivalent, assert_replicated, run_ranks
 
 
 @run_ranks(2)
@@ -200,3 +200,23 @@ def test_a_test_with_ranks_of_its_own_is_refused():
         @run_ranks(2)
         def mine(ranks):
             pass
+
+
+@run_ranks(1, 2, 3)
+def test_assert_replicated_names_the_leaf_and_the_rank():
+    rank, last = jaxmpi.rank(), jaxmpi.size() - 1
+    assert_replicated({"w": np.arange(3.0), "n": 2, "key": jax.random.key(0)})
+    assert_replicated(jaxmpi.tree_allreduce({"w": jnp.arange(3.0) * (rank + 1)}))
+    assert_replicated({"w": np.float32(1 + 1e-7 * rank)}, rtol=1e-5)
+    if last == 0:
+        return
+    for different in (
+        {"w": np.arange(3.0) + (rank == last)},
+        {"w": np.zeros(3, np.float64 if rank == last else np.float32)},
+        {"w": np.zeros(4 if rank == last else 3)},
+        {"w": jax.random.key(rank == last)},
+        {"w": np.zeros(3)} if rank < last else {"v": np.zeros(3)},
+    ):
+        with pytest.raises(AssertionError, match=f"(?s)(rank {last}|'w'|structur)"):
+            assert_replicated(different)
+    assert_replicated({"w": np.arange(3.0)})

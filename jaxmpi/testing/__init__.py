@@ -1,4 +1,4 @@
-"""Tests of programs for several ranks: `assert_equivalent` on simulated ranks, `run_ranks` on real ones, `faults` on purpose.
+"""Tests of programs for several ranks: simulated, real, and with faults on purpose.
 
     @jaxmpi.testing.run_ranks(1, 2, 3, 4)
     def test_allreduce_sum():
@@ -13,13 +13,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._jit.api import jit
+from jaxmpi._collectives.objects import allgather_object
+from jaxmpi._jit.api import jit, local
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._run.pool import RankFailure, pool
@@ -27,7 +30,7 @@ from jaxmpi._run.task import Task
 from jaxmpi._world.simulate import simulate
 from jaxmpi.testing import faults as faults
 
-__all__ = ["RankFailure", "assert_equivalent", "faults", "run_ranks"]
+__all__ = ["RankFailure", "assert_equivalent", "assert_replicated", "faults", "run_ranks"]
 
 IDLE_SECONDS = 60.0  # a suite that kept the ranks of every number and backend would fill the memory
 
@@ -127,7 +130,41 @@ def assert_equivalent(
         assert got.keys() == standard.keys(), f"the outputs on {size} ranks are {list(got)}, and {list(standard)} on {sizes[0]}"
         for name, x in got.items():
             message = f"output {name} on {size} ranks, beside that on {sizes[0]}"
-            np.testing.assert_allclose(x, standard[name], rtol, atol, err_msg=message)
+            chex.assert_trees_all_close(x, standard[name], rtol=rtol, atol=atol, custom_message=message)
+
+
+def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Assert that a pytree is the same on all ranks: its structure, shapes, dtypes and values.
+
+    For tests; in a training loop `jaxmpi.watch_replicas` compares checksums. What is in a `PerRankState` is compared, too: take
+    it out of the tree if it may differ.
+
+    **Collective:** every rank calls it.
+    **Communication:** the whole tree of every rank goes to all.
+
+    Args:
+      tree: any pytree of arrays and numbers.
+      rtol: relative tolerance, as in `chex.assert_trees_all_close`; equal bits by default.
+      atol: absolute tolerance.
+
+    Raises:
+      AssertionError: on every rank, with the path of a leaf and the two ranks.
+
+    >>> import jaxmpi, numpy as np
+    >>> assert_replicated(jaxmpi.tree_allreduce({"w": np.arange(3.0) * jaxmpi.rank()}))
+    """
+    ranks = allgather_object(jax.tree.map(_on_host, local(tree)))
+    for rank, theirs in enumerate(ranks):
+        message = f"the tree of rank {rank}, beside that of rank 0"
+        chex.assert_trees_all_equal_structs(theirs, ranks[0])
+        chex.assert_trees_all_equal_shapes_and_dtypes(theirs, ranks[0])
+        chex.assert_trees_all_close(theirs, ranks[0], rtol=rtol, atol=atol, custom_message=message)
+
+
+def _on_host(x: ArrayLike) -> np.ndarray:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def _parts(batch: PyTree, size: int) -> PyTree:
