@@ -16,7 +16,14 @@ from jaxmpi._leaves import PyTree
 __all__ = ["average_batch_stats", "jit"]
 
 
-def jit(fun: Callable[..., object] | None = None, *, replicated_argnums: int | Sequence[int] = (), **jit_kwargs: Any) -> Any:
+def jit(
+    fun: Callable[..., object] | None = None,
+    *,
+    replicated_argnums: int | Sequence[int] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    **jit_kwargs: Any,
+) -> Any:
     """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
 
     What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold after the call. Their
@@ -31,6 +38,8 @@ def jit(fun: Callable[..., object] | None = None, *, replicated_argnums: int | S
       fun: the function; a decorator is returned without it.
       replicated_argnums: positions of arguments that are equal on all ranks, such as the model and the optimizer, and must be
         after the call.
+      graph: as in newer versions of `nnx.jit`. Modules may share variables either way.
+      graph_updates: as in newer versions of `nnx.jit`. A function that adds variables or removes some is refused either way.
       **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an optimizer.
 
     Returns:
@@ -53,7 +62,7 @@ def jit(fun: Callable[..., object] | None = None, *, replicated_argnums: int | S
     True
     """
     if fun is None:
-        return partial(jit, replicated_argnums=replicated_argnums, **jit_kwargs)
+        return partial(jit, replicated_argnums=replicated_argnums, graph=graph, graph_updates=graph_updates, **jit_kwargs)
     return InPlace(describe(fun, replicated_argnums, replicated_argnums, jit_kwargs), jit_kwargs)
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias, TypeGuard
 
@@ -14,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._leaves import PyTree
 
-__all__ = ["Arguments", "Function", "Leaf", "choose_arguments", "is_per_rank"]
+__all__ = ["Arguments", "Function", "Leaf", "choose_arguments", "is_per_rank", "title_of"]
 
 Leaf: TypeAlias = ArrayLike | PerRank  # of the arguments of a call, or of what it returns
 
@@ -47,7 +48,7 @@ class Function:
     @property
     def title(self) -> str:
         """What errors call it."""
-        return getattr(self.fun, "__name__", None) or type(self.fun).__name__
+        return title_of(self.fun)
 
     def dynamic(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
         """The arguments with None in the place of static ones."""
@@ -96,6 +97,13 @@ class Function:
                     "Pass a tuple, or make it an array argument."
                 ) from error
         return avals, x64, [(which, type(value), value) for which, value in values]
+
+
+def title_of(fun: Callable[..., object]) -> str:
+    """Return the name of a function, that behind a `functools.partial` too, or of the class of another callable."""
+    while isinstance(fun, partial):
+        fun = fun.func
+    return getattr(fun, "__name__", None) or type(fun).__name__
 
 
 def choose_arguments(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.tree_util import KeyEntry
 
-from jaxmpi._jit.function import Function
+from jaxmpi._jit.function import Function, title_of
 from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
@@ -112,8 +112,7 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return *here, {name: found[name] for name in kwargs if name in found}, out
 
     update_wrapper(pure, fun)
-    named = next((f for f in (fun, getattr(fun, "func", fun)) if hasattr(f, "__name__")), type(fun))
-    pure.__name__ = named.__name__
+    pure.__name__ = title_of(fun)
     return pure
 
 

@@ -48,6 +48,21 @@ def test_keywords_of_any_name():
     np.testing.assert_array_equal(step(X, hide=2, program=3), X * 6 * jaxmpi.size())
 
 
+def scaled(scale, x):
+    return lax.psum(x, R) * scale
+
+
+@run_ranks(2)
+def test_a_partial_is_called_by_its_functions_name():
+    twice = jaxmpi.jit(partial(partial(scaled), 2))
+    np.testing.assert_array_equal(twice(X), X * 4)
+    assert repr(jaxmpi.explain(twice, X)).startswith("scaled on 2 ranks")
+    with pytest.raises(TypeError, match=r"argument 0 of scaled is a str"):
+        twice("text")
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"scaled: rank 0 and rank 1 do not agree"):
+        jaxmpi.jit(partial(scaled, 2))(X if jaxmpi.rank() else X[:2])
+
+
 class Model:
     scale = 2
 

@@ -64,6 +64,22 @@ def check(part):
         np.testing.assert_array_equal(np.asarray(count_of_ranks), count)
 
 
+def test_the_options_of_newer_nnx_jits_are_taken():
+    jaxmpi.init()
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    shared = {"a": model, "b": model}
+    for options in ({"graph": True}, {"graph": False}, {"graph_updates": False}, {"graph": True, "graph_updates": True}):
+        before = np.asarray(model.bias)
+
+        @jaxmpi.nn.jit(**options)
+        def step(models):
+            models["a"].bias[...] += 1
+            return models["b"].bias[...]
+
+        np.testing.assert_array_equal(step(shared), before + 1)
+        np.testing.assert_array_equal(model.bias, before + 1)
+
+
 def own_rows(x):
     return jnp.asarray(np.split(x, jaxmpi.size())[jaxmpi.rank()])
 
