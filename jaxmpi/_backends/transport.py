@@ -44,8 +44,17 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
         raise MPIError(
             f"init: JAXMPI_TRANSPORT is native, and the native transport is not available. {obstacles[0]}. Set it to mpi4jax."
         )
-    kind = Mpi if asked == "mpi4jax" or obstacles else Native
-    return kind(launched)
+    if asked == "mpi4jax":
+        return Mpi(launched)
+    if not obstacles:
+        return Native(launched)
+    try:
+        return Mpi(launched)
+    except MPIError as error:
+        raise MPIError(
+            f"init: jaxmpi's own transport is not available. {obstacles[0]}. Install jaxmpi where there is a C++ compiler: pip "
+            f"hides why a build fails, and `pip install -v --no-cache-dir` shows it. mpi4jax would do in its place. {error}"
+        ) from error
 
 
 def why_not_native() -> str:

@@ -116,7 +116,7 @@ def mpi() -> Iterator[Finding]:
         yield Finding("ok", "mpi4jax", said)
         return
     text, advice = two(re.sub(r"^\S*MPIError: (MPI was asked for, but )?", "", said))
-    without = "The native transport does without it; broadcasts, alltoalls and permutes in programs are allgathers then."
+    without = "The native transport does without it."
     if native().verdict != "ok":
         yield Finding("broken", "mpi4jax", text, advice)
     elif "No module named" in text:

@@ -581,6 +581,7 @@ except (ValueError, jaxmpi.MPIError) as error:
         ("native", True, "native 2.0"),
         ("", "of other sources", "MPIError: The extension"),
         ("mpi4jax", "of other sources", "mpi4jax 2.0"),
+        ("", "neither", "own transport is not available. rank 0: the extension is not built"),
         (
             "native",
             False,
@@ -591,6 +592,7 @@ except (ValueError, jaxmpi.MPIError) as error:
 def test_the_transport_is_chosen(transport, built, said, tmp_path):
     before = {
         False: "sys.modules['jaxmpi._native'] = None",
+        "neither": "sys.modules['jaxmpi._native'] = sys.modules['mpi4jax'] = None",
         "of other sources": "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
     }
     code = CHOICE.format(before=before.get(built, ""))
