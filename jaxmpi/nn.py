@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-from jax.tree_util import KeyEntry
-
-from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._jit.api import describe
 from jaxmpi._jit.nnx import InPlace
-from jaxmpi._leaves import PyTree
+from jaxmpi._nn.batch_stats import average_batch_stats
 
-__all__ = ["average_batch_stats", "jit"]
+if TYPE_CHECKING:
+    from jaxmpi._nn import linen
+    from jaxmpi._nn.batch_norm import BatchNorm
+
+__all__ = ["BatchNorm", "average_batch_stats", "jit", "linen"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the layers when they are first used, as Flax takes longer to import than all else."""
+    if name == "BatchNorm":
+        return import_module("jaxmpi._nn.batch_norm").BatchNorm
+    if name == "linen":
+        return import_module("jaxmpi._nn.linen")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def jit(
@@ -64,47 +73,3 @@ def jit(
     if fun is None:
         return partial(jit, replicated_argnums=replicated_argnums, graph=graph, graph_updates=graph_updates, **jit_kwargs)
     return InPlace(describe(fun, replicated_argnums, replicated_argnums, jit_kwargs), jit_kwargs)
-
-
-def average_batch_stats(stats: PyTree) -> PyTree:
-    """Batch statistics of all ranks as one, before evaluation or saving.
-
-    Each rank's BatchNorm keeps running statistics of its own batches, unless it has `axis_name=jaxmpi.AXIS`. Where a "var"
-    stands beside a "mean" of the same shape, as in Flax linen and nnx, μ = mean_r μ_r and σ² = mean_r (σ_r² + (μ_r - μ)²):
-    those of all ranks' samples together. Other floats become their mean; integers, such as counters, stay this rank's.
-
-    **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** the bytes of the statistics, in two rounds.
-
-    Args:
-      stats: Flax's "batch_stats", an `nnx.State` of `nnx.BatchStat`, or any pytree.
-
-    >>> average_batch_stats({"mean": jnp.zeros(1), "var": jnp.ones(1)})["var"]
-    Array([1.], dtype=float32)
-    """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(stats)
-    names = {tuple(map(_name, path)): i for i, (path, _) in enumerate(paths)}
-    leaves = [x for _, x in paths]
-    partner = {}  # the number of a mean, by that of its variance
-    for name, i in names.items():
-        last = max((k for k, part in enumerate(name) if part == "var"), default=None)
-        j = None if last is None else names.get((*name[:last], "mean", *name[last + 1 :]))
-        if (
-            j is not None
-            and jnp.shape(leaves[i]) == jnp.shape(leaves[j])
-            and jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)
-        ):
-            partner[i] = j
-    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    wide = {i: jnp.asarray(leaves[i]).astype(jnp.promote_types(jnp.result_type(leaves[i]), jnp.float32)) for i in floats}
-    means = tree_allreduce({i: x for i, x in wide.items() if i not in partner}, op="mean")
-    # not of the squares, whose difference would be the rounding of μ²
-    around = {i: wide[i] + jnp.square(wide[j] - means[j]) for i, j in partner.items()}
-    for i, x in (means | tree_allreduce(around, op="mean")).items():
-        leaves[i] = x.astype(jnp.result_type(leaves[i]))
-    return treedef.unflatten(leaves)
-
-
-def _name(key: KeyEntry) -> str:
-    """What a part of a path is called."""
-    return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))

@@ -11,8 +11,8 @@ import jaxmpi
 PACKAGE = Path(jaxmpi.__file__).parent
 FOUNDATION = {"_axis", "_errors", "_leaves", "_devices", "_jaxcompat", "_process", "_data"}
 FOLDERS = [
-    *("_backends", "_consistency", "_lowering", "_monitor", "_world", "_jit", "_collectives", "_optim", "_checkpoint", "_run"),
-    "_cli",
+    *("_backends", "_consistency", "_lowering", "_monitor", "_world", "_jit", "_collectives"),
+    *("_optim", "_nn", "_checkpoint", "_run", "_cli"),
 ]
 PUBLIC = {"data", "nn", "codecs", "console", "checkpoint", "diagnose", "testing", "__main__", "__init__"}
 LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]  # the one list: each imports from itself and from those before

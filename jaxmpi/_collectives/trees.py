@@ -12,7 +12,7 @@ import jax
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.base import Collective
+from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._collectives import arrays
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._jit.api import eager
@@ -20,7 +20,15 @@ from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, check_rows, is_key, leaf_name, shard_axis
 from jaxmpi._world import session
 
-__all__ = ["tree_allgather", "tree_allreduce", "tree_alltoall", "tree_bcast", "tree_reduce", "tree_reduce_scatter"]
+__all__ = [
+    "refuse_stray",
+    "tree_allgather",
+    "tree_allreduce",
+    "tree_alltoall",
+    "tree_bcast",
+    "tree_reduce",
+    "tree_reduce_scatter",
+]
 
 OPS = ("mean", "sum", "max", "min", "prod")
 
@@ -142,6 +150,19 @@ def check_op(function: str, op: object) -> None:
         raise ValueError(f"{function}: op {op!r} is unknown. Use one of {', '.join(OPS)}.")
 
 
+def refuse_stray(function: str, tree: PyTree, backend: Backend) -> None:
+    """Raise a TypeError that names `function` if a `PerRank` stands where the ranks are not simulated, or in traced code."""
+    if not any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
+        return
+    if not backend.simulates:
+        raise TypeError(
+            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
+            "this rank's own array."
+        )
+    if _jaxcompat.tracing():
+        raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
+
+
 # from trees to lists of arrays
 
 
@@ -161,13 +182,7 @@ def _apply(
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
         return run(tree)
-    if backend.simulates and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
-        raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
-    if backend.place.size == 1 and any(map(is_per_rank, jax.tree.leaves(tree, is_leaf=is_per_rank))):
-        raise TypeError(
-            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
-            "this rank's own array."
-        )
+    refuse_stray(function, tree, backend)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     cuts = [(path, cut) for path, _ in paths if op and (cut := shard_axis(path)) is not None]
     if refused := [path for path, cut in cuts if rows or _axis.overlap(axis, cut)]:

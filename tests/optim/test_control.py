@@ -1,12 +1,10 @@
 """Decisions that all ranks take together; adasum; the same bits for any number of ranks; statistics."""
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxmpi
 from jaxmpi._optim.adasum import coefficients
@@ -261,45 +259,3 @@ def test_micro_batches_that_do_not_fit_are_refused():
 @run_ranks(2, 3)
 def test_the_same_run_twice_gives_the_same_bits():
     assert trained_bits(12, 10) == trained_bits(12, 10)
-
-
-# statistics
-
-
-@run_ranks(1, 2, 3)
-def test_batch_statistics_are_those_of_all_samples():
-    r, n = jaxmpi.rank(), jaxmpi.size()
-    x = np.random.default_rng(0).normal(size=(n, 10, 4)) * 3 + np.arange(n)[:, None, None]
-    stats = {
-        "bn": {"mean": jnp.asarray(x[r].mean(0)), "var": jnp.asarray(x[r].var(0)), "count": jnp.int32(r)},
-        "var": jnp.float32(r),
-    }
-    got = jaxmpi.nn.average_batch_stats(stats)
-    np.testing.assert_allclose(got["bn"]["mean"], x.reshape(-1, 4).mean(0), rtol=1e-5)
-    np.testing.assert_allclose(got["bn"]["var"], x.reshape(-1, 4).var(0), rtol=1e-4)
-    assert int(got["bn"]["count"]) == r and float(got["var"]) == (n - 1) / 2
-
-
-@run_ranks(1, 2)
-def test_a_variance_far_from_zero_keeps_its_digits():
-    stats = {"mean": jnp.array([100.0, 3000.0]), "var": jnp.array([1e-4, 0.04])}
-    np.testing.assert_allclose(jaxmpi.nn.average_batch_stats(stats)["var"], stats["var"], rtol=1e-6)
-    short = jax.tree.map(lambda x: x.astype(jnp.float16), {"mean": jnp.array([300.0]), "var": jnp.array([1.0])})
-    np.testing.assert_allclose(jaxmpi.nn.average_batch_stats(short)["var"], [1.0])
-
-
-@run_ranks(2)
-def test_batch_statistics_of_flax():
-    r = jaxmpi.rank()
-    x = np.random.default_rng(r).normal(size=(64, 4)).astype(np.float32) + r
-    model = linen.BatchNorm(use_running_average=False, momentum=0.0)
-    variables = model.init(jax.random.key(0), x)
-    _, after = model.apply(variables, x, mutable=["batch_stats"])
-    norm = nnx.BatchNorm(4, momentum=0.0, rngs=nnx.Rngs(0))
-    norm(x)
-    both = np.concatenate([np.random.default_rng(q).normal(size=(64, 4)).astype(np.float32) + q for q in range(2)])
-    of_nnx = jax.tree.leaves(jaxmpi.nn.average_batch_stats(nnx.state(norm, nnx.BatchStat)))
-    of_linen = jaxmpi.nn.average_batch_stats(after["batch_stats"])
-    for mean, var in ((of_linen["mean"], of_linen["var"]), of_nnx):
-        np.testing.assert_allclose(mean, both.mean(0), atol=1e-5)
-        np.testing.assert_allclose(var, both.var(0), rtol=1e-4)
