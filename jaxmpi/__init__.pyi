@@ -6,6 +6,7 @@ from . import diagnose as diagnose
 from . import testing as testing
 from ._axis import AXIS
 from ._backends.simulate import PerRank
+from ._collectives.merge_metrics import merge_metrics
 from ._collectives.metrics_log import MetricsLog
 from ._collectives.objects import allgather_object, barrier, broadcast_object
 from ._collectives.preempted import preempted
@@ -89,6 +90,7 @@ __all__ = [
     "local_sgd",
     "local_size",
     "measure_noise_scale",
+    "merge_metrics",
     "micro_batch_grads",
     "nn",
     "preempted",

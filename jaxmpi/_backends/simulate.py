@@ -1,7 +1,7 @@
 """Several ranks in one process: the values that differ between them are stacked, and a step runs on all at once."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -13,16 +13,68 @@ from jaxmpi._backends.single import OneProcess
 
 __all__ = ["PerRank", "Simulated"]
 
+REFUSED = (
+    "is not defined where each simulated rank has its own value. Take rank 0's, x[0], or those of "
+    "all ranks, np.asarray(x), or their mean, jaxmpi.average_metrics(x)."
+)
+BINARY = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "divmod": "divmod",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+}
+UNARY = {  # and comparisons, which have no reflected method of their own
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+    "gt": ">",
+    "ge": ">=",
+    "neg": "-",
+    "pos": "+",
+    "abs": "abs",
+    "invert": "~",
+    "round": "round",
+    "bool": "bool",
+    "int": "int",
+    "float": "float",
+    "complex": "complex",
+    "index": "index",
+}
+
 
 @jax.tree_util.register_pytree_node_class
 class PerRank:
     """An array that each simulated rank has its own of: `stack[r]` is rank r's.
 
-    A pytree node, so that it goes into and comes out of `jaxmpi.jit`, and `jax.device_get` and `np.asarray` take it.
+    A pytree node: it goes into and comes out of `jaxmpi.jit`, and `jax.device_get` and `np.asarray`
+    take it. It is no number: arithmetic, comparisons, `bool`, `float` and formats such as ".3f"
+    raise a TypeError, as each process of a real job would have its own value there. `x[0]` is that
+    of rank 0, as which Python runs; `np.asarray(x)` has all; `jaxmpi.average_metrics(x)` is their
+    mean, and what a log should show: the same line is right on real ranks.
     """
+
+    __array_ufunc__ = None  # so that NumPy's numbers leave arithmetic to the methods below
+    __hash__ = object.__hash__
 
     def __init__(self, stack: jax.Array | np.ndarray) -> None:
         self.stack = stack
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(f"PerRank: format {spec!r} {REFUSED}")
+        return str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"PerRank: .{name} {REFUSED}")
 
     def __getitem__(self, rank: int) -> Any:
         return self.stack[rank]
@@ -42,6 +94,20 @@ class PerRank:
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[jax.Array | np.ndarray]) -> "PerRank":
         return cls(*children)
+
+
+def _refused(operator: str) -> Callable[..., NoReturn]:
+    def method(self: PerRank, *_: object) -> NoReturn:
+        raise TypeError(f"PerRank: {operator} {REFUSED}")
+
+    return method
+
+
+# Python looks for operators in the class, and not in __getattr__
+for _name, _operator in (BINARY | UNARY).items():
+    setattr(PerRank, f"__{_name}__", _refused(_operator))
+for _name, _operator in BINARY.items():
+    setattr(PerRank, f"__r{_name}__", _refused(_operator))
 
 
 class Simulated(OneProcess):
