@@ -333,7 +333,7 @@ def steps():
     return call
 
 
-@row("nn.jit", "nn.average_batch_stats")
+@row("nn.jit", "nn.average_batch_stats", "nn.BatchNorm")
 def models():
     n = jaxmpi.size()
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -346,12 +346,16 @@ def models():
         return jaxmpi.tree_allreduce(loss)
 
     kernel = np.asarray(model.kernel[...])
+    norm = jaxmpi.nn.BatchNorm(2, momentum=0.0, rngs=nnx.Rngs(0))  # of the ranks above 0
+    normalize = jaxmpi.nn.jit(lambda norm, x, mask: norm(x, mask=mask))
 
     def call():
         got = step(model, optimizer, each(lambda rank: np.full((3, 2), rank, np.float32)))
         assert_each(got, lambda rank: np.float32((n - 1) / 2 * kernel.sum()))
         stats = each(lambda rank: {"mean": np.full(2, rank, np.float32), "var": np.ones(2, np.float32)})
         stats = jaxmpi.nn.average_batch_stats(stats)
+        normalize(norm, each(lambda rank: np.full((1, 2), rank, np.float32)), each(lambda rank: np.full((1, 1), rank > 0)))
+        assert_each(norm.mean[...], lambda rank: np.full(2, n / 2 if n > 1 else 0, np.float32))
         want = {"mean": np.full(2, (n - 1) / 2, np.float32), "var": np.full(2, 1 + np.var(np.arange(n)), np.float32)}
         assert_each(stats, lambda rank: want)
 
@@ -422,15 +426,19 @@ def checkpoints():
 # console
 
 
-@row("average_metrics", "print", "progress", "get_logger", "Throughput", "Rate", "MetricsLog")
+@row("average_metrics", "merge_metrics", "print", "progress", "get_logger", "Throughput", "Rate", "MetricsLog")
 def console():
     n = jaxmpi.size()
-    meter = jaxmpi.Throughput()
+    meter, metric = jaxmpi.Throughput(), nnx.metrics.Average()
 
     def call():
         weights = [rank + 1.0 for rank in range(n)]
         got = jaxmpi.average_metrics(each(lambda rank: {"loss": np.float32(rank)}), each(lambda rank: np.float32(rank + 1)))
         assert_each(got, lambda rank: {"loss": np.float32(np.average(np.arange(n), weights=weights))})
+        total = each(lambda rank: np.float32(rank))
+        for name in ("total", "count"):
+            getattr(metric, name).set_value(total)
+        assert float(jaxmpi.merge_metrics(metric).total[...]) == n * (n - 1) / 2
         with contextlib.redirect_stdout(io.StringIO()):
             jaxmpi.print("a", 1, sep="-", end="")
         assert list(jaxmpi.progress([1, 2])) == [1, 2]
