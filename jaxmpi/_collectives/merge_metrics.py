@@ -253,7 +253,8 @@ def _check_constant(
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return
     first = np.asarray(values[0])
-    if any(not np.array_equal(np.asarray(x), first, equal_nan=first.dtype.kind in "fc") for x in values):
+    has_nan = first.dtype.kind in "fc"
+    if not all(np.array_equal(np.asarray(x), first, equal_nan=has_nan) for x in values):
         kind = type(metric).__name__
         raise TypeError(
             f"{FUNCTION}: array {text} of {kind} differs between the ranks. Make it "

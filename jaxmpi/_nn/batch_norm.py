@@ -23,6 +23,7 @@ __all__ = ["BatchNorm", "Moments", "moments", "normalized", "split_axes", "updat
 Groups: TypeAlias = Sequence[Sequence[int]] | None  # of ranks, as JAX's `axis_index_groups`
 
 
+# Flax's class is extended, and not wrapped: the names of its variables are those of checkpoints
 class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
     """`flax.nnx.BatchNorm` over the valid rows of all ranks.
 
@@ -178,4 +179,6 @@ def normalized(
 
 
 def _abs2(x: jax.Array) -> jax.Array:
-    return jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.square(x)
+    if not jnp.iscomplexobj(x):
+        return jnp.square(x)
+    return jnp.square(jnp.real(x)) + jnp.square(jnp.imag(x))

@@ -7,7 +7,7 @@ around them.
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ GOOD, NO_COUNT, NO_SAMPLES = range(3)  # what a program finds out about the coun
 
 Name: TypeAlias = tuple[str | int, ...]
 
-# words for a spread, parts of names between underscores: "running_var", "var_ema"
+# words for a spread, in the names of leaves
 SPREADS = {
     "var": "variance",
     "vars": "variance",
@@ -44,6 +44,8 @@ SPREADS = {
     "stddev": "deviation",
     "stdev": "deviation",
     "sigma": "deviation",
+    "sigma2": "variance",
+    "sigma_squared": "variance",
     "m2": "squares",
     "ssd": "squares",
     "summed_var": "squares",
@@ -51,10 +53,18 @@ SPREADS = {
     "cov": "variance",
     "covariance": "variance",
 }
-LONGEST_FIRST = "|".join(sorted(SPREADS, key=len, reverse=True))
-SPREAD = re.compile(rf"(?<![^_])({LONGEST_FIRST})(?![^_])", re.IGNORECASE)
 MEANS = ("mean", "means", "mu", "average", "avg")
-MEAN = re.compile(rf"(?<![^_])({'|'.join(MEANS)})(?![^_])", re.IGNORECASE)
+
+
+def _words(words: Iterable[str]) -> re.Pattern[str]:
+    """Any of these as a part of a name: "running_var", "var_ema", "var1", "runningVar"."""
+    small = sorted(words, key=len, reverse=True)
+    large = "|".join(word.capitalize() for word in small)
+    either = "|".join([*small, large])
+    return re.compile(rf"(?:(?<![a-zA-Z])(?:{either})|(?<=[a-z])(?:{large}))(?![a-z])")
+
+
+SPREAD, MEAN = _words(SPREADS), _words(MEANS)
 COUNTS = ("count", "counts", "n", "num", "num_samples", "n_samples")
 SUMS = ("total", "sum")
 # beside a mean, what is averaged as it is: second moments, other averages
@@ -124,11 +134,14 @@ def average_batch_stats(
     arrays = [group.arrays(leaves) for group in groups]
     w, problem = None, ""
     if weight is not None:
-        w, problem = as_weight(FUNCTION, weight, [x["mean"] for x in arrays])
+        means = [x["mean"] if is_per_rank(x["mean"]) else jnp.asarray(x["mean"]) for x in arrays]
+        w, problem = as_weight(FUNCTION, weight, means)
     if not groups:
         return stats
     if backend.place.size == 1 and not backend.simulates:
-        return treedef.unflatten([jnp.asarray(x) if leaf.is_float else x for x, leaf in zip(leaves, named, strict=True)])
+        for i, leaf in enumerate(named):
+            leaves[i] = jnp.asarray(leaves[i]) if leaf.is_float else leaves[i]
+        return treedef.unflatten(leaves)
     outs, problems, total = _combine(w, momentum, arrays)
     if weight is not None:
         check_total(FUNCTION, total, problem)
@@ -311,8 +324,11 @@ def _pair_up(named: Sequence[_Leaf], *, weighted: bool, momentum: float | None) 
                 "it. Pass the number of samples with it, as 'count', or as weight=."
             )
         done |= {mean, i, *group.count}
-    for i, leaf in enumerate(named):
-        if leaf.is_float and i not in done:
+    # means first: a count beside one of them is no float on its own
+    alone = [i for i, leaf in enumerate(named) if leaf.is_float and i not in done]
+    alone.sort(key=lambda i: not _is_mean(named[i].name))
+    for i in alone:
+        if i not in done:
             groups[i] = _alone(named, at, i, done)
     return list(groups.values())
 
@@ -336,12 +352,17 @@ def _last(name: Name) -> int:
     return words[-1] if words else -1
 
 
+def _is_mean(name: Name) -> bool:
+    return _last(name) >= 0 and MEAN.search(str(name[_last(name)])) is not None
+
+
 def _fits(named: Sequence[_Leaf], j: int, spread: _Leaf) -> bool:
     return j >= 0 and named[j].is_float and named[j].shape == spread.shape
 
 
 def _replaced(match: re.Match[str], word: str) -> str:
     """The part of a name with another word in the place of the one that was found."""
+    word = word.capitalize() if match.group()[0].isupper() else word
     return match.string[: match.start()] + word + match.string[match.end() :]
 
 
@@ -446,7 +467,7 @@ def _combined(
     """Return what becomes of the groups, which of them cannot be, and the sum of the weights."""
     own = [_own(group, weight, momentum) for group in groups]
 
-    # W = Σ w_r and μ = Σ w_r·μ_r / W; and k, by which all ranks multiply for Haiku's hidden values
+    # W = Σ w_r and μ = Σ w_r·μ_r / W; and k, the ratio of Haiku's hidden values to the averages
     sums = [_times(x.weight, [x.mean]) for x in own]
     hidden = [(_norm(x["hidden"]), _norm([x["mean"], *x["variance"]])) for x in groups]
     sent = (weight, [x.weight for x in own], sums, hidden)

@@ -128,6 +128,8 @@ WEIGHTED = {  # by counts of their own
 NAMED = {
     "flax": flat("mean", "var"),
     "torch": flat("layer1.bn.running_mean", "layer1.bn.running_var"),
+    "camel": flat("runningMean", "runningVar"),
+    "digits": flat("mean1", "var1"),
     "keras": flat("bn/moving_mean", "bn/moving_variance"),
     "std": (
         lambda m, v, n: {"obs_mean": m, "obs_std": np.sqrt(v)},
@@ -358,4 +360,9 @@ def test_average_batch_stats_averages_what_is_no_variance():
     out = average_batch_stats(plain)
     assert float(out["mean"]["a"]) == float(out["second_moment"]) == float(out["ema_w"]) == (n - 1) / 2
     assert out["steps"] is plain["steps"]
+    counted = average_batch_stats({"count": np.float32(r + 1), "mean": np.float32(r)})  # by counts that are floats
+    assert float(counted["mean"]) == pytest.approx(np.average(np.arange(n), weights=np.arange(n) + 1))
+    assert float(counted["count"]) == r + 1
+    number = average_batch_stats({"mean": 1.0 * r, "var": 1.0}, weight=r + 1)
+    assert float(number["mean"]) == pytest.approx(float(counted["mean"]))
     assert average_batch_stats({}) == {} and average_batch_stats({"step": 3}) == {"step": 3}
