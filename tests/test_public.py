@@ -485,6 +485,18 @@ def errors():
     return lambda: [str(kind("text")) for kind in kinds]
 
 
+@row("testing.assert_replicated")
+def comparisons():
+    last = jaxmpi.size() - 1
+
+    def call():
+        jaxmpi.testing.assert_replicated(tree(0))
+        with refused(last, AssertionError, f"the tree of rank {last}, beside that of rank 0"):
+            jaxmpi.testing.assert_replicated(each(lambda rank: np.float32(rank == last)))
+
+    return call
+
+
 @row("testing.run_ranks")
 def decorators():
     def call():

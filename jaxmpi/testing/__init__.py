@@ -11,7 +11,7 @@ test; a test that hangs or kills a rank ends them, as a minute without a test do
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 
 import chex
 import jax
@@ -23,10 +23,12 @@ from jax.typing import ArrayLike
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.objects import allgather_object
 from jaxmpi._jit.api import jit, local
+from jaxmpi._jit.function import Leaf, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._run.pool import RankFailure, pool
 from jaxmpi._run.task import Task
+from jaxmpi._world import session
 from jaxmpi._world.simulate import simulate
 from jaxmpi.testing import faults as faults
 
@@ -153,7 +155,11 @@ def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> 
     >>> import jaxmpi, numpy as np
     >>> assert_replicated(jaxmpi.tree_allreduce({"w": np.arange(3.0) * jaxmpi.rank()}))
     """
-    ranks = allgather_object(jax.tree.map(_on_host, local(tree)))
+    backend = session.current("assert_replicated")
+    if backend.simulates:
+        ranks = [jax.tree.map(partial(_on_host, rank), tree, is_leaf=is_per_rank) for rank in range(backend.place.size)]
+    else:
+        ranks = allgather_object(jax.tree.map(partial(_on_host, backend.place.rank), local(tree)))
     for rank, theirs in enumerate(ranks):
         message = f"the tree of rank {rank}, beside that of rank 0"
         chex.assert_trees_all_equal_structs(theirs, ranks[0])
@@ -161,7 +167,10 @@ def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> 
         chex.assert_trees_all_close(theirs, ranks[0], rtol=rtol, atol=atol, custom_message=message)
 
 
-def _on_host(x: ArrayLike) -> np.ndarray:
+def _on_host(rank: int, x: Leaf) -> np.ndarray:
+    """Return a rank's value of a leaf as a NumPy array."""
+    if is_per_rank(x):
+        x = x[rank]
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
