@@ -15,6 +15,7 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.classify import callee, has_collective, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.exact_updates import apply_exactly
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 from jaxmpi._process.garbage import collection_paused
@@ -53,7 +54,7 @@ def prepared(traced: ClosedJaxpr, axes: Mapping[str, int]) -> tuple[ClosedJaxpr,
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
         with collection_paused():
             traced = make_jaxpr(lambda *args: _open(inner, axes, *args), axes[AXIS], arguments)
-    return traced, captured, notes
+    return apply_exactly(traced), captured, notes
 
 
 def make_jaxpr(function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]) -> ClosedJaxpr:

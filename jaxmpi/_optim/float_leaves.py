@@ -24,7 +24,6 @@ __all__ = [
     "equal_types",
     "floats",
     "map_floats",
-    "way",
     "wide",
 ]
 
@@ -133,9 +132,3 @@ def either(which: ArrayLike, yes: Callable[..., T], no: Callable[..., T], *args:
     if isinstance(which, jax.core.Tracer):
         return lax.cond(which, yes, no, *args)
     return (yes if which else no)(*args)
-
-
-def way(x: jax.Array, to: jax.Array) -> jax.Array:
-    """An update that leads from x to `to`: rounded once where they are far apart, and not at all otherwise."""
-    step = to - x
-    return step + (to - (x + step))

@@ -10,9 +10,10 @@ from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parame
 from jaxmpi._collectives.arrays import axis_size, check_axis
 from jaxmpi._collectives.trees import tree_allreduce
 from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, check_codec
-from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, way
-from jaxmpi._optim.streaming import StreamingState, Streams
+from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats
+from jaxmpi._optim.streaming import StreamingState, Streams, no_negative_zeros
 from jaxmpi._world import session
 
 __all__ = ["LocalSGDState", "local_sgd"]
@@ -58,9 +59,11 @@ def local_sgd(
     on, plus this rank's own way since it sent: θ ← mean θ_then + (θ - θ_then). (Douillard et al. 2025, "Streaming DiLoCo"; for
     the own way, Shen et al. 2019, "Computation and communication decoupled SGD".) The state is then a `StreamingState`.
 
-    Between meetings the ranks' parameters differ, so they are no replicated output of a `jaxmpi.jit`; take the mean of them
-    before you evaluate or save. At a meeting they are equal but for the rounding of `optax.apply_updates`, without a delay. The
-    state of `inner` stays each rank's own.
+    Between meetings the ranks' parameters differ, so they are not a replicated output of a `jaxmpi.jit`. After a meeting
+    without a delay they have the same bits on all ranks, if `optax.apply_updates` is in the same `jaxmpi.jit` as `update`:
+    evaluate and save there, or take the mean first. Applied elsewhere, they may be a rounding apart. With a delay each rank has
+    its own way on top of what all have agreed on, and the `anchor` of each fragment has the same bits on all ranks. The state
+    of `inner` stays each rank's own.
 
     **Collective:** every rank calls `update` equally often, with parameters.
     **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of `distributed`; with a codec, its.
@@ -114,15 +117,20 @@ def local_sgd(
         own_updates, own = inner.update(updates, state.inner.per_rank, params, **extra_args)
         calls = equal_on_all_ranks(state.calls) + 1
 
+        here = optax.apply_updates(params, own_updates)
+
         def with_the_others() -> tuple[PyTree, PyTree]:
-            there, outer_state, coded = _averaged(optax.apply_updates(params, own_updates), state, outer, codec, axis)
+            there, outer_state, coded = _averaged(here, state, outer, codec, axis)
             after = (there if outer or codec else (), outer_state, coded)
-            return map_floats("local_sgd", way, params, there), equal_types(after, state[2:])
+            return equal_types(there, params), equal_types(after, state[2:])
 
         def alone() -> tuple[PyTree, PyTree]:
-            return may_differ(equal_types(own_updates, params)), tuple(state[2:])
+            return may_differ(here), tuple(state[2:])
 
-        out, after = either(calls == every, with_the_others, alone)
+        # Both branches return parameters, not updates, so that the update is made outside of the branches, where the
+        # caller's step adds it to the parameters: there the sum is replaced by what the branch returned.
+        there, after = either(calls == every, with_the_others, alone)
+        out = map_floats("local_sgd", update_to, params, may_differ(there), own_updates)
         return out, LocalSGDState(jnp.where(calls == every, 0, calls), PerRankState(own), *after)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -134,7 +142,7 @@ def _averaged(
     """The parameters that all go on from, and the states of the outer transform and the codec."""
     here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
     if not outer and not codec:
-        return tree_allreduce(here, op="mean", axis=axis), (), state.codec
+        return no_negative_zeros(tree_allreduce(here, op="mean", axis=axis)), (), state.codec
     delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
     if codec and axis_size(axis, session.current("local_sgd")) > 1:
         delta, coded = codec.mean(delta, state.codec.per_rank)
@@ -142,9 +150,10 @@ def _averaged(
     else:
         delta, coded = tree_allreduce(delta, op="mean", axis=axis), state.codec
     if not outer:
-        return jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta), (), coded
+        there = jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta)
+        return no_negative_zeros(there), (), coded
     step, outer_state = outer.update(delta, state.outer, state.anchor)
-    return optax.apply_updates(state.anchor, step), outer_state, coded
+    return no_negative_zeros(optax.apply_updates(state.anchor, step)), outer_state, coded
 
 
 def _streaming(streams: Streams) -> optax.GradientTransformationExtraArgs:

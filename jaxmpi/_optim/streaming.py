@@ -13,11 +13,12 @@ from jaxmpi._backends.base import Collective
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import tree_allgather, tree_allreduce
 from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, OneMessage
-from jaxmpi._optim.float_leaves import either, equal_types, floats, way
+from jaxmpi._optim.float_leaves import either, equal_types, floats
 from jaxmpi._world import session
 
-__all__ = ["Fragment", "StreamingState", "Streams"]
+__all__ = ["Fragment", "StreamingState", "Streams", "no_negative_zeros"]
 
 AS_THEY_ARE = OneMessage(lambda params: (), lambda xs, state: (xs, state), lambda means, like: means, averages=True)
 
@@ -108,8 +109,9 @@ class Streams(NamedTuple):
             for i, x in zip(part, xs, strict=True):
                 outs[i] = x
             after.append(fragment)
-        ways = [way(x, to.astype(x.dtype)) for x, to in zip(before, outs, strict=True)]
-        return put(may_differ(ways)), StreamingState(calls, PerRankState(own), tuple(after))
+        guesses, _ = floats("local_sgd", own_updates)
+        theres = may_differ([to.astype(x.dtype) for x, to in zip(before, outs, strict=True)])
+        return put([*map(update_to, before, theres, guesses)]), StreamingState(calls, PerRankState(own), tuple(after))
 
     def _meet(
         self, here: list[jax.Array], fragment: Fragment, calls: jax.Array, first: int
@@ -158,11 +160,17 @@ class Streams(NamedTuple):
             anchor = optax.apply_updates(fragment.anchor, step)
         elif self.codec:
             anchor = [(x - d).astype(x.dtype) for x, d in zip(fragment.anchor, delta, strict=True)]
+        anchor = no_negative_zeros(anchor)
         since = [x - left for x, left in zip(here, fragment.left.per_rank, strict=True)]
         there = [a + s for a, s in zip(anchor, since, strict=True)] if self.delay else anchor
         if not self.delay:
             return there, fragment._replace(anchor=anchor, outer=outer, left=(), sent=())
         return there, fragment._replace(anchor=anchor, outer=outer, on_its_way=jnp.zeros((), bool))
+
+
+def no_negative_zeros(tree: PyTree) -> PyTree:
+    """Arrays with 0 in the place of -0, which no update leads to from any other number."""
+    return jax.tree.map(lambda x: jnp.where(x == 0, jnp.zeros_like(x), x), tree)
 
 
 def _parts(leaves: Sequence[jax.Array], fragments: int) -> list[list[int]]:

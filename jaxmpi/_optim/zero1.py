@@ -12,6 +12,7 @@ from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parame
 from jaxmpi._collectives.trees import tree_allreduce, tree_reduce_scatter
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
+from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats, wide
 from jaxmpi._optim.objective import Given
@@ -117,8 +118,14 @@ def sharded(
         master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params)
         there = _gathered(rounded)
-        out = map_floats("sharded", lambda x, to: to.astype(wide(x.dtype)) - x.astype(wide(x.dtype)), params, there)
-        return _meant(out, axis), ShardedState.of((after, master), layout)
+
+        def to_master(x: jax.Array, to: jax.Array) -> jax.Array:
+            # in the dtype of the masters, so that the sum is exact for short floats wherever it is computed
+            dtype = wide(jnp.promote_types(x.dtype, master_dtype))
+            return update_to(x.astype(dtype), to.astype(dtype))
+
+        out = map_floats("sharded", to_master, params, _meant(there, axis))
+        return out, ShardedState.of((after, master), layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

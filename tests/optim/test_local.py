@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxmpi
+from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi.testing import run_ranks
 
 
@@ -94,6 +97,209 @@ def test_where_they_meet_they_are_equal():
     got, _ = train(tx, 4)
     same = lambda x: len(set(jaxmpi.allgather_object(x.tobytes()))) == 1
     assert [same(x) for x in got] == [False, True, False, True]
+
+
+# equal bits after each round
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def spread(seed, exponents):
+    """Numbers of all magnitudes and both signs in each dtype, zeros among them, and one leaf of adversaries."""
+    rng = np.random.default_rng(seed)
+    tree = {}
+    for dtype in DTYPES:
+        low, high = exponents if dtype != "float16" else (-4, 3)
+        x = rng.choice([-1, 1], size=(40, 25)) * 10.0 ** rng.uniform(low, high, size=(40, 25))
+        x[0] = 0.0
+        tree[dtype] = jnp.asarray(x, dtype)
+    return tree
+
+
+def bits_equal(tree):
+    """Which leaves have the same bits on all ranks."""
+    mine = [np.asarray(x).tobytes() for x in jax.tree.leaves(jaxmpi.local(tree))]
+    return [len(set(of_ranks)) == 1 for of_ranks in zip(*jaxmpi.allgather_object(mine), strict=True)]
+
+
+def rounds(tx, steps, every, exponents=(-12, 8)):
+    """Train on gradients of all magnitudes, so that parameters grow, shrink and change sign in each step."""
+    params = spread(9, exponents)
+    state = tx.init(params)
+
+    @jaxmpi.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(1, steps + 1):
+        params, state = step(params, state, spread([jaxmpi.rank(), i], exponents))
+        yield i, params, state
+
+
+MEETINGS = {
+    "means": {},
+    "outer": {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)},
+    "codec": {"codec": jaxmpi.codecs.bf16()},
+    "codec and outer": {"codec": jaxmpi.codecs.topk(0.25), "outer": optax.sgd(0.5)},
+    "fragments": {"fragments": 2, "delay": 0},
+}
+
+
+def check_rounds(options, ranks):
+    apart = 0
+    for i, params, _ in rounds(jaxmpi.local_sgd(optax.sgd(1.0), 2, **options), 4, 2):
+        same = bits_equal(params)
+        if "fragments" in options:  # the second of the two meets half a round later
+            assert not all(same)
+            apart += sum(same)
+        else:
+            assert same == [i % 2 == 0] * len(DTYPES), i
+    assert "fragments" not in options or apart == 6
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("name", MEETINGS)
+def test_local_sgd_equal_bits_after_each_round(name):
+    check_rounds(MEETINGS[name], jaxmpi.size())
+
+
+@pytest.mark.slow
+@run_ranks(2, backend="xla", timeout_seconds=400)
+@pytest.mark.parametrize("name", MEETINGS)
+def test_local_sgd_equal_bits_after_each_round_on_xla(name):
+    check_rounds(MEETINGS[name], jaxmpi.size())
+
+
+def test_local_sgd_equal_bits_after_each_round_of_simulated_ranks():
+    with jaxmpi.simulate(3):
+        tx = jaxmpi.local_sgd(optax.sgd(1.0), 2)
+        params = spread(9, (-12, 8))
+        state = tx.init(params)
+
+        @jaxmpi.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for i in range(1, 5):
+            grads = [spread([rank, i], (-12, 8)) for rank in range(3)]
+            grads = jax.tree.map(lambda *xs: jaxmpi.PerRank(jnp.stack(xs)), *grads)
+            params, state = step(params, state, grads)
+            rows = [np.asarray(params[dtype].stack) for dtype in DTYPES]
+            assert [len({row.tobytes() for row in x}) == 1 for x in rows] == [i % 2 == 0] * 3
+
+
+@run_ranks(2, 3)
+def test_local_sgd_parameters_after_a_round_are_the_mean():
+    n, start = jaxmpi.size(), spread(9, (-12, 8))
+    ((_, params, _),) = rounds(jaxmpi.local_sgd(optax.sgd(1.0), 1), 1, 1)
+    for dtype in DTYPES:
+        here = [start[dtype] - spread([rank, 1], (-12, 8))[dtype] for rank in range(n)]
+        here = np.stack([np.asarray(x, np.float64) for x in here])
+        # a sum of n numbers and a rounding, beside the largest of them
+        tolerance = (n + 1) * 2.0**-23 * np.abs(here).max(0)
+        tolerance += float(jnp.finfo(dtype).eps) * np.abs(here.mean(0)) + float(jnp.finfo(dtype).tiny)
+        assert np.all(np.abs(np.asarray(params[dtype], np.float64) - here.mean(0)) <= tolerance), dtype
+
+
+@run_ranks(2)
+def test_local_sgd_parameters_that_have_met_can_be_saved(tmp_path):
+    directory = jaxmpi.broadcast_object(str(tmp_path))
+    for i, params, state in rounds(jaxmpi.local_sgd(optax.sgd(1.0), 2), 2, 2):
+        if i % 2 == 0:
+            jaxmpi.save(directory, i, {"params": params, "state": state}, background=False)
+        else:
+            with pytest.raises(jaxmpi.RankMismatchError, match="is not equal on all ranks"):
+                jaxmpi.save(directory, i, {"params": params}, background=False)
+
+
+@run_ranks(2)
+def test_local_sgd_equal_bits_in_the_loops_and_states_that_programs_have():
+    tx = jaxmpi.local_sgd(optax.sgd(1.0), 2)
+    params = spread(9, (-12, 8))
+    grads = [spread([jaxmpi.rank(), i], (-12, 8)) for i in range(4)]
+
+    @jaxmpi.jit
+    def scanned(params, state, grads):
+        def body(carry, grads):
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(body, (params, state), grads)[0]
+
+    together, _ = scanned(params, tx.init(params), jax.tree.map(lambda *xs: jnp.stack(xs), *grads))
+    assert all(bits_equal(together))
+
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    step = jaxmpi.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for g in grads:
+        state = step(state, g)
+    assert all(bits_equal(state.params))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            for name, x in params.items():
+                setattr(self, name, nnx.Param(x))
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @jaxmpi.nn.jit
+    def nnx_step(model, optimizer, grads):
+        state = nnx.state(model, nnx.Param)
+        nnx.replace_by_pure_dict(state, grads)
+        optimizer.update(model, state)
+
+    for g in grads:
+        nnx_step(model, optimizer, g)
+    assert all(bits_equal(nnx.state(model, nnx.Param)))
+    for dtype in DTYPES:
+        np.testing.assert_array_equal(state.params[dtype], together[dtype])
+
+
+@run_ranks(2)
+def test_local_sgd_with_a_delay_has_equal_anchors_and_equal_bits_where_no_rank_has_moved_since():
+    tx = jaxmpi.local_sgd(optax.sgd(1.0), 3, delay=2)
+    params = spread(9, (-12, 8))
+    state = tx.init(params)
+    step = jaxmpi.jit(lambda p, s, g: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)))
+    still = jax.tree.map(jnp.zeros_like, params)
+    for i in range(1, 6):  # sent after the third call, used after the fifth
+        params, state = step(params, state, spread([jaxmpi.rank(), i], (-12, 8)) if i <= 3 else still)
+        assert bits_equal(params) == [i == 5] * 3
+    assert all(bits_equal(state.fragments[0].anchor))
+
+
+def test_update_to_leads_there_where_a_float_does():
+    """All pairs of a format of few bits: x + u is `to` for every `to` that some u leads to, and next to it elsewhere."""
+    all_bits = np.arange(1 << 16, dtype=np.uint16)
+    grid = jax.lax.bitcast_convert_type(jnp.asarray(all_bits), jnp.float16)
+    some = np.random.default_rng(3).permutation(np.asarray(grid)[np.isfinite(np.asarray(grid))])[:300]
+    updates = np.asarray(grid)[np.isfinite(np.asarray(grid))]
+    reached = 0
+    for x, to in zip(some[:150], some[150:], strict=True):
+        with np.errstate(over="ignore"):
+            sums = np.float16(x) + updates
+        u = update_to(jnp.asarray(x), jnp.asarray(to))
+        got = np.float16(x) + np.float16(u)
+        if np.any(sums == to):
+            reached += 1
+            assert got == to, (x, to)
+        else:
+            assert abs(float(got) - float(to)) <= 1.01 * np.nanmin(np.abs(sums.astype(np.float64) - float(to))), (x, to)
+    assert 20 < reached < 150
+
+
+def test_update_to_is_replaced_where_a_program_adds_it():
+    delta = float(np.spacing(np.float32(1)))
+    x = jnp.asarray([-1.0, -(1 + delta), 1e8, -0.0, 1e-45, jnp.inf], jnp.float32)
+    to = jnp.asarray([1.5 + delta, 1.5 + delta, 1e-8, 0.0, -1e-45, 2.0], jnp.float32)
+    assert not np.all(np.asarray(x + update_to(x, to)) == np.asarray(to))
+    with jaxmpi.simulate(2):
+        step = jaxmpi.jit(lambda x, to: (optax.apply_updates(x, update_to(x, to)), jaxmpi.tree_allreduce(to.sum())))
+        got, _ = step(x, to)
+        assert np.asarray(got).tobytes() == np.asarray(to).tobytes()
 
 
 # fragments and delays

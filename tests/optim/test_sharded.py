@@ -56,6 +56,29 @@ def test_each_rank_has_its_share_of_the_state():
 
 
 @run_ranks(1, 2, 3)
+@pytest.mark.parametrize(("dtype", "master_dtype"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")])
+def test_sharded_parameters_are_the_rounded_masters_at_all_magnitudes(dtype, master_dtype):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(7)
+        low, high = (-4, 4) if dtype == "float16" else (-12, 10)
+        pairs = rng.choice([-1, 1], size=(2, 99)) * 10.0 ** rng.uniform(low, high, size=(2, 99))
+        start, to = {"w": jnp.asarray(pairs[0], dtype)}, pairs[1]
+        tx = jaxmpi.sharded(optax.sgd(1.0), master_dtype=master_dtype)
+
+        @jaxmpi.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        # the gradient leads the masters from the start to `to`, which may be tiny beside it
+        grads = {"w": jnp.asarray(np.asarray(start["w"], np.float64) - to, master_dtype)}
+        params, state = step(start, tx.init(start), grads)
+        master = np.asarray(jaxmpi.unshard(state).master["w"])
+        assert master.dtype == master_dtype
+        np.testing.assert_array_equal(np.asarray(params["w"]), np.asarray(jnp.asarray(master).astype(dtype)))
+
+
+@run_ranks(1, 2, 3)
 def test_masters_in_float32():
     """Steps that are lost in bfloat16 add up in the masters."""
     tx = jaxmpi.sharded(optax.sgd(1e-3), master_dtype=jnp.float32)
