@@ -23,8 +23,10 @@ __all__ = [
     "Statement",
     "check_consistent",
     "describe",
+    "gather_sides",
     "has_run",
     "in_words",
+    "mismatch_of",
     "note_run",
     "outliers",
     "raise_mismatch",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 Details = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
+Side = tuple[tuple[int, str, int], Details, str]  # of one rank: its statement, details and, in a program, its message
 CALLS = ("sent", "taken", "given")
 DETAILS = ("called", "ordered", "decided")
 WHOLE = ("computed", "compiled")  # of which all that follows from the first difference differs, too
@@ -136,13 +139,24 @@ def _mismatch(
     backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
 ) -> RankMismatchError:
     """The error that all ranks raise, of what each of them says; or all of a group, whose `ranks` are given then."""
-    everyone = backend.gather_details((tuple(statement), dict(details), message), ranks)
+    return mismatch_of(gather_sides(backend, statement, details, message, ranks), ranks)
+
+
+def gather_sides(
+    backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
+) -> list[Side]:
+    """Return what each rank is about to do, once their fingerprints have differed: in the order of the ranks."""
+    return backend.gather_details((tuple(statement), dict(details), message), ranks)
+
+
+def mismatch_of(everyone: Sequence[Side], ranks: Sequence[int] = ()) -> RankMismatchError:
+    """Return the error for sides of `gather_sides` that differ."""
     ranks = ranks or range(len(everyone))
     said = [Statement(*statement) for statement, _, _ in everyone]
     if len(set(said)) > 1:
         return RankMismatchError(_compare(ranks, said, [details for _, details, _ in everyone]))
     messages = [message for _, _, message in everyone]  # the same program, at different places
-    at = [Statement.of(m)._replace(title=statement.title) for m in messages]
+    at = [Statement.of(m)._replace(title=said[0].title) for m in messages]
     return RankMismatchError(_compare(ranks, at, [{"sent": [m]} for m in messages], PLACES))
 
 

@@ -4,14 +4,33 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
+from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
 from jaxmpi._jit.api import anywhere
-from jaxmpi._leaves import PerRankState, PyTree, is_key
+from jaxmpi._leaves import PerRankState, PyTree, is_key, is_own, leaf_name
+from jaxmpi._optim.sharded_array import ShardedArray
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, joined, own, part, size_along
+from jaxmpi._world import session
 
-__all__ = ["Layout", "ShardedState", "check_ranks", "layout_of", "reshard", "stored", "whole_state"]
+__all__ = [
+    "Layout",
+    "ShardedState",
+    "check_equal",
+    "check_fits",
+    "check_ranks",
+    "layout_of",
+    "reshard",
+    "stored",
+    "whole_state",
+]
+
+
+NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, PerRank)
 
 
 class Layout(NamedTuple):
@@ -64,9 +83,7 @@ class ShardedState:
 
 
 def whole_state(state: ShardedState) -> ShardedState:
-    """The state that one rank would have, on every rank; `unshard` does this."""
-    check_cut("unshard", state.layout.axis)
-    check_ranks("unshard", state, state.layout.axis)
+    """Return the state that one rank would have, on every rank, of one that `check_fits`."""
     parts = _whole_parts(state) if state.layout.ranks > 1 else state.parts
     return ShardedState.of(parts, state.layout._replace(ranks=1))
 
@@ -74,17 +91,68 @@ def whole_state(state: ShardedState) -> ShardedState:
 def reshard(state: ShardedState) -> ShardedState:
     """A state of one rank, from `unshard`, cut for the ranks that there are now along the axis of the state.
 
-    **Collective:** every rank calls it, with the same state; the ranks of a group, where the state has an axis.
-    **Communication:** none.
+    **Collective:** every rank calls it, with a state that is equal on all ranks, or along its axis. Called eagerly, it compares
+    checksums of the state first.
+    **Communication:** 16 bytes.
 
     Raises:
       ValueError: the state is that of several ranks; the ranks do not have its axis.
+      RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the ranks.
     """
     check_cut("reshard", state.layout.axis)
     if state.layout.ranks != 1:
         raise ValueError(f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard.")
-
+    check_equal("reshard", state, state.layout.axis)
     return ShardedState.of(_own_parts(state), state.layout._replace(ranks=size_along(state.layout.axis)))
+
+
+def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
+    """Raise a RankMismatchError on all ranks unless what is whole in a tree is equal on the ranks that share its arrays.
+
+    Whole are all arrays but shards and what is in a `PerRankState`. Those of a `ShardedArray` or `ShardedState` must be equal
+    along its axis, all others along `axis`.
+
+    Args:
+      function: for the error.
+      tree: any pytree.
+      axis: None for the axis of the shards in the tree. If they have several, or there are none, only what is part of them
+        is compared.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_unit)
+    axes = {x.axis if isinstance(x, ShardedArray) else x.layout.axis for _, x in paths if _is_sharded(x)}
+    if axis is None and len(axes) == 1:
+        (axis,) = axes
+    found: list[tuple[KeyPath, object, Axis]] = []
+    for path, x in paths:
+        if is_own(path):
+            continue
+        if isinstance(x, ShardedState):
+            shapes = (None,) * len(x.layout.shapes) if x.layout.ranks == 1 else x.layout.shapes
+            leaves = jax.tree_util.tree_leaves_with_path(x.parts)
+            found += [
+                ((*path, *inner), y, x.layout.axis)
+                for (inner, y), shape in zip(leaves, shapes, strict=False)
+                if shape is None and not is_own(inner)
+            ]
+        elif isinstance(x, ShardedArray):
+            if not x.of:
+                found.append((path, x.shard, x.axis))
+        elif axis is not None:
+            found.append((path, x, axis))
+    equal = [
+        EqualLeaf(leaf_name(path), x, along)
+        for path, x, along in found
+        if isinstance(x, NUMBERS) and getattr(x, "dtype", None) != np.dtype(object)
+    ]
+    check_equal_leaves(session.current(function), function, equal)
+
+
+def _is_sharded(x: object) -> bool:
+    return isinstance(x, ShardedArray | ShardedState)
+
+
+def _is_unit(x: object) -> bool:
+    return _is_sharded(x) or isinstance(x, PerRank)
 
 
 @partial(anywhere, name="unshard")
@@ -121,6 +189,12 @@ def stored(state: PyTree, layout: Layout) -> PyTree:
     pairs = list(zip(leaves, layout.shapes, strict=False))
     wholes = iter(gathered([x for x, shape in pairs if is_shard(x) and shape is None]))
     return treedef.unflatten([part(x, layout.axis) if shape else next(wholes) if is_shard(x) else x for x, shape in pairs])
+
+
+def check_fits(function: str, state: ShardedState) -> None:
+    """Raise a ValueError that names `function` unless the ranks have the axis of a state, and as many as it has shards."""
+    check_cut(function, state.layout.axis)
+    check_ranks(function, state, state.layout.axis)
 
 
 def check_ranks(function: str, state: ShardedState, axis: Axis) -> None:
