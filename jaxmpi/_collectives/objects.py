@@ -6,7 +6,7 @@ import jax
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency import compare
 from jaxmpi._world import session
 
@@ -61,7 +61,7 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = agreed("barrier")
-    jax.block_until_ready(tree_allreduce(0))  # programs run in the order in which they are called
+    jax.block_until_ready(Caller("barrier").allreduce(0))  # programs run in the order in which they are called
     backend.barrier()
 
 

@@ -5,6 +5,8 @@ or a Python number and comes back as a JAX array of the same dtype; PRNG keys mo
 containers are structure and send nothing.
 """
 
+import hashlib
+import re
 from collections.abc import Callable, Hashable
 from functools import cache, partial
 
@@ -21,6 +23,7 @@ from jaxmpi._leaves import PyTree, as_array, check_rows, is_key, leaf_name, shar
 from jaxmpi._world import session
 
 __all__ = [
+    "Caller",
     "refuse_stray",
     "tree_allgather",
     "tree_allreduce",
@@ -30,6 +33,7 @@ __all__ = [
     "tree_reduce_scatter",
 ]
 
+SHOWN = 3  # names of leaves in a text
 OPS = ("mean", "sum", "max", "min", "prod")
 
 
@@ -60,7 +64,7 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
     {'loss': Array(2., dtype=float32, weak_type=True)}
     """
     check_op("tree_allreduce", op)
-    return _apply("tree_allreduce", partial(arrays.allreduce, op=op), tree, axis, op=op)
+    return Caller("tree_allreduce").allreduce(tree, op, axis=axis)
 
 
 def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> PyTree:
@@ -109,7 +113,7 @@ def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
     Raises:
       TypeError: a leaf that is no array, with its path.
     """
-    return _apply("tree_allgather", partial(arrays.move, call=Collective("allgather")), tree, axis)
+    return Caller("tree_allgather").allgather(tree, axis=axis)
 
 
 def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
@@ -126,7 +130,7 @@ def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) ->
       TypeError: a leaf that cannot be reduced so, with its path.
     """
     check_op("tree_reduce_scatter", op)
-    return _apply("tree_reduce_scatter", partial(arrays.reduce_scatter, op=op), tree, axis, op=op, rows=True)
+    return Caller("tree_reduce_scatter").reduce_scatter(tree, op, axis=axis)
 
 
 def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
@@ -141,7 +145,38 @@ def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
       ValueError: a leaf whose first axis is not size, with its path.
       TypeError: a leaf that is no array, with its path.
     """
-    return _apply("tree_alltoall", partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True)
+    return Caller("tree_alltoall").alltoall(tree, axis=axis)
+
+
+class Caller:
+    """The collectives on pytrees on behalf of another function of jaxmpi.
+
+    Errors and the comparison of the ranks name that function, so that a rank that calls it is not taken for one that calls
+    `tree_allreduce` with arrays of the same shapes.
+
+    Attributes:
+      function: its name, such as "local_sgd".
+    """
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def allreduce(self, tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
+        """Reduce a pytree as `tree_allreduce` does."""
+        return _apply(self.function, partial(arrays.allreduce, op=op), tree, axis, op=op)
+
+    def allgather(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
+        """Stack the ranks' pytrees as `tree_allgather` does."""
+        return _apply(self.function, partial(arrays.move, call=Collective("allgather")), tree, axis)
+
+    def alltoall(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
+        """Send rows to the ranks as `tree_alltoall` does."""
+        return _apply(self.function, partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True)
+
+    def reduce_scatter(self, tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
+        """Reduce a pytree and keep a part as `tree_reduce_scatter` does."""
+        work = partial(arrays.reduce_scatter, op=op)
+        return _apply(self.function, work, tree, axis, op=op, rows=True)
 
 
 def check_op(function: str, op: object) -> None:
@@ -201,9 +236,8 @@ def _apply(
     for i in keys:
         leaves[i] = jax.random.key_data(leaves[i])
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
-    outs = work(
-        _axis.with_parameters([leaves[i] for i in sent], _parameters(function, work, axis)), arrays.along(axis, backend)
-    )
+    text = _parameters(function, work, axis, [leaf_name(path) for path, _ in paths])
+    outs = work(_axis.with_parameters([leaves[i] for i in sent], text), arrays.along(axis, backend))
     for i, out in zip(sent, outs, strict=True):
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
@@ -212,15 +246,20 @@ def _apply(
     return treedef.unflatten(leaves)
 
 
-def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis) -> str:
-    """Those of a call, in words: such as "tree_bcast root=0"."""
+def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names: list[str]) -> str:
+    """Return what must be equal in a call on all ranks, in words: such as "tree_bcast of ['w'] root=0"."""
     known = {name: value for name, value in work.keywords.items() if name != "call"}
     call = work.keywords.get("call")
     if call and call.kind == "bcast":
         known["root"] = call.root
     if axis != AXIS:
         known["axis"] = axis
-    return " ".join([function, *(f"{name}={value}" for name, value in sorted(known.items()))])
+    names = [re.sub("0x[0-9a-f]+", "", name) for name in names]  # addresses, which differ between processes
+    of = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
+        of += f" and {len(names) - SHOWN} more leaves, with digest {digest}"
+    return " ".join([function, "of", of, *(f"{name}={value}" for name, value in sorted(known.items()))])
 
 
 @cache

@@ -51,7 +51,8 @@ class Signature:
         self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
         self._program: tuple[Lowered, AnyJaxpr] | None = None  # and its module, where they are compared
         text = [repr(entry._replace(source=())) for entry in entries] + [line.text for line in decides]
-        text += [what for what, _ in parameters] if text else []
+        if text:  # the function's name, too: other functions may send the same
+            text = [title, *text, *(what for what, _ in parameters)]
         self.statement = Statement.of(title, "\n".join(text)) if text else None
 
     @property

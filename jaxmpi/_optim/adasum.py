@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size
-from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_alltoall
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats, wide
 from jaxmpi._world import session
@@ -26,10 +26,12 @@ def adasum(tree: PyTree, axis: Axis = AXIS) -> PyTree:
     if size == 1 or not leaves:
         return tree
     flat = [x.astype(wide(x.dtype)).reshape(-1) for x in leaves]
-    parts = tree_alltoall([jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat], axis=axis)  # [ranks, columns]
-    products = tree_allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum", axis=axis)
+    parts = Caller("distributed").alltoall(
+        [jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat], axis=axis
+    )  # [ranks, columns]
+    products = Caller("distributed").allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum", axis=axis)
     combined = [jnp.matmul(coefficients(g), x, precision="highest") for g, x in zip(products, parts, strict=True)]
-    outs = tree_allgather(combined, axis=axis)
+    outs = Caller("distributed").allgather(combined, axis=axis)
     return put([y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype) for x, y in zip(leaves, outs, strict=True)])
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import Axis, as_whole, with_parameters
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._optim.sharded_array import check_ranks, is_sharded_array
@@ -62,7 +62,7 @@ def _sum_of_squares(tree: PyTree) -> jax.Array:
         elif x.dtype != jax.dtypes.float0:
             total += _square(x)
     for axis, squares in here.items():
-        total += as_whole(tree_allreduce(squares, op="sum", axis=axis), axis)
+        total += as_whole(Caller("clip_by_global_norm").allreduce(squares, op="sum", axis=axis), axis)
     return total
 
 

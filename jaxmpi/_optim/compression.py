@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, names, with_parameters
 from jaxmpi._collectives.arrays import axis_size
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import floats
 from jaxmpi._world import session
@@ -110,6 +110,6 @@ def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
 
     def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         coded, state = encode(updates, state)
-        return decode(tree_allreduce(coded, op="mean", axis=axis), updates), state
+        return decode(Caller(name).allreduce(coded, op="mean", axis=axis), updates), state
 
     return Codec(lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True), axis)

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, with_parameters
 from jaxmpi._collectives.arrays import axis_size
-from jaxmpi._collectives.trees import tree_allgather, tree_alltoall
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.classify import BROADCASTS, communicates, subjaxprs
@@ -114,11 +114,11 @@ def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
 
     sums = map_floats("distributed", branches, with_parameters(stacks, f"distributed micro_batches={micro_batches}"))
     if size > 1:
-        sums = tree_alltoall(
+        sums = Caller("micro_batch_grads").alltoall(
             map_floats("distributed", lambda x: _rows(x, size), sums), axis=axis
         )  # [p, here / branch, columns]
         sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), sums)
-        sums = tree_allgather(sums, axis=axis)
+        sums = Caller("micro_batch_grads").allgather(sums, axis=axis)
 
     def finish(x: jax.Array, total: jax.Array) -> jax.Array:
         n = x.size // here

@@ -13,7 +13,7 @@ import optax
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size, check_axis
-from jaxmpi._collectives.trees import OPS, tree_allreduce
+from jaxmpi._collectives.trees import OPS, Caller, tree_allreduce
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.adasum import adasum
@@ -160,13 +160,17 @@ def _reduced(
 ) -> tuple[PyTree, PyTree]:
     """The gradients of all ranks, and the `value` and `grad`."""
     if op not in ("mean", "sum"):
-        grads = adasum(updates, axis) if op == "adasum" else tree_allreduce(updates, op=op, axis=axis)
-        return grads, tree_allreduce(local, op="mean", axis=axis)
+        grads = adasum(updates, axis) if op == "adasum" else Caller("distributed").allreduce(updates, op=op, axis=axis)
+        return grads, Caller("distributed").allreduce(local, op="mean", axis=axis)
     tree = (updates, local) if local else updates  # errors name the leaf by its path
     if micro_batches:
         tree = canonical_mean(tree, micro_batches, axis)
     else:
-        tree = mean("distributed", tree, weight, axis) if op == "mean" else tree_allreduce(tree, op="sum", axis=axis)
+        tree = (
+            mean("distributed", tree, weight, axis)
+            if op == "mean"
+            else Caller("distributed").allreduce(tree, op="sum", axis=axis)
+        )
     return tree if local else (tree, {})
 
 
@@ -178,7 +182,7 @@ def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None) 
     if weight is None:
         return codec.mean(updates, state)
     w, problem = as_weight("distributed", weight, updates)
-    total = tree_allreduce(w, op="mean", axis=codec.axis)
+    total = Caller("distributed").allreduce(w, op="mean", axis=codec.axis)
     means, sent = codec.mean(scaled("distributed", updates, w), state)
     check_total("distributed", total, problem, codec.axis)
     kept = jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), sent, state)

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, is_own, leaf_name
 from jaxmpi._optim.float_leaves import check_transform, either
@@ -133,7 +133,7 @@ def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     leaves = {i: x for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)) if not is_own(path)}
     if not leaves:
         return _nothing()
-    sums = tree_allgather(jnp.stack([_checksum(x) for x in leaves.values()]))  # [ranks, arrays]
+    sums = Caller("watch_replicas").allgather(jnp.stack([_checksum(x) for x in leaves.values()]))  # [ranks, arrays]
     alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
     size = len(sums)
     which = jnp.argmax(jnp.any(alike < size, axis=0))

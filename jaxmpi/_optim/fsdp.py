@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, as_shard, as_whole
-from jaxmpi._collectives.trees import tree_allgather, tree_allreduce, tree_reduce_scatter
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
@@ -175,7 +175,7 @@ def _gather(axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], we
     parts = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
     cuts = {i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut}
     wholes = [as_whole(x, axis) for x in parts]
-    for i, x in tree_allgather(cuts, axis=axis).items():
+    for i, x in Caller("unshard").allgather(cuts, axis=axis).items():
         stacked, of, *_ = layouts[i]
         wholes[i] = joined(x, (*parts[i].shape[:stacked], *of), stacked)
     return wholes
@@ -209,8 +209,8 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
 
     def means_of(function: str, tree: PyTree) -> PyTree:
         weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
-        shards = tree_reduce_scatter(stacks, op="mean", axis=axis)
-        weight, wholes = tree_allreduce((weight, wholes), op="mean", axis=axis)
+        shards = Caller("unshard").reduce_scatter(stacks, op="mean", axis=axis)
+        weight, wholes = Caller("unshard").allreduce((weight, wholes), op="mean", axis=axis)
         return (shards, wholes) if weight is None else (weight, (shards, wholes))
 
     return means_of

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._axis import AXIS, Axis, with_parameters
-from jaxmpi._collectives.trees import tree_allgather, tree_alltoall
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.compression import Codec, OneMessage, check_at_least_one, ranks_along
 from jaxmpi._optim.float_leaves import floats
@@ -67,9 +67,9 @@ def _in_two_rounds(
         flat = _flat(leaves)
         mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
         coded = _encode(mine, block)
-        part = jnp.sum(_decode(tree_alltoall(coded, axis=axis), block, k), axis=0) / size + state.summed
+        part = jnp.sum(_decode(Caller("codecs.int8").alltoall(coded, axis=axis), block, k), axis=0) / size + state.summed
         answer = _encode(part, block)
-        whole = _decode(tree_allgather(answer, axis=axis), block, k).reshape(-1)
+        whole = _decode(Caller("codecs.int8").allgather(answer, axis=axis), block, k).reshape(-1)
         return put(_cut(whole, leaves)), Residual(mine - _decode(coded, block, k), part - _decode(answer, block, k))
 
     return init, mean

@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives.arrays import axis_size, check_axis
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, check_codec
@@ -142,13 +142,13 @@ def _averaged(
     """The parameters that all go on from, and the states of the outer transform and the codec."""
     here = with_parameters(here, f"local_sgd outer={'a transform' if outer else None}")
     if not outer and not codec:
-        return no_negative_zeros(tree_allreduce(here, op="mean", axis=axis)), (), state.codec
+        return no_negative_zeros(Caller("local_sgd").allreduce(here, op="mean", axis=axis)), (), state.codec
     delta = jax.tree.map(lambda x, y: x - y, state.anchor, here)
     if codec and axis_size(axis, session.current("local_sgd")) > 1:
         delta, coded = codec.mean(delta, state.codec.per_rank)
         coded = PerRankState(coded)
     else:
-        delta, coded = tree_allreduce(delta, op="mean", axis=axis), state.codec
+        delta, coded = Caller("local_sgd").allreduce(delta, op="mean", axis=axis), state.codec
     if not outer:
         there = jax.tree.map(lambda x, d: (x - d).astype(x.dtype), state.anchor, delta)
         return no_negative_zeros(there), (), coded

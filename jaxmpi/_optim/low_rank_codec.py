@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._axis import AXIS, Axis, with_parameters
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.compression import Codec, check_at_least_one
 from jaxmpi._optim.float_leaves import floats
@@ -57,9 +57,12 @@ def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
         chosen = shapes(leaves)
         ms = [leaves[i].astype(jnp.float32).reshape(chosen[i]) + e for i, e in zip(chosen, state.error, strict=True)]
         whole = {i: x for i, x in enumerate(leaves) if i not in chosen}
-        ps, outs = tree_allreduce(([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean", axis=axis)
+        ps, outs = Caller("codecs.powersgd").allreduce(
+            ([_product(m, q) for m, q in zip(ms, state.q, strict=True)], whole), op="mean", axis=axis
+        )
         ps = [jnp.linalg.qr(p)[0] for p in ps]
-        qs = tree_allreduce([_product(m.T, p) for m, p in zip(ms, ps, strict=True)], op="mean", axis=axis)
+        products = [_product(m.T, p) for m, p in zip(ms, ps, strict=True)]
+        qs = Caller("codecs.powersgd").allreduce(products, op="mean", axis=axis)
         found = [_product(p, q.T) for p, q in zip(ps, qs, strict=True)]
         outs |= {i: x.reshape(leaves[i].shape).astype(leaves[i].dtype) for i, x in zip(chosen, found, strict=True)}
         errors = [m - x for m, x in zip(ms, found, strict=True)]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import wide
 from jaxmpi._optim.weights import Weight
@@ -75,7 +75,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         size = session.size()
         if size == 1:
             return updates, state
-        mean, small = tree_allreduce((updates, _square(updates)), op="mean")
+        mean, small = Caller("measure_noise_scale").allreduce((updates, _square(updates)), op="mean")
         large = _square(mean)
         signal, noise = (size * large - small) / (size - 1), (small - large) * size / (size - 1)
         rate = jnp.maximum(1 - state.decay, 1 / (state.steps + 1.0))  # a plain mean at first

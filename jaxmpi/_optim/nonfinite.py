@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import with_parameters
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import check_transform, computed_once, equal_types, map_floats, wide
@@ -36,7 +36,7 @@ def any_rank(flag: ArrayLike) -> jax.Array:
 
 @partial(anywhere, name="any_rank")
 def _vote(flag: ArrayLike) -> jax.Array:
-    return tree_allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
+    return Caller("any_rank").allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
 
 
 class SkipState(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.shards import Shard, is_shard
@@ -101,7 +101,7 @@ def _marked(axis: Axis, params: PyTree) -> PyTree:
 @_equal.defjvp
 def _equal_jvp(axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
     params, counts = primals
-    mean = tree_allreduce(tangents[0], op="mean", axis=axis)
+    mean = Caller("average_loss").allreduce(tangents[0], op="mean", axis=axis)
     if counts is not None:
         mean = map_floats("average_loss", lambda t: jnp.where(counts, t, jnp.zeros_like(t)), mean)
     return _marked(axis, params), mean

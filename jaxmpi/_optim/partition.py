@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, Axis, equal_on_all_ranks
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS, callee
@@ -141,7 +141,7 @@ def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     name = eqn.primitive.name
     numbers = masked(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
-    return tree_allreduce(here, op=REDUCTIONS[name], axis=x.axis)
+    return Caller("sharded").allreduce(here, op=REDUCTIONS[name], axis=x.axis)
 
 
 def _neutral(name: str, dtype: np.dtype) -> float:
@@ -165,7 +165,7 @@ def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
     shape = _shape(xs[0])
     flat = [masked(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
-    return tree_allreduce(here, op="sum", axis=axis)
+    return Caller("sharded").allreduce(here, op="sum", axis=axis)
 
 
 def _barrier(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:

@@ -9,7 +9,7 @@ from jax.tree_util import KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PerRankState, PyTree, is_key, is_own, leaf_name
@@ -159,7 +159,7 @@ def _is_unit(x: object) -> bool:
 def _whole_parts(state: ShardedState) -> tuple[PyTree, PyTree]:
     leaves, treedef = jax.tree.flatten(state.parts)
     wholes = {i: shape for i, shape in enumerate(state.layout.shapes[: len(leaves)]) if shape is not None}
-    for i, x in tree_allgather({i: leaves[i] for i in wholes}, axis=state.layout.axis).items():
+    for i, x in Caller("unshard").allgather({i: leaves[i] for i in wholes}, axis=state.layout.axis).items():
         leaves[i] = joined(x, wholes[i])
     return treedef.unflatten(leaves)
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._collectives import arrays
-from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._world import session
 
 __all__ = [
@@ -132,7 +132,7 @@ def joined(shards: jax.Array, shape: tuple[int, ...], stacked: int = 0) -> jax.A
 def gathered(shards: list[Shard]) -> list[jax.Array]:
     """The whole arrays, on every rank, in one allgather of those that are not known to be whole already; all of one axis."""
     missing = [x for x in shards if x.whole is None]
-    stacks = tree_allgather([x.value for x in missing], axis=missing[0].axis) if missing else []
+    stacks = Caller("sharded").allgather([x.value for x in missing], axis=missing[0].axis) if missing else []
     for x, stack in zip(missing, stacks, strict=True):
         x.whole = joined(stack, x.shape)
     return [x.whole for x in shards]

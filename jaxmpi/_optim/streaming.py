@@ -11,7 +11,7 @@ from jaxmpi._axis import Axis, bound, equal_on_all_ranks, may_differ, with_param
 from jaxmpi._backends import sent_ahead
 from jaxmpi._backends.base import Collective
 from jaxmpi._collectives.arrays import axis_size
-from jaxmpi._collectives.trees import tree_allgather, tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, OneMessage
@@ -152,7 +152,8 @@ class Streams(NamedTuple):
         coded = fragment.sent.per_rank
         if self.delay:
             coded = sent_ahead.sent_ahead(coded, fragment.number)
-        exchange = tree_allreduce if self.message.averages else tree_allgather
+        caller = Caller("local_sgd")
+        exchange = caller.allreduce if self.message.averages else caller.allgather
         delta = self.message.decode(exchange(coded, axis=self.axis), fragment.anchor)
         anchor, outer = delta, fragment.outer
         if self.outer:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._axis import AXIS, Axis, with_parameters
-from jaxmpi._collectives.trees import tree_allgather
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.compression import Codec, OneMessage
 from jaxmpi._optim.float_leaves import floats
@@ -49,7 +49,7 @@ def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
 
     def mean(updates: PyTree, state: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
         coded, kept = encode(updates, state)
-        return _decode(tree_allgather(coded, axis=axis), updates), kept
+        return _decode(Caller("codecs.topk").allgather(coded, axis=axis), updates), kept
 
     return Codec(init, mean, OneMessage(init, encode, _decode, averages=False), axis)
 

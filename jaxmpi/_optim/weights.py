@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
@@ -42,7 +42,7 @@ MeanOverRanks = Callable[[str, PyTree], PyTree]  # of a function's name and a tr
 @cache  # as what a mean has compiled is kept with this
 def mean_over(axis: Axis) -> MeanOverRanks:
     """The mean of every leaf along an axis of the ranks, on each of them."""
-    return lambda function, tree: tree_allreduce(tree, op="mean", axis=axis)
+    return lambda function, tree: Caller(function).allreduce(tree, op="mean", axis=axis)
 
 
 def weighted_mean(
@@ -114,7 +114,7 @@ def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS
     """
     if isinstance(total, jax.core.Tracer):
         return
-    total = total if axis == AXIS else tree_allreduce(total, op="sum")
+    total = total if axis == AXIS else Caller(function).allreduce(total, op="sum")
     if np.isfinite(np.asarray(total)).all():
         return
     problems = session.current(function).allgather_object(problem)

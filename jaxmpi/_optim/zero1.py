@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
-from jaxmpi._collectives.trees import tree_allreduce, tree_reduce_scatter
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.exact_updates import update_to
@@ -151,8 +151,8 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
         scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
         arrays = {i: x for i, x in enumerate(leaves) if i not in scalars}
         stacks = map_floats(function, lambda x: rows(x, size_along(axis)), arrays)
-        shards = _no_floats(tree_reduce_scatter, stacks, op="mean", axis=axis)
-        means = shards | tree_allreduce(scalars, op="mean", axis=axis)
+        shards = _no_floats(Caller("sharded").reduce_scatter, stacks, op="mean", axis=axis)
+        means = shards | Caller("sharded").allreduce(scalars, op="mean", axis=axis)
         return treedef.unflatten([means[i] for i in range(len(leaves))])
 
     return means_of
