@@ -14,6 +14,7 @@ __all__ = [
     "PyTree",
     "ShardKey",
     "as_array",
+    "check_fits",
     "check_rows",
     "in_shard",
     "is_key",
@@ -122,8 +123,13 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
       path: of the leaf, from `tree_flatten_with_path`.
       leaf: anything.
       op: the reduction that it is for; None where it only moves.
+
+    Raises:
+      TypeError: it is no array of numbers, or has no such reduction.
+      OverflowError: as `check_fits`.
     """
     name = leaf_name(path)
+    check_fits(function, path, leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(f"{function}: leaf {name} is a {type(leaf).__name__}, not an array. Take it out of the tree.")
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
@@ -142,6 +148,38 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
     if op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"{function}: leaf {name} is {dtype}, which has no order. Reduce its real and imaginary parts.")
     return x
+
+
+def check_fits(function: str, path: KeyPath, leaf: object) -> None:
+    """Raise an OverflowError if a number of Python or NumPy is too large for the dtype that JAX gives it.
+
+    Without `jax_enable_x64`, JAX makes 32 bits of 64, and an integer beyond 2³¹ another number without a word.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        return
+    host = np.asarray(leaf)
+    if isinstance(leaf, int) and host.dtype == object:  # beyond 64 bits
+        kind, wrong = jax.dtypes.canonicalize_dtype(int), leaf
+    elif host.dtype.kind in "iufc" and host.size:
+        kind = jax.dtypes.canonicalize_dtype(int if isinstance(leaf, int) and host.dtype.kind in "iu" else host.dtype)
+        if kind == host.dtype:
+            return
+        if host.dtype.kind in "iu":
+            limits = np.iinfo(kind)
+            outside = (host < limits.min) | (host > limits.max)
+        else:
+            with np.errstate(over="ignore"):
+                outside = np.isfinite(host) & ~np.isfinite(host.astype(kind))
+        if not outside.any():
+            return
+        wrong = host[outside].reshape(-1)[0].item()
+    else:
+        return
+    remedy = "pass a float, or " if np.issubdtype(kind, np.integer) else ""
+    raise OverflowError(
+        f"{function}: leaf {leaf_name(path)} is {wrong}, which {kind} cannot hold. To keep it, {remedy}set the option "
+        "jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
+    )
 
 
 def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:

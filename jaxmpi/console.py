@@ -11,9 +11,13 @@ from typing import TextIO, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from tqdm import tqdm
 
-from jaxmpi._leaves import PyTree, as_array
+from jaxmpi import _jaxcompat
+from jaxmpi._consistency.compare import raise_on_all
+from jaxmpi._leaves import PyTree, as_array, check_fits
 from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import Weight, weighted_mean
 from jaxmpi._process import settings
@@ -127,17 +131,36 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
       ValueError: on all ranks, a weight of any rank that is something else. In traced code a negative, infinite or NaN weight
         makes NaN of all metrics.
       TypeError: a leaf that is no real number, with its path.
+      OverflowError: on all ranks, a number of Python or NumPy that the result's dtype cannot hold: float32 without
+        `jax_enable_x64`.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
     """
     backend = session.current("average_metrics")
-    if not backend.simulates:  # whose leaves are stacks
-        for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-            as_array("average_metrics", path, leaf, "max")
-    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(metrics))
-    floats = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), metrics)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
+    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
+    try:
+        leaves = [_as_float(leaf) for _, leaf in paths]
+        for (path, _), leaf in zip(paths, leaves, strict=True):
+            if backend.simulates:  # whose leaves are stacks
+                check_fits("average_metrics", path, leaf)
+            else:
+                as_array("average_metrics", path, leaf, "max")
+    except OverflowError as error:  # of a value, so perhaps on this rank alone
+        if _jaxcompat.tracing():
+            raise
+        raise_on_all(backend, "average_metrics", error)
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
     return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)
+
+
+def _as_float(leaf: ArrayLike) -> ArrayLike:
+    """Numbers of Python and integers of NumPy in float64; a leaf that is anything else."""
+    if isinstance(leaf, int | float) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"):
+        return np.asarray(leaf, np.float64)
+    return leaf
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -1,6 +1,7 @@
 """What users call: collectives on pytrees and on Python objects.
 
 trees        tree_allreduce and its relatives, eager and in traced code
+exact_counts sums of integers of Python and NumPy, which are right or an error
 arrays       the same on lists of arrays, in traced code
 objects      broadcast_object, allgather_object, barrier
 synchronize  the same parameters and state on all ranks

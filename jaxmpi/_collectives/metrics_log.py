@@ -17,6 +17,7 @@ from jaxmpi._world import session
 
 __all__ = ["MetricsLog"]
 
+EXACT = 2**53  # up to here, a float is every integer
 RATES = {
     "per_second": "samples_per_second",
     "per_second_per_rank": "samples_per_second_per_rank",
@@ -107,4 +108,5 @@ def _number(name: str, value: ArrayLike) -> float:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biufV":  # V: bfloat16 and its like
         raise TypeError(f"MetricsLog.write: metric {name!r} is {array.dtype} of shape {array.shape}, and must be one number.")
-    return float(array.reshape(()))
+    number = array.reshape(()).item() if array.dtype.kind in "iu" else float(array.reshape(()))
+    return number if abs(number) > EXACT else float(number)

@@ -3,6 +3,7 @@
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
@@ -61,7 +62,7 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = agreed("barrier")
-    jax.block_until_ready(Caller("barrier").allreduce(0))  # programs run in the order in which they are called
+    jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))  # programs run in the order in which they are called
     backend.barrier()
 
 

@@ -7,19 +7,22 @@ containers are structure and send nothing.
 
 import hashlib
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 
 import jax
+from jax.tree_util import KeyPath, PyTreeDef
+from jax.typing import ArrayLike
 
 from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._backends.base import Backend, Collective
-from jaxmpi._collectives import arrays
+from jaxmpi._collectives import arrays, exact_counts
 from jaxmpi._collectives.arrays import check_axis
+from jaxmpi._consistency.compare import raise_on_all
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, check_rows, is_key, leaf_name, shard_axis
+from jaxmpi._leaves import PyTree, as_array, check_fits, check_rows, is_key, leaf_name, shard_axis
 from jaxmpi._world import session
 
 __all__ = [
@@ -42,7 +45,7 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
 
     out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
     rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are summed in 32 bits and rounded once; wider
-    integers wrap as NumPy's do.
+    integers wrap as NumPy's do. Sums and means of integers of Python and NumPy are exact, called eagerly, or raise.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
     **Communication:** small leaves of one dtype share a message, large ones go alone; about 2 (p-1)/p · bytes sent per rank.
@@ -59,6 +62,8 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
     Raises:
       ValueError: an unknown op, or axis.
       TypeError: a leaf that cannot be reduced so, with its path.
+      OverflowError: a number of Python or NumPy, or a sum of such integers, that does not fit the dtype of JAX, with its path;
+        without `jax_enable_x64` that has 32 bits.
 
     >>> tree_allreduce({"loss": 2.0}, op="sum")
     {'loss': Array(2., dtype=float32, weak_type=True)}
@@ -216,6 +221,11 @@ def _apply(
     outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank
+            check_fits(function, path, leaf)
+        if op in ("sum", "mean"):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
+                exact_counts.check_simulated_sum(function, path, leaf, backend.place.size)
         return run(tree)
     refuse_stray(function, tree, backend)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -225,11 +235,19 @@ def _apply(
             f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank has another part. Its "
             "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
         )
-    leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
+    try:
+        leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
+    except OverflowError as error:  # of a value, so perhaps on this rank alone
+        if not run:
+            raise
+        raise_on_all(backend, function, error)
     if rows:
         size = arrays.axis_size(axis, backend)
         for (path, _), x in zip(paths, leaves, strict=True):
             check_rows(function, path, x, size)
+    counts = [i for i, (_, leaf) in enumerate(paths) if op in ("sum", "mean") and exact_counts.is_count(leaf)]
+    if run and counts:
+        return _with_exact_counts(function, work, paths, leaves, counts, run, axis, treedef)
     if run:
         return run(treedef.unflatten(leaves))
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
@@ -244,6 +262,34 @@ def _apply(
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
     return treedef.unflatten(leaves)
+
+
+def _with_exact_counts(
+    function: str,
+    work: partial[list[jax.Array]],
+    paths: Sequence[tuple[KeyPath, ArrayLike]],
+    leaves: list[jax.Array],
+    counts: list[int],
+    run: Callable[[PyTree], PyTree],
+    axis: Axis,
+    treedef: PyTreeDef,
+) -> PyTree:
+    """Reduce a tree outside of traced code, the leaves `counts`, integers of Python and NumPy, by `exact_counts`."""
+    backend, options = session.current(function), dict(work.keywords)
+    size, place = arrays.axis_size(axis, backend), arrays.along(axis, backend).index()
+    rest = treedef.unflatten([None if i in counts else x for i, x in enumerate(leaves)])
+    outs = jax.tree.leaves(run(rest), is_leaf=lambda x: x is None) if len(counts) < len(leaves) else [None] * len(leaves)
+    # Where only some ranks need the sum, all get it, so that all raise; the key has the ranks compare what it is for.
+    key = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
+    sent = {key: {leaf_name(paths[i][0]): exact_counts.halves(leaves[i]) for i in counts}}
+    sums = Caller(function).allreduce(sent, "sum", axis=axis)[key]
+    for i in counts:
+        path, leaf = paths[i]
+        x = exact_counts.total(function, path, leaf, leaves[i].dtype, sums[leaf_name(path)], options["op"], size)
+        if work.func is arrays.reduce_scatter:
+            x = x[place]
+        outs[i] = leaves[i] if options.get("root", place) != place else x
+    return treedef.unflatten(outs)
 
 
 def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names: list[str]) -> str:

@@ -8,9 +8,10 @@ has to trace and compile first is waited for.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._backends.process_group import MpiProcessGroup
@@ -30,6 +31,7 @@ __all__ = [
     "note_run",
     "outliers",
     "raise_mismatch",
+    "raise_on_all",
     "register_program",
     "set_mismatch_handler",
 ]
@@ -83,6 +85,18 @@ def check_consistent(backend: Backend, statement: Statement, details: Callable[[
     smallest, largest = backend.extremes(*statement)
     if smallest != largest:
         raise _mismatch(cast(ProcessGroup, backend), statement, details())
+
+
+def raise_on_all(backend: Backend, function: str, error: Exception) -> NoReturn:
+    """Raise the error of one rank's arguments; ranks that have none raise a RankMismatchError with its text.
+
+    Otherwise they would wait for this rank in a collective that it never calls.
+    """
+    if backend.place.size > 1 and not backend.simulates:
+        text = f"{type(error).__name__}: {error}"
+        with suppress(RankMismatchError):  # which is for the others
+            check_consistent(backend, Statement.of(function, f"{function} {text}"), lambda: {"sent": [f"nothing: {text}"]})
+    raise error
 
 
 def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:

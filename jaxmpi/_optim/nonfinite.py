@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
@@ -31,6 +32,8 @@ def any_rank(flag: ArrayLike) -> jax.Array:
     >>> any_rank(False)
     Array(False, dtype=bool)
     """
+    if isinstance(flag, np.ndarray | np.generic | int | float):  # JAX might make 0 of a number that it cannot hold
+        flag = np.asarray(flag, np.bool_)
     return _vote(flag)
 
 

@@ -100,7 +100,8 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     if isinstance(weight, jax.core.Tracer):
         w = weight.astype(dtype)
         return jnp.where((w >= 0) & (w < jnp.inf), w, jnp.nan), ""
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), weight), ""  # which may be a PerRank
+    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64).astype(dtype)), weight), ""  # may be a PerRank
 
 
 def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS) -> None:
@@ -137,6 +138,8 @@ def divided(function: str, means: PyTree, total: jax.Array, empty: float = 0.0) 
 def _problem(weight: Weight) -> str:
     """What is wrong with a weight, in words; "" if nothing is, or it is not known yet."""
     x = weight.stack if isinstance(weight, PerRank) else weight
+    if isinstance(x, int):
+        return "" if 0 <= x < 2**1023 else f"is {x}"[:80]
     try:
         shape, dtype = jnp.shape(x)[is_per_rank(weight) :], jnp.result_type(x)
     except (TypeError, ValueError):

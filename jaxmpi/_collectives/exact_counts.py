@@ -1,0 +1,88 @@
+"""Sums and means of integers of Python and NumPy, which are right or an error, outside of traced code.
+
+JAX adds integers in their own dtype, and a sum beyond it is another number without a word. Counters are such integers: samples,
+tokens, bytes. Each is sent as two halves,
+
+  x = high · 2ᵏ + low, 0 ≤ low < 2ᵏ,
+
+whose sums over the ranks fit, and are put together in Python. Every rank gets the whole sum, so all raise
+where it does not fit.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._leaves import leaf_name
+
+__all__ = ["check_simulated_sum", "halves", "is_count", "total"]
+
+
+def is_count(leaf: object) -> bool:
+    """Whether it is an integer, or an array of some, that JAX does not hold yet; booleans are none."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "iu"
+    return isinstance(leaf, int) and not isinstance(leaf, bool)
+
+
+def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the high and the low half of integers, in 32 bits, or in 64 if they have as many."""
+    host = np.asarray(x)
+    wide = np.dtype(np.int64 if host.dtype.itemsize == 8 else np.int32)
+    if host.dtype.itemsize < wide.itemsize:
+        host = host.astype(wide)
+    k = 4 * wide.itemsize
+    low = host & host.dtype.type((1 << k) - 1)
+    return jnp.asarray((host >> k).astype(wide)), jnp.asarray(low.astype(wide))
+
+
+def total(
+    function: str, path: KeyPath, leaf: ArrayLike, dtype: np.dtype, sums: Sequence[jax.Array], op: str, size: int
+) -> jax.Array:
+    """Return the sum, or the mean rounded down, from the sums of the halves.
+
+    Args:
+      function: for the error.
+      path: of the leaf.
+      leaf: this rank's; the result has a weak type where this is a Python int.
+      dtype: of the result.
+      sums: of `halves`, over the ranks.
+      op: "sum" or "mean".
+      size: the number of ranks.
+
+    Raises:
+      OverflowError: the result does not fit the dtype.
+    """
+    k = 4 * sums[0].dtype.itemsize
+    exact = np.asarray(sums[0]).astype(object) * (1 << k) + np.asarray(sums[1]).astype(object)
+    exact = np.asarray(exact // size if op == "mean" else exact, object)
+    limits = np.iinfo(dtype)
+    for number in exact.reshape(-1):
+        if not limits.min <= number <= limits.max:
+            raise OverflowError(_too_large(function, path, number, dtype))
+    return jnp.asarray(int(exact)) if isinstance(leaf, int) else jnp.asarray(exact.astype(dtype))
+
+
+def check_simulated_sum(function: str, path: KeyPath, leaf: object, size: int) -> None:
+    """Raise an OverflowError if integers of simulated ranks may have a sum beyond their dtype."""
+    x = leaf.stack if isinstance(leaf, PerRank) else leaf
+    if not is_count(x):
+        return
+    host = np.abs(np.asarray(x).astype(object))
+    largest = host.sum(0) if isinstance(leaf, PerRank) else host * size
+    dtype = jax.dtypes.canonicalize_dtype(int if isinstance(x, int) else np.asarray(x).dtype)
+    number = max(np.asarray(largest, object).reshape(-1), default=0)
+    if number > np.iinfo(dtype).max:
+        raise OverflowError(_too_large(function, path, number, dtype))
+
+
+def _too_large(function: str, path: KeyPath, number: int, dtype: np.dtype) -> str:
+    return (
+        f"{function}: the sum of leaf {leaf_name(path)} over the ranks is {number}, which {np.dtype(dtype)} cannot hold. Pass "
+        "floats, or set the option jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
+    )
