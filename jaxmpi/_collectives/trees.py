@@ -278,7 +278,8 @@ def _with_exact_counts(
     backend, options = session.current(function), dict(work.keywords)
     size, place = arrays.axis_size(axis, backend), arrays.along(axis, backend).index()
     rest = treedef.unflatten([None if i in counts else x for i, x in enumerate(leaves)])
-    outs = jax.tree.leaves(run(rest), is_leaf=lambda x: x is None) if len(counts) < len(leaves) else [None] * len(leaves)
+    reduced = iter(jax.tree.leaves(run(rest)) if len(counts) < len(leaves) else [])
+    outs = [x if i in counts else next(reduced) for i, x in enumerate(leaves)]
     # Where only some ranks need the sum, all get it, so that all raise; the key has the ranks compare what it is for.
     key = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
     sent = {key: {leaf_name(paths[i][0]): exact_counts.halves(leaves[i]) for i in counts}}
