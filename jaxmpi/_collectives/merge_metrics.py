@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._collectives.objects import agreed
-from jaxmpi._collectives.trees import refuse_stray, tree_allgather
+from jaxmpi._collectives.trees import Caller, refuse_stray
 from jaxmpi._consistency.compare import outliers
 from jaxmpi._consistency.identity import structure_of
 from jaxmpi._errors import RankMismatchError
@@ -100,7 +100,7 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
     leaves, treedef = jax.tree.flatten(metrics, is_leaf=is_per_rank)
     ranks = range(backend.place.size)
     if _jaxcompat.tracing():
-        stacks = tree_allgather(leaves)
+        stacks = Caller(FUNCTION).allgather(leaves)
         return [treedef.unflatten([x[r] for x in stacks]) for r in ranks]
     if backend.simulates:
         return [treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]) for r in ranks]

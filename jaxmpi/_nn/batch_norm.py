@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._collectives.trees import tree_allreduce
+from jaxmpi._collectives.trees import Caller
 
 __all__ = ["BatchNorm", "Moments", "moments", "normalized", "split_axes", "updated"]
 
@@ -132,7 +132,7 @@ def moments(
     def over_ranks(*sums: jax.Array) -> tuple[jax.Array, ...]:
         if groups is not None:
             return lax.psum(sums, axis_name, axis_index_groups=groups)
-        return tree_allreduce(sums, op="sum", axis=axis_name)
+        return Caller("nn.BatchNorm").allreduce(sums, op="sum", axis=axis_name)
 
     def total(values: jax.Array) -> jax.Array:
         # by a choice, not a product: rows that are not valid may hold NaN

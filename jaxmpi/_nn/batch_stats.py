@@ -18,7 +18,7 @@ from jax.tree_util import KeyEntry, KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._collectives.trees import refuse_stray, tree_allreduce
+from jaxmpi._collectives.trees import Caller, refuse_stray
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
@@ -471,7 +471,7 @@ def _combined(
     sums = [_times(x.weight, [x.mean]) for x in own]
     hidden = [(_norm(x["hidden"]), _norm([x["mean"], *x["variance"]])) for x in groups]
     sent = (weight, [x.weight for x in own], sums, hidden)
-    given, totals, sums, hidden = tree_allreduce(sent, op="sum")
+    given, totals, sums, hidden = Caller(FUNCTION).allreduce(sent, op="sum")
     centers = [_over(W, x, [y.mean])[0] for W, x, y in zip(totals, sums, own, strict=True)]
 
     # σ² = Σ w_r·(σ_r² + |μ_r - μ|²) / W. The mean of squares less |μ|² would lose its digits
@@ -483,7 +483,7 @@ def _combined(
     empty = []
     for x, group in zip(own, groups, strict=True):
         empty.append((jnp.any(x.samples == 0) & bool(group["squares"])).astype(jnp.int32))
-    around, empty = tree_allreduce((around, empty), op="sum")
+    around, empty = Caller(FUNCTION).allreduce((around, empty), op="sum")
 
     outs, problems = [], []
     for i, group in enumerate(groups):
