@@ -12,12 +12,13 @@ ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every
 import math
 import random
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls
@@ -26,7 +27,7 @@ from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.native_transports import Transports
-from jaxmpi._backends.wire_dtypes import from_carrier, to_carrier
+from jaxmpi._backends.wire_dtypes import carried, carried_shapes, received
 from jaxmpi._backends.within_groups import through_all
 from jaxmpi._process import settings
 
@@ -100,8 +101,8 @@ class Native(Mpi):
 
     def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
         """One message; the ranks compare what it is for, as text."""
-        outs = native_calls.run(_carried(call, xs), call, self, self._statement(call, text))
-        return _received(call, xs, outs)
+        outs = native_calls.run(carried(call, xs, _fits), call, self, self._statement(call, text))
+        return received(call, xs, outs)
 
     def _statement(self, call: Collective, text: str) -> int:
         statement = fingerprint_of(f"{call.fingerprint} {call.place} {text}")
@@ -120,25 +121,25 @@ class Native(Mpi):
 
     def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Started:
         statement = self._statement(call, _text(call, xs))
-        sent, wait = native_calls.start(_carried(call, xs), call, self, statement, bucket=bucket, first=first)
+        sent, wait = native_calls.start(carried(call, xs, _fits), call, self, statement, bucket=bucket, first=first)
 
-        def received(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def wait_for(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = wait(before)
-            return _received(call, xs, outs[: len(xs)]), outs[len(xs) :]
+            return received(call, xs, outs[: len(xs)]), outs[len(xs) :]
 
-        return Started(sent, received)
+        return Started(sent, wait_for)
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
-        return native_calls.send_ahead(_carried(call, xs), call, self, self._statement(call, _text(call, xs)))
+        return native_calls.send_ahead(carried(call, xs, _fits), call, self, self._statement(call, _text(call, xs)))
 
     def _take(self, call: Collective, xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
-        outs = native_calls.take(_carried(call, xs), number, call, self, self._statement(call, _text(call, xs)))
-        return _received(call, xs, outs)
+        outs = native_calls.take(carried(call, xs, _fits), number, call, self, self._statement(call, _text(call, xs)))
+        return received(call, xs, outs)
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
-        carried = [x if x.dtype in TYPES else jax.eval_shape(partial(to_carrier, call=_carrier(call)), x) for x in arrays]
-        return [sum(math.prod(x.shape) * x.dtype.itemsize for x in carried)]
+        sent = carried_shapes(call, arrays, _fits)
+        return [sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)]
 
     # outside
 
@@ -232,18 +233,10 @@ class Native(Mpi):
         self._opened.close()
 
 
+def _fits(dtype: np.dtype) -> bool:
+    """Whether the transport knows a dtype."""
+    return dtype in TYPES
+
+
 def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
     return f"{call.title} of {', '.join(f'{x.dtype}{list(x.shape)}' for x in xs)}"
-
-
-def _carried(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    return [x if x.dtype in TYPES else to_carrier(x, _carrier(call)) for x in xs]
-
-
-def _received(call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Array]) -> list[jax.Array]:
-    return [y if x.dtype == y.dtype else from_carrier(y, x.dtype, _carrier(call)) for x, y in zip(xs, outs, strict=True)]
-
-
-def _carrier(call: Collective) -> Collective:
-    """What the dtypes that are not native are carried for: numbers to be reduced, or bits to be moved."""
-    return Collective("allreduce", op="sum") if call.op else call

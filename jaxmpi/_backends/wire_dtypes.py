@@ -1,6 +1,7 @@
 """Convert each JAX dtype to one that MPI can send or reduce, and back: for mpi4jax, and for XLA on CPUs."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +10,58 @@ from jax import lax
 
 from jaxmpi._backends.base import Collective
 
-__all__ = ["LOCAL_REDUCE", "from_carrier", "mean_as_sum", "reduce_rows", "to_carrier"]
+__all__ = [
+    "LOCAL_REDUCE",
+    "bits_of",
+    "carried",
+    "carried_shapes",
+    "from_carrier",
+    "is_sub_byte",
+    "mean_as_sum",
+    "received",
+    "reduce_rows",
+    "to_carrier",
+]
 
 Run = Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
 
 LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
 
+def carried(call: Collective, xs: Sequence[jax.Array], fits: Callable[[np.dtype], bool]) -> list[jax.Array]:
+    """Return the arrays in dtypes that a transport can take; `fits` says whether it can take one as it is."""
+    return [x if fits(x.dtype) else to_carrier(x, _purpose(call)) for x in xs]
+
+
+def carried_shapes(
+    call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], fits: Callable[[np.dtype], bool]
+) -> list[jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of what `carried` makes of arrays like these."""
+    convert = partial(to_carrier, call=_purpose(call))
+    return [x if fits(x.dtype) else jax.eval_shape(convert, x) for x in arrays]
+
+
+def received(call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the results of `call` on what `carried` made of `xs`, in the dtypes of `xs`."""
+    back = []
+    for x, y in zip(xs, outs, strict=True):
+        back.append(y if x.dtype == y.dtype else from_carrier(y, x.dtype, _purpose(call)))
+    return back
+
+
+def _purpose(call: Collective) -> Collective:
+    """What an array travels for: in a sum or extreme, its numbers count; in all else, its bits."""
+    return Collective("allreduce", op="sum") if call.op else call
+
+
 def to_carrier(x: jax.Array, call: Collective) -> jax.Array:
     """`x` in a dtype that MPI knows: widened where numbers are reduced, the same bits where they only move."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
-    if _is_sub_byte(x.dtype):  # nothing below has a NaN, and nothing below has bytes of its own
-        return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int8)
+    if is_sub_byte(x.dtype) and (not call.op or jnp.issubdtype(x.dtype, jnp.integer)):
+        # One byte for each number: of these dtypes several numbers share a byte, in which a row may end. A sum of integers
+        # wraps in 8 bits, which leaves its lower bits right.
+        return bits_of(x).astype(jnp.int8)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if call.kind == "allreduce":
@@ -36,9 +76,12 @@ def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
     """The inverse of `to_carrier`."""
     if x.dtype == dtype:
         return x
+    if is_sub_byte(dtype) and x.dtype == jnp.int8:
+        narrow = x.astype(_unsigned(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype)
+        return lax.bitcast_convert_type(narrow, dtype) if narrow.dtype != dtype else narrow
     if call.op in ("max", "min") and x.dtype in (jnp.int32, jnp.int64) and jnp.issubdtype(dtype, jnp.floating):
         return _from_ordered(x).astype(dtype)
-    moved = x.dtype in (jnp.uint16, jnp.uint8) and jnp.issubdtype(dtype, jnp.floating) and not _is_sub_byte(dtype)
+    moved = x.dtype in (jnp.uint16, jnp.uint8) and jnp.issubdtype(dtype, jnp.floating)
     return lax.bitcast_convert_type(x, dtype) if moved else x.astype(dtype)
 
 
@@ -62,7 +105,20 @@ def _integer_like(x: jax.Array) -> np.dtype:
     return np.dtype(f"int{8 * x.dtype.itemsize}")
 
 
-def _is_sub_byte(dtype: np.dtype) -> bool:
+def bits_of(x: jax.Array) -> jax.Array:
+    """Floats as unsigned integers of the same bits; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.bitcast_convert_type(x, _unsigned(x.dtype))
+
+
+def _unsigned(dtype: np.dtype) -> np.dtype:
+    """The unsigned integers of as many bits as a float has."""
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
+def is_sub_byte(dtype: np.dtype) -> bool:
+    """Whether several numbers of a dtype may share a byte."""
     numbers = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else None
     return numbers is not None and numbers(dtype).bits < 8
 
