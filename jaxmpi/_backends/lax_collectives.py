@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.base import Collective
+from jaxmpi._backends.wire_dtypes import bits_of, reduce_rows
 
 __all__ = ["bcast_p", "from_root", "run"]
 
@@ -35,7 +36,7 @@ def run(call: Collective, xs: Sequence[jax.Array], axis: Axis = AXIS) -> list[ja
 def _allreduce(call: Collective, xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
     op, groups = call.op, call.groups or None
     if op == "prod":  # XLA has none
-        return [jnp.prod(lax.all_gather(x, axis, axis_index_groups=groups), axis=0, dtype=x.dtype) for x in xs]
+        return [reduce_rows(lax.all_gather(x, axis, axis_index_groups=groups), op) for x in xs]
     carried = tuple(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x for x in xs)
     sums = REDUCE[op](carried, axis, axis_index_groups=groups)
     return [y.astype(x.dtype) if x.dtype == jnp.bool_ else y for x, y in zip(xs, sums, strict=True)]
@@ -93,14 +94,16 @@ def from_root(is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: ja
       total: the sum over the ranks.
       x: this rank's array.
     """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = from_root(is_root, total, jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(from_root(is_root, total, x.real), from_root(is_root, total, x.imag))
     if x.dtype == jnp.bool_:
         return from_root(is_root, total, x.astype(jnp.uint8)).astype(jnp.bool_)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return total(jnp.where(is_root, x, 0))
-    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(from_root(is_root, total, bits), x.dtype)
+    return lax.bitcast_convert_type(from_root(is_root, total, bits_of(x)), x.dtype)
 
 
 def _abstract(x: ShapedArray, *, root: int, axis_name: Axis) -> tuple[ShapedArray, set[Hashable]]:
