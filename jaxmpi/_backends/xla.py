@@ -92,6 +92,8 @@ class Xla(MpiProcessGroup):
     def _wrap(self, x: ArrayLike) -> ArrayLike:
         if isinstance(x, bool | int | float | complex) or getattr(x, "sharding", None) == self.sharding:
             return x
+        if getattr(x, "dtype", None) == jax.dtypes.float0:  # JAX makes no array on a device of it
+            return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=self.sharding)
         if isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated:

@@ -146,7 +146,8 @@ def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], 
 
 def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
     leaves = list(leaves)
-    for dtype in sorted({leaf.dtype for leaf in spec if leaf.kind == "array"}):
+    nothing = str(np.dtype(jax.dtypes.float0))  # the gradients of integers, which hold no numbers: they stay as they are
+    for dtype in sorted({leaf.dtype for leaf in spec if leaf.kind == "array"} - {nothing}):
         indices = [i for i, leaf in enumerate(spec) if leaf.dtype == dtype]
         raw = [np.asarray(jax.random.key_data(leaves[i]) if is_key(leaves[i]) else leaves[i]) for i in indices]
         is_root = backend.place.rank == root

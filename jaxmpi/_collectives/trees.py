@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 
 import jax
+import numpy as np
 from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
 
@@ -253,12 +254,17 @@ def _apply(
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
     for i in keys:
         leaves[i] = jax.random.key_data(leaves[i])
-    sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]  # the gradients of integers hold no numbers
+    ranks = arrays.along(axis, backend)
+    # the gradients of integers hold no numbers, and only take the shape of the result
+    sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
     text = _parameters(function, work, axis, [leaf_name(path) for path, _ in paths])
-    outs = work(_axis.with_parameters([leaves[i] for i in sent], text), arrays.along(axis, backend))
+    outs = work(_axis.with_parameters([leaves[i] for i in sent], text), ranks)
     for i, out in zip(sent, outs, strict=True):
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
+    for i in {*range(len(leaves))}.difference(sent):
+        shape = _call_of(work).out_shape(leaves[i].shape, ranks.size)
+        leaves[i] = np.zeros(shape, jax.dtypes.float0)  # type: ignore[call-overload]
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
     return treedef.unflatten(leaves)
@@ -291,6 +297,12 @@ def _with_exact_counts(
             x = x[place]
         outs[i] = leaves[i] if options.get("root", place) != place else x
     return treedef.unflatten(outs)
+
+
+def _call_of(work: partial[list[jax.Array]]) -> Collective:
+    """A collective with results of the same shapes as those of `work`."""
+    kind = "reduce_scatter" if work.func is arrays.reduce_scatter else "allreduce"
+    return work.keywords.get("call", Collective(kind))
 
 
 def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names: list[str]) -> str:

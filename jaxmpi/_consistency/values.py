@@ -51,4 +51,6 @@ def checksum(x: ArrayLike) -> int:
         x = x.addressable_data(0)
     if isinstance(x, jax.Array) and is_key(x):
         x = jax.random.key_data(x)
+    if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of integers, which holds no numbers
+        return 0
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)

@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jaxmpi._axis import equal_on_all_ranks
+from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, is_own, leaf_name
@@ -145,13 +146,15 @@ def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
 
 def _checksum(x: ArrayLike) -> jax.Array:
     """A uint32 that differs where the bits do, but for one case in 2³²."""
+    if getattr(x, "dtype", None) == jax.dtypes.float0:  # it holds no numbers
+        return jnp.uint32(0)
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
+    if x.dtype == jnp.bool_ or is_sub_byte(x.dtype):
+        x = bits_of(x).astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
     flat = words.reshape(-1).astype(jnp.uint32)
     mixed = flat ^ (jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
