@@ -137,9 +137,11 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
         return leaf  # type: ignore[return-value]
     if not isinstance(leaf, jax.Array) and dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to numbers.")
+    if str(dtype) in ("int1", "uint1"):
+        raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which XLA takes for booleans. Cast it to int2 or to bool.")
     try:
         x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
         raise TypeError(f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}") from error
     if op is not None and is_key(x):
         raise TypeError(f"{function}: leaf {name} is a PRNG key, which cannot be reduced. Use tree_bcast or tree_allgather.")

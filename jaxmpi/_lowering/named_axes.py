@@ -19,7 +19,7 @@ from jaxmpi._backends.lax_collectives import from_root
 from jaxmpi._backends.sent_ahead import SEND
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
 from jaxmpi._lowering.classify import BROADCASTS, REDUCE, axis_names
-from jaxmpi._lowering.refuse import refuse_groups, refuse_names, refuse_pairs
+from jaxmpi._lowering.refuse import refuse_dtype, refuse_groups, refuse_names, refuse_pairs
 
 __all__ = ["broadcast", "collective", "has_groups", "index"]
 
@@ -48,6 +48,7 @@ def index(eqn: JaxprEqn, axes: Axes) -> jax.Array:
 
 def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
     """The array of a root, within each group."""
+    refuse_dtype(eqn)
     root, groups = eqn.params[BROADCASTS[eqn.primitive.name]], _groups(eqn, axes)
     if len(groups[0]) == 1:
         return x

@@ -18,6 +18,7 @@ from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line, subjaxprs
 __all__ = [
     "explained",
     "refuse",
+    "refuse_dtype",
     "refuse_groups",
     "refuse_meshes",
     "refuse_names",
@@ -29,6 +30,7 @@ __all__ = [
 T = TypeVar("T")
 
 PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
+REDUCTIONS = (*REDUCE, "reduce_scatter", "pmean")
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
 ONE_AXIS = "Over the ranks and an axis of vmap, psum, pmean, pmax, pmin and tiled all_to_all are; use one axis at a time."
 IN_GROUPS = "Name an axis of jaxmpi.init(axes=...) in the place of axis_index_groups, for which JAX has more rules."
@@ -45,15 +47,26 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
 
     Raises:
       NotImplementedError: it has an axis that is counted from the end.
-      TypeError: it would reduce keys or booleans.
+      TypeError: it would reduce keys or booleans, or is of a dtype that cannot hold what it gives.
       ValueError: the pairs of a ppermute are no permutation of some ranks.
     """
     name, params = eqn.primitive.name, eqn.params
     where = _where(eqn)
     _refuse_axes(where, params)
-    _refuse_dtype(where, name, eqn.invars[0].aval.dtype)
+    refuse_dtype(eqn)
     if name == "ppermute":
         refuse_pairs(eqn, size)
+        dtype = eqn.invars[0].aval.dtype
+        if dtype == jnp.float8_e8m0fnu and len(params["perm"]) < size:
+            raise TypeError(
+                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others get zero, which {dtype} does not "
+                "have. Name a source for every rank, or use another dtype."
+            )
+
+
+def refuse_dtype(eqn: JaxprEqn) -> None:
+    """Raise a TypeError if a collective, or a broadcast, is of a dtype that it cannot carry."""
+    _refuse_dtype(_where(eqn), eqn.primitive.name, eqn.invars[0].aval.dtype)
 
 
 def _where(eqn: JaxprEqn) -> str:
@@ -104,7 +117,12 @@ def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
 
 
 def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
-    if name in (*REDUCE, "reduce_scatter") and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype == jax.dtypes.float0:
+        raise TypeError(
+            f"{where} is of float0, the gradients of integers, which hold no numbers. Take them out of the tree, or use the "
+            "functions jaxmpi.tree_*, which let them pass."
+        )
+    if name in REDUCTIONS and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which move them.")
     if name == "reduce_scatter" and dtype == jnp.bool_:
         raise TypeError(f"{where} is of booleans, which cannot be summed. Convert them to integers first.")
@@ -185,7 +203,10 @@ def _explain(error: Exception, where: str, name: str, params: Mapping[str, objec
         ) from error
     try:
         _refuse_axes(where, params)
-    except NotImplementedError as refusal:
+        for x in jax.tree.leaves(params.get("x")):  # pmean divides keys and float0 while it is traced
+            if hasattr(x, "dtype"):
+                _refuse_dtype(where, name, x.dtype)
+    except (NotImplementedError, TypeError) as refusal:
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
         reason = f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""  # not JAX's types
