@@ -29,7 +29,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
