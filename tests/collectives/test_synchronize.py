@@ -132,3 +132,22 @@ def test_many_collectives_of_both_kinds_in_turn():
         x = step(x)  # still running when the next line starts
         assert jaxmpi.allgather_object(i + r) == [i + q for q in range(n)]
     np.testing.assert_allclose(x, 20 * (n - 1) / 2, rtol=1e-6)
+
+
+def test_synchronize_gives_simulated_ranks_the_values_of_root():
+    each = jnp.arange(6.0).reshape(3, 2)
+    with jaxmpi.simulate(3):
+        keys = jaxmpi.rank_key(jax.random.key(0))
+        tree = {"w": jaxmpi.PerRank(each), "key": keys, "step": 3, "host": jaxmpi.PerRank(np.arange(3)), "same": jnp.ones(2)}
+        tree["own"] = jaxmpi.PerRankState(jaxmpi.PerRank(each))
+        tree["nnx"] = nnx.State({"w": nnx.Param(jaxmpi.PerRank(each)), "mean": nnx.BatchStat(jaxmpi.PerRank(each))})
+        got = jaxmpi.synchronize(tree, root=2)
+        np.testing.assert_array_equal(jaxmpi.jit(lambda x: x)(got["w"]), each[2])  # equal on all ranks, so one array
+    np.testing.assert_array_equal(
+        jax.random.key_data(got["key"]), jax.random.key_data(jax.random.fold_in(jax.random.key(0), 2))
+    )
+    assert got["step"] == 3 and got["host"] == 2
+    np.testing.assert_array_equal(got["same"], np.ones(2))
+    np.testing.assert_array_equal(got["own"].per_rank.stack, each)
+    np.testing.assert_array_equal(got["nnx"]["w"].get_value(), each[2])
+    np.testing.assert_array_equal(got["nnx"]["mean"].get_value().stack, each)

@@ -1,5 +1,8 @@
 """`jaxmpi.nn.jit`: an nnx step that changes its objects in place trains on n ranks as `nnx.jit` does on one."""
 
+import dataclasses
+import tempfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -210,3 +213,199 @@ def test_a_step_that_adds_variables_is_refused():
 
     with pytest.raises(ValueError, match=r"jaxmpi.nn.jit: grow changes the structure of its nnx arguments"):
         grow(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+class Net(nnx.Module):
+    """A model with variables of all kinds that are each rank's own, and of one that is not."""
+
+    def __init__(self, seed, dropout):
+        rngs = nnx.Rngs(params=seed, dropout=dropout)
+        self.linear = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.loss = nnx.metrics.Average()
+        self.per_rank = nnx.Variable(jnp.zeros(2))  # a name, and no mark
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def of_rank(r):
+    """A model whose every array is another one on each rank."""
+    model = Net(r, jax.random.fold_in(jax.random.key(7), r))
+    model.norm.mean.set_value(jnp.arange(8.0) + r)
+    model.loss.update(values=jnp.full(3, r + 1.0))
+    model.per_rank.set_value(jnp.full(2, r + 0.5))
+    return model
+
+
+def values(state):
+    """The arrays by their paths in an `nnx.State`; keys as numbers."""
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        x = variable.get_value()
+        found[path] = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return found
+
+
+KINDS = (nnx.RngState, nnx.BatchStat, nnx.metrics.MetricState)
+
+
+@run_ranks(1, 2, 3)
+def test_synchronize_leaves_the_variables_that_nn_jit_calls_each_ranks_own():
+    r = jaxmpi.rank()
+    for got in (jaxmpi.synchronize(nnx.state(of_rank(r))), nnx.state(jaxmpi.synchronize(of_rank(r)))):
+        own, rest = nnx.split_state(got, KINDS, ...)
+        mine, zeros = (nnx.split_state(nnx.state(of_rank(rank)), KINDS, ...) for rank in (r, 0))
+        for x, y in ((own, mine[0]), (rest, zeros[1])):
+            assert values(x).keys() == values(y).keys() and values(x)
+            for path, array in values(x).items():
+                np.testing.assert_array_equal(array, values(y)[path], err_msg=str(path))
+
+
+@run_ranks(1, 2, 3)
+def test_save_keeps_the_variables_that_nn_jit_calls_each_ranks_own():
+    model = of_rank(jaxmpi.rank())
+    nnx.update(model, jaxmpi.synchronize(nnx.state(model)))
+    folder, state = jaxmpi.broadcast_object(tempfile.mkdtemp()), nnx.state(model)
+    jaxmpi.save(folder, 1, {"model": state}, background=False)
+    got = values(jaxmpi.restore(folder, {"model": nnx.state(of_rank(9))})["model"])
+    assert got.keys() == values(state).keys()
+    for path, array in values(state).items():
+        np.testing.assert_array_equal(got[path], array, err_msg=str(path))
+    # without what each rank has: a variable of the kind that holds None
+    drop = lambda x: x.replace(None) if isinstance(x, KINDS) else x
+    like = jax.tree.map(drop, nnx.state(of_rank(9)), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    left = jaxmpi.restore(folder, {"model": like})["model"]
+    np.testing.assert_array_equal(left["linear"]["kernel"].get_value(), state["linear"]["kernel"].get_value())
+    assert left["norm"]["mean"].get_value() is None
+
+
+@run_ranks(2)
+def test_checks_leave_the_variables_that_nn_jit_calls_each_ranks_own():
+    r, model = jaxmpi.rank(), of_rank(jaxmpi.rank())
+    nnx.update(model, jaxmpi.synchronize(nnx.state(model)))
+    step = jaxmpi.jit(lambda state: jax.tree.map(lambda x: x, state), replicated_argnums=0, replicated_outnums=0)
+    assert values(step(nnx.state(model))).keys() == values(nnx.state(model)).keys()
+    tx = jaxmpi.watch_replicas(optax.sgd(0.1), every=1)
+    params = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))  # of which the statistics differ
+    _, state = jaxmpi.jit(tx.update)(params, tx.init(params), params)
+    jaxmpi.check_replicas(state, params)
+    params["linear"]["bias"].set_value(jnp.full(8, float(r)))
+    _, state = jaxmpi.jit(tx.update)(params, state, params)
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['linear'\]\['bias'\]\.value of the parameters on rank 1"):
+        jaxmpi.check_replicas(state, params)
+
+
+@dataclasses.dataclass
+class Mine:
+    per_rank: jax.Array
+    shard: jax.Array
+
+
+jax.tree_util.register_dataclass(Mine, ["per_rank", "shard"], [])
+
+
+@run_ranks(2)
+def test_a_users_field_called_per_rank_is_no_mark():
+    r = jaxmpi.rank()
+    identity = jaxmpi.jit(lambda x: x)
+    x = jnp.full(2, r + 1.0)
+    marked = nnx.state(Holder(x))
+    plain = {"plain": Mine(x, x), "marked": {"per_rank": x}}
+    for tree in (marked, plain, marked):  # whichever comes first, the other one's structure is not found for it
+        got = jaxmpi.synchronize(identity(tree))
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+    np.testing.assert_array_equal(jaxmpi.synchronize(identity(plain))["marked"]["per_rank"], np.full(2, 1.0))
+    got = jaxmpi.synchronize(identity(marked))
+    np.testing.assert_array_equal(got["plain"]["per_rank"].get_value(), np.full(2, 1.0))
+    np.testing.assert_array_equal(jax.tree.leaves(got["marked"])[0], np.full(2, r + 1.0))
+
+
+class Holder(nnx.Module):
+    def __init__(self, x):
+        self.plain = nnx.data({"per_rank": nnx.Variable(x)})
+        self.marked = nnx.data(jaxmpi.PerRankState(nnx.Variable(x)))
+
+
+def spectral_step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x, update_stats=True) - y) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def spectral(seed=0):
+    rngs = nnx.Rngs(seed)
+    model = nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=rngs)
+    return model, nnx.Optimizer(model, jaxmpi.distributed(optax.sgd(0.1)), wrt=nnx.Param)
+
+
+@run_ranks(1, 2, 3)
+def test_the_power_iteration_of_spectral_norm_is_equal_if_it_starts_so():
+    rng = np.random.default_rng(0)
+    whole = [(rng.normal(size=(12, 4)), rng.normal(size=(12, 3))) for _ in range(3)]
+    model, optimizer = spectral()
+    one = nnx.SpectralNorm(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    alone = nnx.Optimizer(one, optax.sgd(0.1), wrt=nnx.Param)
+    step = jaxmpi.nn.jit(spectral_step, replicated_argnums=(0, 1))
+    for x, y in whole:
+        mine = lambda a: a.reshape(jaxmpi.size(), -1, a.shape[1])[jaxmpi.rank()]
+        step(model, optimizer, mine(x), mine(y))
+        nnx.jit(spectral_step)(one, alone, x, y)
+    for path, array in values(nnx.state(model)).items():
+        np.testing.assert_allclose(array, values(nnx.state(one))[path], rtol=1e-4, atol=1e-5, err_msg=str(path))
+
+
+@run_ranks(2)
+def test_a_power_iteration_that_starts_unequal_is_an_error():
+    model, optimizer = spectral(jaxmpi.rank())
+    step = jaxmpi.nn.jit(spectral_step, replicated_argnums=(0, 1))
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"'u'.* is named in replicated_argnums, .*jaxmpi\.tree_bcast"):
+        step(model, optimizer, np.ones((5, 4)), np.ones((5, 3)))  # a program of its own, whose first call this is
+
+
+class Dropped(nnx.Module):
+    def __init__(self, seed):
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=seed))
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+def dropped(jit, key, of_rank):
+    """Two masks of a model whose dropout is reseeded by the recipe of docs/migration.md."""
+    model = Dropped(0)
+
+    @jit
+    def reseed(model):
+        nnx.reseed(model, dropout=of_rank(key))
+
+    reseed(model)
+    step = jit(lambda model, x: model(x))
+    return [step(model, jnp.ones(32)) for _ in range(2)]
+
+
+def check_dropped():
+    key = jax.random.key(3)
+    got = dropped(jaxmpi.nn.jit, key, jaxmpi.rank_key)
+    simulated = jaxmpi.init().backend == "simulate"
+    want = [dropped(nnx.jit, key, lambda key: jax.random.fold_in(key, r)) for r in range(jaxmpi.size())]  # noqa: B023
+    for r in range(jaxmpi.size()) if simulated else [jaxmpi.rank()]:
+        for mask, expected in zip(got, want[r], strict=True):
+            np.testing.assert_array_equal(mask[r] if simulated else mask, expected)
+    assert len({np.asarray(mask).tobytes() for masks in want for mask in masks}) == 2 * jaxmpi.size()
+
+
+@run_ranks(1, 2)
+def test_dropout_is_reseeded_by_rank():
+    check_dropped()
+
+
+@run_ranks(2, backend="xla")
+def test_dropout_is_reseeded_by_rank_on_xla():
+    check_dropped()
+
+
+def test_dropout_is_reseeded_by_rank_on_simulated_ranks():
+    with jaxmpi.simulate(3):
+        check_dropped()
