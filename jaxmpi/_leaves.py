@@ -1,25 +1,33 @@
 """What may stand at the leaves of a tree, and the errors that name the leaf that may not."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyEntry, KeyPath, PyTreeDef
 
 __all__ = [
-    "PerRankKey",
+    "PER_RANK",
+    "STATISTIC",
+    "Mark",
+    "MarkKey",
     "PerRankState",
     "PyTree",
-    "ShardKey",
     "as_array",
     "check_fits",
     "check_rows",
+    "flatten_with_path",
     "in_shard",
     "is_key",
     "is_own",
+    "is_variable",
     "leaf_name",
+    "mark_of",
+    "marks_of",
+    "per_rank_variables",
     "shard_axis",
 ]
 
@@ -34,20 +42,62 @@ class HasDtype(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
-class PerRankKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
-    """The key of `PerRankState.per_rank` in a path: a type of its own, as any class may have a field of this name."""
+class Mark(str):
+    """A name in the path of a leaf that says which ranks have the leaf.
 
+    The fields of `PerRankState`, `ShardedArray` and `ShardedState` have such names.
+    `jax.tree_util` keeps the type of a key, and `flax.nnx` does not: `nnx.state` and `nnx.split`
+    make dicts of all pytree nodes, with the names of the fields as keys. So the name carries the
+    facts. It is a text of a type of its own, which nnx passes on as it is and no field of a user's
+    class has.
 
-class ShardKey(PerRankKey):
-    """The key of `ShardedArray.shard` in a path: shards are each rank's own, too.
+    Its characters say all that its attributes do. JAX and nnx cache structures, and return one of
+    two whose keys are equal, so equal marks must mean the same.
 
     Attributes:
-      axis: that the array is cut over.
+      field: the name of the field, for the names of leaves; "" where it does not show in them.
+      per_rank: whether the ranks have different values below it.
+      of: the shape of the array, or of one of a stack, that the leaves below are shards of; None
+        where they are no shards.
+      state: whether the leaves below are those of a `ShardedState`.
+      ranks: the number of shards.
+      axis: of the ranks that have them.
     """
 
-    def __init__(self, axis: str | tuple[str, ...]) -> None:
-        super().__init__("shard")
-        self.axis = axis
+    field: str = ""
+    per_rank: bool = True
+    of: tuple[int, ...] | None = None
+    state: bool = False
+    ranks: int = 1
+    axis: str | tuple[str, ...] = ()
+
+    @classmethod
+    def of_shard(cls, of: tuple[int, ...], ranks: int, axis: str | tuple[str, ...]) -> "Mark":
+        """The name of `ShardedArray.shard`."""
+        mark = cls(f"ShardedArray(of={of}, ranks={ranks}, axis={axis!r}).shard")
+        mark.field, mark.of, mark.ranks, mark.axis = "shard", of, ranks, axis
+        return mark
+
+    @classmethod
+    def of_state(cls, field: str, ranks: int, axis: str | tuple[str, ...]) -> "Mark":
+        """The name of a field of `ShardedState`. The state that one rank would have is equal on all of them."""
+        mark = cls(f"ShardedState(ranks={ranks}, axis={axis!r}).{field}")
+        mark.field, mark.per_rank, mark.state, mark.ranks, mark.axis = field, ranks > 1, True, ranks, axis
+        return mark
+
+
+PER_RANK = Mark("PerRankState.per_rank")
+PER_RANK.field = "per_rank"
+# before ".value" in a path of `flatten_with_path`
+VARIABLE = Mark("nnx variable of each rank")
+STATISTIC = Mark("nnx batch statistic of each rank")
+
+
+class MarkKey(jax.tree_util.GetAttrKey):  # type: ignore[misc]
+    """The key of a field whose name is a `Mark`."""
+
+    def __str__(self) -> str:
+        return f".{self.name.field}" if self.name.field else ""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -79,8 +129,8 @@ class PerRankState:
     def __repr__(self) -> str:
         return f"PerRankState({self.per_rank!r})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[PerRankKey, PyTree]], None]:
-        return ((PerRankKey("per_rank"), self.per_rank),), None
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], None]:
+        return ((MarkKey(PER_RANK), self.per_rank),), None
 
     def tree_flatten(self) -> tuple[tuple[PyTree], None]:
         return (self.per_rank,), None
@@ -90,24 +140,82 @@ class PerRankState:
         return cls(*children)
 
 
+def per_rank_variables() -> tuple[type, ...]:
+    """The types of nnx variables that are per rank: batch statistics first, metrics, PRNG keys."""
+    nnx = sys.modules.get("flax.nnx")  # who has a variable has imported it
+    return (nnx.BatchStat, nnx.metrics.MetricState, nnx.RngState) if nnx is not None else ()
+
+
+def is_variable(x: object) -> bool:
+    """Whether this is a variable of `flax.nnx`, which is a pytree node with one child, and a leaf for nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def flatten_with_path(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> tuple[list[tuple[KeyPath, Any]], PyTreeDef]:
+    """`jax.tree_util.tree_flatten_with_path`, with a mark in the paths of nnx variables that are each rank's own.
+
+    Whatever asks which ranks have a leaf takes the paths from here: those of `jax.tree_util` do
+    not tell the type of a variable.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+    kinds = per_rank_variables()
+    if not kinds:
+        return paths, treedef
+    found = []
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, lambda x: isinstance(x, kinds) or (is_leaf is not None and is_leaf(x))
+    )
+    for path, node in nodes:
+        if not isinstance(node, kinds):
+            found.append((path, node))
+            continue
+        mark = STATISTIC if isinstance(node, kinds[0]) else VARIABLE
+        for rest, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf):
+            found.append(((*path, MarkKey(mark), *rest), leaf))
+    return found, treedef
+
+
+def mark_of(key: KeyEntry) -> Mark | None:
+    """The mark in a key: of a field, or of what nnx has made of a field."""
+    name = getattr(key, "name", None) if isinstance(key, jax.tree_util.GetAttrKey) else getattr(key, "key", None)
+    return name if isinstance(name, Mark) else None
+
+
+def marks_of(path: KeyPath) -> list[Mark]:
+    """The marks in the path of a leaf, from the outside to the inside."""
+    return [mark for mark in map(mark_of, path) if mark is not None]
+
+
 def is_own(path: KeyPath) -> bool:
-    """Whether the leaf at this path of `jax.tree_util` is in a `PerRankState`."""
-    return any(isinstance(key, PerRankKey) for key in path)
+    """Whether each rank has its own value of the leaf at this path of `flatten_with_path`."""
+    marks = marks_of(path)
+    in_state = any(mark.state for mark in marks)  # then the state says it, of its shards too
+    return any(mark.per_rank for mark in marks if not (in_state and mark.of is not None))
 
 
 def in_shard(path: KeyPath) -> bool:
-    """Whether the leaf at this path of `jax.tree_util` is the shard of a `ShardedArray`."""
+    """Whether the leaf at this path is the shard of a `ShardedArray` of the user's."""
     return shard_axis(path) is not None
 
 
 def shard_axis(path: KeyPath) -> str | tuple[str, ...] | None:
-    """The axis over which the `ShardedArray` at this path of `jax.tree_util` is cut; None where there is none."""
-    return next((key.axis for key in path if isinstance(key, ShardKey)), None)
+    """The axis over which the user's `ShardedArray` at this path is cut; None where there is none.
+
+    Those in a `ShardedState` are none of the user's: `sharded` may do with them what looks at whole arrays.
+    """
+    marks = marks_of(path)
+    if any(mark.state for mark in marks):
+        return None
+    return next((mark.axis for mark in marks if mark.of is not None), None)
 
 
 def leaf_name(path: KeyPath) -> str:
-    """How errors call the leaf at this path of `jax.tree_util`."""
-    return jax.tree_util.keystr(path) or "the argument"
+    """The name of the leaf at this path, for errors."""
+    keys = tuple(key if (mark := mark_of(key)) is None else MarkKey(mark) for key in path)
+    return jax.tree_util.keystr(keys) or "the argument"
 
 
 def is_key(x: HasDtype) -> bool:

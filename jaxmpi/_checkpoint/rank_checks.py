@@ -58,8 +58,8 @@ def check_equal(backend: Backend, described: Sequence[tuple[Leaf, LeafValue]]) -
     more = f", and {len(differ) - 1} more leaves" if len(differ) > 1 else ""
     raise RankMismatchError(
         f"save: leaf {leaf.name} is not equal on all ranks: {who_have} other values{values}{more}. If each rank has its own (a "
-        "key, an environment, BatchNorm statistics), wrap it in a jaxmpi.PerRankState; if not, make it equal with "
-        "jaxmpi.synchronize."
+        "key, an environment, BatchNorm statistics), wrap it in a jaxmpi.PerRankState, or in nnx make it an nnx.BatchStat; if "
+        "not, make it equal with jaxmpi.synchronize."
     )
 
 

@@ -56,7 +56,8 @@ def _whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
         raise CheckpointError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
             f"restore it, in a PerRankState. Go on with {ranks} ranks, save where the ranks have just communicated, or leave a "
-            "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` and make it anew."
+            "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` (an nnx variable with the value None) and make "
+            "it anew."
         )
     return rows[0]
 

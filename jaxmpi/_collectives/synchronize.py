@@ -9,10 +9,11 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Backend
+from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._consistency.identity import identity, same, structure_of
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, is_key, is_own, leaf_name
+from jaxmpi._leaves import PyTree, flatten_with_path, is_key, is_own, leaf_name
 from jaxmpi._world import session
 
 __all__ = ["synchronize"]
@@ -62,11 +63,16 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     untraced("synchronize")
     session.check_root("synchronize", root)
     backend = agreed(f"synchronize root={root} strict={strict}")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    # of simulated ranks, what differs between them is stacked
+    paths, treedef = flatten_with_path(tree, is_leaf=_is_per_rank if backend.simulates else None)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
     _agree_on_structure(backend, spec, structure_of(treedef), root)
     sent = [i for i, (path, _) in enumerate(paths) if not is_own(path)]
+    if backend.simulates:
+        for i in sent:
+            leaves[i] = leaves[i][root] if isinstance(leaves[i], PerRank) else leaves[i]
+        return treedef.unflatten(leaves)
     some, spec = [leaves[i] for i in sent], [spec[i] for i in sent]
     some = _send_numbers(backend, some, spec, root)
     if strict:
@@ -74,6 +80,10 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     for i, leaf in zip(sent, _send_arrays(backend, some, spec, root), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
+
+
+def _is_per_rank(x: object) -> bool:
+    return isinstance(x, PerRank)
 
 
 def _describe(path: KeyPath, leaf: object) -> _Leaf:

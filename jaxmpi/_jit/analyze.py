@@ -15,7 +15,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
-from jaxmpi._leaves import is_own, leaf_name
+from jaxmpi._leaves import STATISTIC, flatten_with_path, is_own, leaf_name, marks_of
 from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates, held
 from jaxmpi._lowering.control_slice import Line, control_equations
@@ -31,6 +31,7 @@ class Analysis(NamedTuple):
     """What is known of a program before it is lowered."""
 
     jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
+    replicated: Sequence[bool]  # which inputs are equal on all ranks, and compared at the first call
     varies: Sequence[bool]  # which outputs may differ between the ranks
     entries: Sequence[Entry]  # what it sends
     control: Sequence[Line]  # what must be equal on all ranks for that
@@ -64,7 +65,12 @@ def analyze(
       ValueError: an output that is declared equal on all ranks may differ; a shard depends on more than its own elements.
     """
     outs, title = paths_of(tree), function.title
-    varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
+    try:
+        varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
+    except ValueError:
+        # would it be right if statistics that stay equal were equal? They are compared, then
+        replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
+        varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes)
     looks = function.of_user and not backend.simulates
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
@@ -78,12 +84,12 @@ def analyze(
     if entries and backend.same_module and not outside:
         outside = [*map(_from_outside, constants)]
     control = [*control_equations(jaxpr, _declared(function, tree) if entries else ()), *map(Line, outside)]
-    return Analysis(jaxpr, varies, entries, control, carried)
+    return Analysis(jaxpr, replicated, varies, entries, control, carried)
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
     """The paths of the leaves of a structure."""
-    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]]
+    return [path for path, _ in flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]]
 
 
 def _varying_outputs(
@@ -110,6 +116,34 @@ def _varying_outputs(
             raise
         varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
         return varies, [*map(_from_outside, constants)]
+
+
+def _with_statistics(
+    function: Function,
+    jaxpr: ClosedJaxpr,
+    captured: int,
+    ins: Sequence[KeyPath],
+    replicated: Sequence[bool],
+    outs: Sequence[KeyPath],
+) -> list[bool]:
+    """The inputs that are equal on all ranks, with the statistics among the replicated arguments that stay equal.
+
+    An `nnx.BatchStat` is each rank's own, as that of BatchNorm depends on the rank's batch. `nnx.SpectralNorm` has the state of
+    a power iteration in one, which depends on the parameters and on itself alone: by induction it is equal after each
+    call if it is before the first. An output is the next value of each input with its path in an argument.
+    """
+    following: dict[int, list[int]] = {}
+    for i, path in enumerate(ins):
+        if function.replicated.hold(path) and marks_of(path) == [STATISTIC]:
+            name = leaf_name(path[2:])
+            following[i] = [j for j, out in enumerate(outs) if leaf_name(out[1:]) == name]
+    while True:
+        differ = [not (same or i in following) for i, same in enumerate(replicated)]
+        varies = varying(jaxpr, [True] * captured + differ, constants=True, warn=False)
+        left = {i: after for i, after in following.items() if after and not any(varies[j] for j in after)}
+        if left == following:
+            return [not differs for differs in differ]
+        following = left
 
 
 def _varies(
@@ -144,7 +178,7 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
     outputs = positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(numbers))
+    paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [number in outputs and not is_own(path) for path, number in paths]
 
 

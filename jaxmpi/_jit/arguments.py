@@ -9,7 +9,7 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, flatten_with_path, leaf_name
 
 __all__ = ["argument_name", "check_arguments", "checked", "kinds", "positions"]
 
@@ -24,7 +24,7 @@ def check_arguments(function: Function, args: Sequence[PyTree], kwargs: dict[str
 
 def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Arrays:
     """The arrays among the arguments with their paths, the structure, and shape and dtype of each."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
+    paths, treedef = flatten_with_path(function.dynamic(args, kwargs), is_leaf=is_per_rank)
     return paths, treedef, [_struct(function, path, leaf) for path, leaf in paths]
 
 
@@ -68,7 +68,7 @@ def argument_name(path: KeyPath) -> str:
     """The path of a leaf of (args, kwargs) in words."""
     (_, first, *rest) = path
     name = f"argument {first.idx}" if hasattr(first, "idx") else f"argument {first.key}"
-    return name + jax.tree_util.keystr(tuple(rest))
+    return name + (leaf_name(tuple(rest)) if rest else "")
 
 
 def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:

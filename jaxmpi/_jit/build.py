@@ -75,7 +75,7 @@ def build_program(
     outs = paths_of(tree)
     replicated = [function.replicated.hold(path) and not is_own(path) for path in ins]
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
-    found = Analysis(jaxpr, [False] * len(outs), [], [])
+    found = Analysis(jaxpr, replicated, [False] * len(outs), [], [])
     if size > 1:
         if not backend.takes_references:
             refuse_references(jaxpr, backend.name)
@@ -83,6 +83,7 @@ def build_program(
             refuse_ordered_effects(jaxpr, backend.name)
         with collection_paused():
             found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
+        replicated = [*found.replicated]
         if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries

@@ -60,5 +60,5 @@ def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
         if differs:
             raise RankMismatchError(
                 f"{title}: {argument} is named in replicated_argnums, and {who_has} other values than the rest. Make it equal "
-                "before the first step (jaxmpi.synchronize), or do not name it."
+                "before the first step (jaxmpi.synchronize, or for an nnx.BatchStat jaxmpi.tree_bcast), or do not name it."
             )

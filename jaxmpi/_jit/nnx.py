@@ -6,14 +6,14 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING
 
 import jax
-from jax.tree_util import KeyEntry
+from jax.tree_util import KeyEntry, PyTreeDef
 
 from jaxmpi._jit.function import Function, title_of
 from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PerRankKey, PyTree
+from jaxmpi._leaves import PyTree, is_variable
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -28,31 +28,24 @@ class _Key(jax.tree_util.GetAttrKey):  # type: ignore[misc]
         return ""
 
 
-class _OwnKey(PerRankKey):
-    """The same, of what each rank has of its own."""
-
-    __str__ = _Key.__str__
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass
 class _Part:
     """An argument with nnx objects in it. What several arguments share is in the first that has it."""
 
-    own: PyTree  # its arrays that each rank has of its own, by their types
-    state: PyTree  # the others
+    state: PyTree  # its arrays
     graph: "nnx.GraphDef | None"  # of all such arguments together
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[KeyEntry, PyTree], ...], "nnx.GraphDef | None"]:
-        return ((_OwnKey("own"), self.own), (_Key("state"), self.state)), self.graph
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[KeyEntry, PyTree]], "nnx.GraphDef | None"]:
+        return ((_Key("state"), self.state),), self.graph
 
-    def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], "nnx.GraphDef | None"]:
-        return (self.own, self.state), self.graph
+    def tree_flatten(self) -> tuple[tuple[PyTree], "nnx.GraphDef | None"]:
+        return (self.state,), self.graph
 
     @classmethod
     def tree_unflatten(cls, graph: "nnx.GraphDef | None", children: Sequence[PyTree]) -> "_Part":
-        own, state = children
-        return cls(own, state, graph)
+        (state,) = children
+        return cls(state, graph)
 
 
 class InPlace(Step):
@@ -99,7 +92,8 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         given = _named(args, kwargs)
         parts = {key: arg for key, arg in given.items() if isinstance(arg, _Part)}
         graph = next((part.graph for part in parts.values()), None)
-        objects = nnx.merge(graph, *_states(parts)) if graph is not None else {}
+        before = {key: _structures(part.state) for key, part in parts.items()}
+        objects = nnx.merge(graph, _state(parts)) if graph is not None else {}
         given |= objects
         out = fun(*(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs})
         left, found = _taken_apart(objects)
@@ -108,12 +102,31 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
                 f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it adds variables, removes some, "
                 "shares them anew, or changes a static attribute, as model.eval() does. Do that outside of the step."
             )
+        for key, part in found.items():
+            part.state = jax.tree.map(_put_together, part.state, before[key], is_leaf=is_variable)
         here = [found.get(str(i)) for i in range(len(args))]
         return *here, {name: found[name] for name in kwargs if name in found}, out
 
     update_wrapper(pure, fun)
     pure.__name__ = title_of(fun)
     return pure
+
+
+def _structures(state: PyTree) -> PyTree:
+    """The structure of each variable."""
+    return jax.tree.map(jax.tree.structure, state, is_leaf=is_variable)
+
+
+def _put_together(variable: PyTree, before: PyTreeDef) -> PyTree:
+    """A variable with the structure that it had before the function.
+
+    Where the value of a variable is a pytree, such as a `ShardedArray`, `nnx.Optimizer.update` leaves an
+    `nnx.State` of its fields in the variable, and fails at the next call.
+    """
+    leaves, after = jax.tree.flatten(variable)
+    if after == before or len(leaves) != 1 or before.num_leaves != 1:
+        return variable
+    return before.unflatten(leaves)
 
 
 def _split(
@@ -143,7 +156,7 @@ def _write_back(objects: dict[str, PyTree], outs: PyTree) -> PyTree:
     *here, named, out = outs
     parts = {str(i): part for i, part in enumerate(here) if part is not None} | named
     if objects:
-        nnx.update(objects, *_states(parts))
+        nnx.update(objects, _state(parts))
     return out
 
 
@@ -151,14 +164,13 @@ def _taken_apart(objects: dict[str, PyTree]) -> tuple["nnx.GraphDef", dict[str, 
     """The graph of nnx objects, and the arrays of each."""
     from flax import nnx
 
-    graph, own, *(rest,) = nnx.split(objects, (nnx.BatchStat, nnx.metrics.MetricState, nnx.RngState), ...)
+    graph, state = nnx.split(objects)
     empty: nnx.State = nnx.State({})
-    return graph, {key: _Part(own.get(key, empty), rest.get(key, empty), None) for key in objects}
+    return graph, {key: _Part(state.get(key, empty), None) for key in objects}
 
 
-def _states(parts: Mapping[str, _Part]) -> tuple["nnx.State", "nnx.State"]:
+def _state(parts: Mapping[str, _Part]) -> "nnx.State":
     """The arrays of all parts, as nnx has them."""
     from flax import nnx
 
-    own = {key: part.own for key, part in parts.items()}
-    return nnx.State(own), nnx.State({key: part.state for key, part in parts.items()})
+    return nnx.State({key: part.state for key, part in parts.items()})

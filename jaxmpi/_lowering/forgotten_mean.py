@@ -92,7 +92,8 @@ class Carried:
         return (
             f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks from this call on, and was "
             "equal on all of them before. If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). "
-            "If each rank is to have its own, such as a sum over its batches, put it into a jaxmpi.PerRankState."
+            "If each rank is to have its own, such as a sum over its batches, put it into a jaxmpi.PerRankState, or in nnx "
+            "into an nnx.BatchStat."
         )
 
 

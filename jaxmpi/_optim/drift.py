@@ -1,5 +1,6 @@
 """Replicas that drift apart are found, before they are a mystery in a loss curve."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, is_own, leaf_name
+from jaxmpi._leaves import PyTree, flatten_with_path, is_own, leaf_name
 from jaxmpi._optim.float_leaves import check_transform, either
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
@@ -83,7 +84,8 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
     **Collective:** no; but every rank has the same state, and raises.
 
     Args:
-      state: of `watch_replicas`, or of a transform around it, such as `optax.chain`.
+      state: of `watch_replicas`, or of a transform around it, such as `optax.chain`; an
+        `nnx.Optimizer`, or the `nnx.state` of one.
       params: the parameters, for the name of the array.
 
     Raises:
@@ -94,7 +96,7 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         raise RuntimeError("check_replicas was called inside a traced function, where nothing runs yet. Call it outside.")
-    found = [x for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
+    found = [_as_state(x) for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
     if not found:
         raise TypeError(
             f"check_replicas: state is a {type(state).__name__} without a state of jaxmpi.watch_replicas. Wrap the optimizer, "
@@ -105,11 +107,18 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
 
 
 def _is_watched(x: object) -> bool:
+    """Whether x is a `ReplicaState`, or what nnx makes of one: a dict of its fields, without an `inner` that has no arrays."""
+    if isinstance(x, Mapping):
+        return {*x, "inner"} == {*ReplicaState._fields}
     return isinstance(x, ReplicaState)
 
 
+def _as_state(x: ReplicaState | Mapping[str, PyTree]) -> ReplicaState:
+    return x if isinstance(x, ReplicaState) else ReplicaState(**{"inner": (), **x})
+
+
 def _check(state: ReplicaState, params: PyTree) -> None:
-    step, leaf, rank = (int(np.asarray(x)) for x in (state.found, state.leaf, state.rank))
+    step, leaf, rank = (int(np.asarray(x)) for x in jax.tree.leaves((state.found, state.leaf, state.rank)))
     if step < 0:
         return
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -131,7 +140,7 @@ def _nothing() -> tuple[jax.Array, jax.Array]:
 
 def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
-    leaves = {i: x for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)) if not is_own(path)}
+    leaves = {i: x for i, (path, x) in enumerate(flatten_with_path(params)[0]) if not is_own(path)}
     if not leaves:
         return _nothing()
     sums = Caller("watch_replicas").allgather(jnp.stack([_checksum(x) for x in leaves.values()]))  # [ranks, arrays]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi._axis import AXIS, Axis, as_shard, as_whole
@@ -19,7 +20,15 @@ from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
-from jaxmpi._optim.sharded_state import ShardedState, check_equal, check_fits, whole_state
+from jaxmpi._optim.sharded_state import (
+    assembled,
+    check_equal,
+    check_fits,
+    is_sharded,
+    is_sharded_state,
+    taken_apart,
+    whole_state,
+)
 from jaxmpi._optim.shards import check_cut, joined, rows, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
@@ -80,9 +89,10 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
 def unshard(tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | None = None) -> PyTree:
     """Make what is sharded whole, on every rank: parameters inside of a step, and states of optimizers, to look at them.
 
-    Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank. Anything else stays as it
-    is. The derivative with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of all ranks, or of
-    those along its axis.
+    Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank.
+    Anything else stays as it is. The tree may be an `nnx.Optimizer`, or the `nnx.state` of one. The
+    derivative with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of
+    all ranks, or of those along its axis.
 
     What is whole stays in memory until the backward pass has used it. In a `jax.checkpoint` it is gathered again there, so that
     in a scan over stacked layers one layer at a time is whole:
@@ -114,18 +124,30 @@ def unshard(tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | No
       RankMismatchError: on every rank, a leaf that is no shard and not equal on the ranks, with its path and the ranks.
       RuntimeError: under `jax.jit` in the place of `jaxmpi.jit`, on the xla backend and on simulated ranks.
     """
-    check_ranks("unshard", tree)
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_sharded)
+    given, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
+    nodes = [assembled(x) for x in given]
+    check_ranks("unshard", treedef.unflatten(nodes))
     for x in nodes:
-        if isinstance(x, ShardedState):
+        if is_sharded_state(x):
             check_fits("unshard", x)
-    check_equal("unshard", tree)
+    check_equal("unshard", treedef.unflatten(nodes))
     chosen = [i for i, x in enumerate(nodes) if is_sharded_array(x)]
-    wholes = _wholes(None if dtype is None else jnp.dtype(dtype))([nodes[i] for i in chosen], weight) if chosen else []
-    nodes = [whole_state(x) if isinstance(x, ShardedState) else x for x in nodes]
-    for i, x in zip(chosen, wholes, strict=True):
-        nodes[i] = x
+    if chosen:
+        # an nnx variable may be around the shard: it is put around the whole array again
+        shards, around = zip(*(_bare(nodes[i]) for i in chosen), strict=True)
+        wholes = _wholes(None if dtype is None else jnp.dtype(dtype))([*shards], weight)
+        for i, whole, variable in zip(chosen, wholes, around, strict=True):
+            nodes[i] = variable.unflatten([whole])
+    for i, x in enumerate(nodes):
+        if is_sharded_state(x):
+            nodes[i] = whole_state(x) if is_sharded_state(given[i]) else taken_apart(whole_state(x))
     return treedef.unflatten(nodes)
+
+
+def _bare(x: ShardedArray) -> tuple[ShardedArray, PyTreeDef]:
+    """A `ShardedArray` of the array alone, and the structure that was around it."""
+    (shard,), around = jax.tree.flatten(x.shard, is_leaf=is_per_rank)
+    return ShardedArray(shard, x.of, x.ranks, x.axis), around
 
 
 @cache
@@ -223,10 +245,6 @@ def _cast(x: ShardedArray, dtype: np.dtype | None) -> np.dtype:
 
 def _is_float(x: ArrayLike) -> bool:
     return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
-
-
-def _is_sharded(x: object) -> bool:
-    return isinstance(x, ShardedArray | ShardedState)
 
 
 def _is_leaf(x: object) -> bool:

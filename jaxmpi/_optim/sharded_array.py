@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi._axis import AXIS, Axis, names, overlap
-from jaxmpi._leaves import PyTree, ShardKey, leaf_name
+from jaxmpi._leaves import Mark, MarkKey, PyTree, leaf_name, marks_of
 from jaxmpi._optim.shards import own, size_along
 from jaxmpi._world import session
 
@@ -38,7 +38,7 @@ class ShardedArray:
     @property
     def stack(self) -> tuple[int, ...]:
         """The axes before those of one array."""
-        shape = jnp.shape(self.shard)
+        shape = np.shape(jax.tree.leaves(self.shard)[0])  # an nnx variable may be around the array
         return shape[: len(shape) - len(self.of)]
 
     @property
@@ -54,8 +54,8 @@ class ShardedArray:
         over = f", axis={self.axis!r}" if self.axis != AXIS else ""
         return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[ShardKey, PyTree]], "Layout"]:
-        return ((ShardKey(self.axis), self.shard),), (self.of, self.ranks, self.axis)
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "Layout"]:
+        return ((MarkKey(Mark.of_shard(self.of, self.ranks, self.axis)), self.shard),), (self.of, self.ranks, self.axis)
 
     def tree_flatten(self) -> tuple[tuple[PyTree], "Layout"]:
         return (self.shard,), (self.of, self.ranks, self.axis)
@@ -79,10 +79,13 @@ def cut(x: jax.Array, stacked: int = 0, *, axis: Axis = AXIS) -> ShardedArray:
 
 
 def check_ranks(function: str, tree: PyTree) -> None:
-    """Raise a ValueError that names a leaf which was cut for another number of ranks, or over an axis that they don't have."""
+    """Raise a ValueError that names a leaf which was cut for another number of ranks, or over an axis that they don't have.
+
+    The shards in a `ShardedState` are left to its own check.
+    """
     axes = session.current(function).axes
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_array):
-        if not is_sharded_array(x):
+        if not is_sharded_array(x) or any(mark.state for mark in marks_of(path)):
             continue
         if not {*names(x.axis)} <= {*axes}:
             raise ValueError(

@@ -1,9 +1,11 @@
 """The state of `sharded`: which of its arrays are shards, the state that one rank would have, and the way back."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
@@ -12,20 +14,33 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
 from jaxmpi._jit.api import anywhere
-from jaxmpi._leaves import PerRankState, PyTree, is_key, is_own, leaf_name
-from jaxmpi._optim.sharded_array import ShardedArray
+from jaxmpi._leaves import (
+    Mark,
+    MarkKey,
+    PyTree,
+    flatten_with_path,
+    is_key,
+    is_own,
+    is_variable,
+    leaf_name,
+)
+from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, joined, own, part, size_along
 from jaxmpi._world import session
 
 __all__ = [
     "Layout",
     "ShardedState",
+    "assembled",
     "check_equal",
     "check_fits",
     "check_ranks",
-    "layout_of",
+    "is_sharded",
+    "is_sharded_state",
     "reshard",
+    "shards_of",
     "stored",
+    "taken_apart",
     "whole_state",
 ]
 
@@ -34,76 +49,153 @@ NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, PerRank
 
 
 class Layout(NamedTuple):
-    """Which leaves of a state are shards, in the order of `jax.tree.leaves`: the shape of the whole array, or None.
+    """The ranks that have the shards of a state.
 
     Attributes:
       ranks: the number of shards, 1 where they are whole.
-      shapes: of the leaves.
-      axis: of the ranks that have the shards.
+      axis: of the ranks that have them.
     """
 
     ranks: int
-    shapes: tuple[tuple[int, ...] | None, ...]
     axis: Axis = AXIS
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("layout",))
+@jax.tree_util.register_pytree_with_keys_class
 class ShardedState:
     """The state of `sharded`.
 
+    In its fields a `ShardedArray` stands for each array that is cut; all others are equal on the ranks that have the shards.
+
     Attributes:
-      own: `inner` and `master`: a `PerRankState`, unless it is the state of one rank.
-      layout: for how many ranks, and what the shards are parts of.
+      parts: the state of the inner transform; and the parameters in `master_dtype`, () without.
+      layout: the ranks that have the shards.
     """
 
-    def __init__(self, own: PerRankState | tuple[PyTree, PyTree], layout: Layout) -> None:
-        self.own, self.layout = own, layout
-
-    @classmethod
-    def of(cls, parts: tuple[PyTree, PyTree], layout: Layout) -> "ShardedState":
-        return cls(parts if layout.ranks == 1 else PerRankState(parts), layout)
-
-    @property
-    def parts(self) -> tuple[PyTree, PyTree]:
-        return self.own.per_rank if isinstance(self.own, PerRankState) else self.own
+    def __init__(self, parts: tuple[PyTree, PyTree], layout: Layout) -> None:
+        self.parts, self.layout = parts, layout
 
     @property
     def inner(self) -> PyTree:
-        """The state of the inner transform, for this rank's shards."""
-        return self.parts[0]
+        """The state of the inner transform; its arrays as they are in the state of one rank, which `unshard` makes."""
+        return shards_of(self.parts[0]) if self.layout.ranks == 1 else self.parts[0]
 
     @property
     def master(self) -> PyTree:
-        """This rank's shards of the parameters in `master_dtype`; () without."""
-        return self.parts[1]
+        """The parameters in `master_dtype`, as `inner` has its arrays; () without."""
+        return shards_of(self.parts[1]) if self.layout.ranks == 1 else self.parts[1]
 
     def __repr__(self) -> str:
         over = f", axis={self.layout.axis!r}" if self.layout.axis != AXIS else ""
         return f"ShardedState(inner={self.inner!r}, master={self.master!r}, ranks={self.layout.ranks}{over})"
 
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree], ...], Layout]:
+        inner, master = (MarkKey(mark) for mark in _marks(self.layout))
+        return ((inner, self.parts[0]), (master, self.parts[1])), self.layout
+
+    def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], Layout]:
+        return self.parts, self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Sequence[PyTree]) -> "ShardedState":
+        inner, master = children
+        return cls((inner, master), layout)
+
+
+def _marks(layout: Layout) -> tuple[Mark, Mark]:
+    """The names of the fields in a path."""
+    return Mark.of_state("inner", *layout), Mark.of_state("master", *layout)
+
+
+def is_sharded_state(x: object) -> TypeGuard[ShardedState]:
+    """Whether x is a `ShardedState`; for `is_leaf`."""
+    return isinstance(x, ShardedState)
+
+
+def is_sharded(x: object) -> bool:
+    """Whether x is a `ShardedState` or a `ShardedArray`, or what nnx has made of one; for `is_leaf`."""
+    return is_sharded_state(x) or is_sharded_array(x) or _is_taken_apart(x)
+
+
+def _is_taken_apart(x: object) -> bool:
+    """Whether x is a dict, or an `nnx.State`, of the fields of a `ShardedState` or a `ShardedArray`."""
+    if not isinstance(x, Mapping) or not x:
+        return False
+    return all(isinstance(key, Mark) and (key.state or key.of is not None) for key in x)
+
+
+def assembled(tree: PyTree) -> PyTree:
+    """Make a `ShardedState` or `ShardedArray` again of each that `nnx.state` has taken apart into dicts."""
+    if is_sharded_array(tree) or is_sharded_state(tree):
+        return tree
+    if not _is_taken_apart(tree):
+        return jax.tree.map(lambda x: assembled(x) if _is_taken_apart(x) else x, tree, is_leaf=_is_taken_apart)
+    mark = next(iter(tree))
+    if mark.of is not None:
+        return ShardedArray(assembled(tree[mark]), mark.of, mark.ranks, mark.axis)
+    layout = Layout(mark.ranks, mark.axis)
+    inner, master = (assembled(tree[mark]) if mark in tree else () for mark in _marks(layout))
+    return ShardedState((inner, master), layout)
+
+
+def taken_apart(x: PyTree) -> PyTree:
+    """A `ShardedState` as `nnx.state` has it, given one that `assembled` has made; what is none stays as it is."""
+    if not is_sharded_state(x):
+        return x
+
+    def each(y: PyTree) -> PyTree:
+        return {Mark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
+
+    fields = zip(_marks(x.layout), x.parts, strict=True)
+    return {mark: jax.tree.map(each, field, is_leaf=is_sharded_array) for mark, field in fields if jax.tree.leaves(field)}
+
+
+def shards_of(tree: PyTree) -> PyTree:
+    """The tree with this rank's shards in the place of its `ShardedArray`s."""
+    return jax.tree.map(lambda x: x.shard if is_sharded_array(x) else x, tree, is_leaf=is_sharded_array)
+
 
 def whole_state(state: ShardedState) -> ShardedState:
     """Return the state that one rank would have, on every rank, of one that `check_fits`."""
-    parts = _whole_parts(state) if state.layout.ranks > 1 else state.parts
-    return ShardedState.of(parts, state.layout._replace(ranks=1))
+    return _whole(state) if state.layout.ranks > 1 else state
 
 
-def reshard(state: ShardedState) -> ShardedState:
-    """A state of one rank, from `unshard`, cut for the ranks that there are now along the axis of the state.
+def reshard(tree: PyTree) -> PyTree:
+    """Cut states of one rank, from `unshard`, for the ranks that there are now along the axis of each state.
 
-    **Collective:** every rank calls it, with a state that is equal on all ranks, or along its axis. Called eagerly, it compares
-    checksums of the state first.
-    **Communication:** 16 bytes.
+    The state of an `nnx.Optimizer` is cut where it stands: `optimizer = jaxmpi.reshard(optimizer)`, or an `nnx.state` of it.
+
+    **Collective:** every rank calls it, with states that are equal on all ranks, or along their axes. Called
+    eagerly, it compares checksums of each state first.
+    **Communication:** 16 bytes for a state.
+
+    Args:
+      tree: the state of `sharded`, or any pytree with some in it.
+
+    Returns:
+      The same pytree with states of the ranks that there are.
 
     Raises:
-      ValueError: the state is that of several ranks; the ranks do not have its axis.
+      TypeError: there is no state of `sharded` in the tree.
+      ValueError: a state is that of several ranks; the ranks do not have its axis.
       RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the ranks.
     """
-    check_cut("reshard", state.layout.axis)
-    if state.layout.ranks != 1:
-        raise ValueError(f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard.")
-    check_equal("reshard", state, state.layout.axis)
-    return ShardedState.of(_own_parts(state), state.layout._replace(ranks=size_along(state.layout.axis)))
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
+    found = [i for i, x in enumerate(nodes) if is_sharded_state(assembled(x))]
+    if not found:
+        raise TypeError(
+            f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what jaxmpi.unshard has made of "
+            "one, or of a pytree with one in it."
+        )
+    for i in found:
+        apart, state = _is_taken_apart(nodes[i]), assembled(nodes[i])
+        check_cut("reshard", state.layout.axis)
+        if state.layout.ranks != 1:
+            raise ValueError(
+                f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard."
+            )
+        check_equal("reshard", state, state.layout.axis)
+        nodes[i] = taken_apart(_cut(state)) if apart else _cut(state)
+    return treedef.unflatten(nodes)
 
 
 def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
@@ -118,25 +210,25 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
       axis: None for the axis of the shards in the tree. If they have several, or there are none, only what is part of them
         is compared.
     """
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_unit)
-    axes = {x.axis if isinstance(x, ShardedArray) else x.layout.axis for _, x in paths if _is_sharded(x)}
+    paths, _ = flatten_with_path(assembled(tree), is_leaf=_is_unit)
+    axes = {x.axis if is_sharded_array(x) else x.layout.axis for _, x in paths if _is_shards(x)}
     if axis is None and len(axes) == 1:
         (axis,) = axes
     found: list[tuple[KeyPath, object, Axis]] = []
     for path, x in paths:
         if is_own(path):
             continue
-        if isinstance(x, ShardedState):
-            shapes = (None,) * len(x.layout.shapes) if x.layout.ranks == 1 else x.layout.shapes
-            leaves = jax.tree_util.tree_leaves_with_path(x.parts)
-            found += [
-                ((*path, *inner), y, x.layout.axis)
-                for (inner, y), shape in zip(leaves, shapes, strict=False)
-                if shape is None and not is_own(inner)
-            ]
-        elif isinstance(x, ShardedArray):
+        if is_sharded_state(x):
+            for inner, y in flatten_with_path(x.parts, is_leaf=is_sharded_array)[0]:
+                if is_own(inner):
+                    continue
+                if not is_sharded_array(y):
+                    found.append(((*path, *inner), y, x.layout.axis))
+                elif y.ranks == 1:
+                    found.append(((*path, *inner), *jax.tree.leaves(y.shard), x.layout.axis))
+        elif is_sharded_array(x):
             if not x.of:
-                found.append((path, x.shard, x.axis))
+                found.append((path, *jax.tree.leaves(x.shard), x.axis))
         elif axis is not None:
             found.append((path, x, axis))
     equal = [
@@ -147,48 +239,71 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
     check_equal_leaves(session.current(function), function, equal)
 
 
-def _is_sharded(x: object) -> bool:
-    return isinstance(x, ShardedArray | ShardedState)
+def _is_shards(x: object) -> bool:
+    return is_sharded_array(x) or is_sharded_state(x)
 
 
 def _is_unit(x: object) -> bool:
-    return _is_sharded(x) or isinstance(x, PerRank)
+    return _is_shards(x) or isinstance(x, PerRank)
 
 
 @partial(anywhere, name="unshard")
-def _whole_parts(state: ShardedState) -> tuple[PyTree, PyTree]:
-    leaves, treedef = jax.tree.flatten(state.parts)
-    wholes = {i: shape for i, shape in enumerate(state.layout.shapes[: len(leaves)]) if shape is not None}
-    for i, x in Caller("unshard").allgather({i: leaves[i] for i in wholes}, axis=state.layout.axis).items():
-        leaves[i] = joined(x, wholes[i])
-    return treedef.unflatten(leaves)
+def _whole(state: ShardedState) -> ShardedState:
+    nodes, treedef = jax.tree.flatten(state.parts, is_leaf=is_sharded_array)
+    cuts = {i: x for i, x in enumerate(nodes) if is_sharded_array(x)}
+    stacks = Caller("unshard").allgather({i: x.shard for i, x in cuts.items()}, axis=state.layout.axis)
+    for i, x in cuts.items():
+        whole = jax.tree.map(partial(joined, shape=x.of), stacks[i])
+        nodes[i] = ShardedArray(whole, x.of, 1, x.axis)
+    return ShardedState(treedef.unflatten(nodes), state.layout._replace(ranks=1))
 
 
 @partial(anywhere, name="reshard")
-def _own_parts(state: ShardedState) -> tuple[PyTree, PyTree]:
-    leaves, treedef = jax.tree.flatten(state.parts)
-    pairs = zip(leaves, state.layout.shapes, strict=False)
-    return treedef.unflatten([x if shape is None else own(x, axis=state.layout.axis) for x, shape in pairs])
+def _cut(state: ShardedState) -> ShardedState:
+    axis = state.layout.axis
+    ranks = size_along(axis)
+
+    def each(x: PyTree) -> PyTree:
+        if not is_sharded_array(x):
+            return x
+        return ShardedArray(jax.tree.map(partial(own, axis=axis), x.shard), x.of, ranks, axis)
+
+    parts = jax.tree.map(each, state.parts, is_leaf=is_sharded_array)
+    return ShardedState(parts, state.layout._replace(ranks=ranks))
 
 
-def layout_of(state: PyTree, params: PyTree, axis: Axis) -> Layout:
-    """Which leaves of a state are sharded: arrays with the shape of a parameter, and the masters."""
+def stored(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
+    """A state as a `ShardedState` holds it: what has the shape of a parameter is cut, and all else is whole.
 
-    def shape_of(x: object) -> tuple[int, ...]:
-        return tuple(getattr(x, "shape", ()))
-
-    shapes = [shape_of(x) or None for x in jax.tree.leaves(params)]
-    leaves = jax.tree.leaves(state, is_leaf=is_shard)
-    of_inner = [shape_of(x) if shape_of(x) in shapes and not is_key(x) else None for x in leaves]
-    return Layout(size_along(axis), (*of_inner, *shapes), axis)
-
-
-def stored(state: PyTree, layout: Layout) -> PyTree:
-    """This rank's shards of the leaves that are sharded, and the others whole."""
+    Args:
+      state: of the inner transform, with a `Shard` for each array that is one.
+      params: the whole parameters.
+      axis: of the ranks that have the shards.
+    """
+    shapes = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
-    pairs = list(zip(leaves, layout.shapes, strict=False))
-    wholes = iter(gathered([x for x, shape in pairs if is_shard(x) and shape is None]))
-    return treedef.unflatten([part(x, layout.axis) if shape else next(wholes) if is_shard(x) else x for x, shape in pairs])
+    is_cut = [tuple(getattr(x, "shape", ())) in shapes and not is_key(x) for x in leaves]
+    wholes = iter(gathered([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut]))
+    for i, (x, cut) in enumerate(zip(leaves, is_cut, strict=True)):
+        if cut:
+            leaves[i] = ShardedArray(part(x, axis), tuple(x.shape), size_along(axis), axis)
+        elif is_shard(x):
+            leaves[i] = next(wholes)
+    return jax.tree.map(_around_variable, treedef.unflatten(leaves), is_leaf=is_variable)
+
+
+def _around_variable(x: PyTree) -> PyTree:
+    """A `ShardedArray` of an nnx variable, in the place of a variable of a `ShardedArray`.
+
+    An `nnx.Optimizer` updates its state with what `nnx.state` makes of the new one, which has no variables. There, a
+    `ShardedArray` is a dict, and would become the value of the variable.
+    """
+    if not is_variable(x):
+        return x
+    leaves, treedef = jax.tree.flatten(x, is_leaf=is_sharded_array)
+    if len(leaves) != 1 or not is_sharded_array(leaves[0]):
+        return x
+    return ShardedArray(treedef.unflatten([leaves[0].shard]), leaves[0].of, leaves[0].ranks, leaves[0].axis)
 
 
 def check_fits(function: str, state: ShardedState) -> None:

@@ -17,8 +17,8 @@ from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats, wide
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
-from jaxmpi._optim.sharded_array import refuse_shards
-from jaxmpi._optim.sharded_state import ShardedState, check_equal, check_ranks, layout_of, stored
+from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array, refuse_shards
+from jaxmpi._optim.sharded_state import Layout, ShardedState, check_equal, check_ranks, shards_of, stored
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
@@ -70,12 +70,12 @@ def sharded(
     def masters(params: PyTree) -> PyTree:
         return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
 
-    def start(params: PyTree) -> tuple[PyTree, PyTree]:
+    def start(params: PyTree) -> ShardedState:
         wholes = masters(params)
         shards = jax.tree.map(lambda x: cut(own_of(x), jnp.shape(x), x), wholes)
         state = on_shards(inner.init, shards, axis=axis)
-        master = () if master_dtype is None else jax.tree.map(own_part, shards, is_leaf=is_shard)
-        return stored(state, layout_of(state, wholes, axis)), master
+        master = () if master_dtype is None else stored(shards, wholes, axis)
+        return ShardedState((stored(state, wholes, axis), master), Layout(size_along(axis), axis))
 
     started = anywhere(start, "sharded")
 
@@ -84,8 +84,8 @@ def sharded(
         refuse_shards("sharded", params)
         map_floats("sharded", lambda x: x, params)
         check_equal("sharded.init", params, axis)
-        wholes = jax.eval_shape(masters, params)
-        return ShardedState.of(started(params), layout_of(jax.eval_shape(inner.init, wholes), wholes, axis))
+        state: ShardedState = started(params)
+        return state
 
     def update(
         updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
@@ -103,24 +103,23 @@ def sharded(
         if master_dtype is None:
             theirs = map_floats("sharded", lambda x: cut(own_of(x), x.shape, x), params)
         else:
-            theirs = map_floats("sharded", lambda x, m: cut(m, x.shape) if x.shape else _equal(m, axis), params, state.master)
+            kept = shards_of(state.parts[1])
+            theirs = map_floats("sharded", lambda x, m: cut(m, x.shape) if x.shape else _equal(m, axis), params, kept)
         means, local = _means(updates, given.local, weight, axis)
         grads = map_floats("sharded", lambda g, x: cut(x.astype(master_dtype or g.dtype), g.shape), updates, means)
         local = map_floats("sharded", lambda x, mean: cut(mean, x.shape), given.local, local)
-        leaves, treedef = jax.tree.flatten(state.inner)
-        pairs = zip(leaves, state.layout.shapes, strict=False)
-        before = treedef.unflatten([_equal(x, axis) if shape is None else cut(x, shape) for x, shape in pairs])
+        before = jax.tree.map(partial(_as_shard, axis), state.parts[0], is_leaf=is_sharded_array)
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
         work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
         steps, after = on_shards(work, grads, *given.marked((before, theirs)), args, axis=axis)
-        layout = layout_of(after, params, axis)  # a state may get other leaves in a step
-        after = stored(after, layout)
+        after = stored(after, params, axis)
         if master_dtype is None:
-            return _meant(_gathered(steps), axis), ShardedState.of((after, ()), layout)
+            return _meant(_gathered(steps), axis), ShardedState((after, ()), state.layout)
         master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
         master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params)
         there = _gathered(rounded)
+        master = stored(map_floats("sharded", lambda m, p: cut(m, p.shape), master, params), params, axis)
 
         def to_master(x: jax.Array, to: jax.Array) -> jax.Array:
             # in the dtype of the masters, so that the sum is exact for short floats wherever it is computed
@@ -128,7 +127,7 @@ def sharded(
             return update_to(x.astype(dtype), to.astype(dtype))
 
         out = map_floats("sharded", to_master, params, _meant(there, axis))
-        return out, ShardedState.of((after, master), layout)
+        return out, ShardedState((after, master), state.layout)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -158,8 +157,15 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
     return means_of
 
 
+def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
+    """A node of the state as the inner transform gets it: a `Shard`, or what is whole."""
+    if isinstance(x, ShardedArray):  # an nnx variable may be around the array
+        return jax.tree.map(lambda value: shard(value, x.of, axis=axis), x.shard)
+    return _equal(x, axis)
+
+
 def _equal(x: jax.Array, axis: Axis) -> jax.Array:
-    """A part of the state that is no shard: it is equal on all ranks of the axis, although it stands in a `PerRankState`."""
+    """A part of the state that is no shard: equal on all ranks of the axis, although a `ShardedState` counts as per rank."""
     return x if session.size() == 1 or axis != AXIS else equal_on_all_ranks(x)
 
 

@@ -169,7 +169,7 @@ def same_run(kind, seed):
     if kind == "distributed":
         return params, state
     whole = jaxmpi.unshard(jaxmpi.sharded(adam).init(params))
-    return params, jaxmpi.reshard(type(whole).of((state, ()), whole.layout))
+    return params, jaxmpi.reshard(jax.tree.unflatten(jax.tree.structure(whole), jax.tree.leaves(state)))
 
 
 SAMPLES, BATCH_SIZE = np.arange(240), 60  # which 1 to 5 ranks divide

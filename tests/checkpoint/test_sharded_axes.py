@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._optim.sharded_state import ShardedState
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
 from jaxmpi.testing import IDLE_SECONDS
@@ -39,8 +38,8 @@ def run_of(axis, differ, shapes=SHAPES):
     inner = adam.init(params)._replace(count=jnp.int32(7), mu=filled(1), nu=filled(2))
     tx = jaxmpi.sharded(adam, axis=axis, master_dtype=jnp.float64)
     masters = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-    layout = jax.eval_shape(tx.init, params).layout
-    zero = jaxmpi.reshard(ShardedState.of((inner, masters), layout._replace(ranks=1)))
+    structure = jax.tree.structure(jaxmpi.unshard(tx.init(params)), is_leaf=is_stack)
+    zero = jaxmpi.reshard(structure.unflatten(jax.tree.leaves((inner, masters))))
     layers = {"w": jnp.arange(20.0).reshape(4, 5), "s": jnp.arange(4.0)} if len(shapes) > 1 else {}
     fsdp = jaxmpi.fully_shard({"flat": params, "layers": layers}, axis=axis, stacked={"flat": False, "layers": True})
     tree = jaxmpi.local({"zero": zero, "fsdp": fsdp, "local": jaxmpi.PerRankState(zero)})
