@@ -23,6 +23,7 @@ from ._collectives.trees import (
 from ._data.prefetch import prefetch
 from ._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
 from ._jit.api import jit, local
+from ._jit.pmap import pmap
 from ._leaves import PerRankState
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss
@@ -93,6 +94,7 @@ __all__ = [
     "merge_metrics",
     "micro_batch_grads",
     "nn",
+    "pmap",
     "preempted",
     "prefetch",
     "print",

@@ -22,6 +22,7 @@ from jaxmpi._jaxcompat.jaxprs import (
     needs_one_device,
     parts,
     scan_counts,
+    with_axis_renamed,
     with_equations,
 )
 from jaxmpi._jaxcompat.ordered import (
@@ -44,10 +45,12 @@ from jaxmpi._jaxcompat.runtime import (
     tracing,
     wait_for_effects,
     watch_communication,
+    watch_pmap,
 )
 from jaxmpi._jaxcompat.source import (
     CallSite,
     call_site,
+    caller,
     caller_line,
     failed_collective,
     function_names,
@@ -71,6 +74,7 @@ __all__ = [
     "bind",
     "binding_axes",
     "call_site",
+    "caller",
     "caller_line",
     "can_hide_effects",
     "can_keep",
@@ -102,5 +106,7 @@ __all__ = [
     "tracing",
     "wait_for_effects",
     "watch_communication",
+    "watch_pmap",
+    "with_axis_renamed",
     "with_equations",
 ]

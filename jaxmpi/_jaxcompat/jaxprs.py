@@ -1,6 +1,6 @@
 """Jaxprs, and what stands in them: jax 0.12 has one class where there were two."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ __all__ = [
     "needs_one_device",
     "parts",
     "scan_counts",
+    "with_axis_renamed",
     "with_equations",
 ]
 
@@ -84,6 +85,38 @@ def needs_one_device(effect: Hashable) -> bool:
     """Return whether JAX keeps the order of this effect in programs of one device only, as that of an ordered print."""
     ordered, shardable = effects.ordered_effects, getattr(effects, "shardable_ordered_effects", None)
     return ordered.contains(effect) and not (shardable and shardable.contains(effect))
+
+
+def with_axis_renamed(jaxpr: J, old: str, new: str) -> J:
+    """The same jaxpr whose collectives over the axis `old` are over `new`, in its loops and calls, too.
+
+    The derivative rules of custom functions are Python functions, and still name the old axis.
+    """
+    inner, _ = parts(jaxpr)
+    eqns = []
+    for eqn in inner.eqns:
+        params = dict(eqn.params)
+        for key, value in eqn.params.items():
+            if key in ("axes", "axis_name"):
+                params[key] = _renamed(value, old, new)
+            elif hasattr(value, "eqns"):
+                params[key] = with_axis_renamed(value, old, new)
+            elif isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
+                items = [with_axis_renamed(item, old, new) if hasattr(item, "eqns") else item for item in value]
+                params[key] = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        eqns.append(eqn.replace(params=params, effects=_renamed_effects(eqn.effects, old, new)))
+    edited = inner.replace(eqns=eqns, effects=_renamed_effects(inner.effects, old, new))
+    return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
+
+
+def _renamed(axes: object, old: str, new: str) -> object:
+    if isinstance(axes, tuple | list | frozenset):
+        return type(axes)(new if axis == old else axis for axis in axes)
+    return new if axes == old else axes
+
+
+def _renamed_effects(effects: Iterable[Hashable], old: str, new: str) -> frozenset[Hashable]:
+    return frozenset(axis_effect(new) if effect == axis_effect(old) else effect for effect in effects)
 
 
 def is_reference(aval: AbstractValue) -> bool:

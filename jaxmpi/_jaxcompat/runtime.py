@@ -1,6 +1,7 @@
 """What JAX does in this process: how it starts, what it traces, compiles and waits for."""
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +18,13 @@ try:
 except (ImportError, AttributeError):
     distributed = _jax = None  # type: ignore[assignment]
 
+try:
+    from jax._src import pmap as pmap_module
+
+    _ = pmap_module._mapped_axis_size
+except (ImportError, AttributeError):  # a pmap is not noticed
+    pmap_module = None
+
 __all__ = [
     "at_top_level",
     "backends_started",
@@ -29,6 +37,7 @@ __all__ = [
     "tracing",
     "wait_for_effects",
     "watch_communication",
+    "watch_pmap",
 ]
 
 
@@ -96,6 +105,25 @@ def watch_communication() -> Callable[[], bool]:
         return any(not token._buf.is_ready() for token in list(token_set.get("current_tokens", {}).values()))
 
     return waits
+
+
+def watch_pmap(report: Callable[[], None]) -> None:
+    """Have `report` called at each call of what `jax.pmap` has returned, before this or after it, in any module.
+
+    All these functions, as plain closures, look a function of JAX's module up by its name when they
+    are called; another one is put in its place. A second call of `watch_pmap` changes nothing.
+    """
+    if pmap_module is None or hasattr(pmap_module._mapped_axis_size, "reports"):
+        return
+    mapped_axis_size = pmap_module._mapped_axis_size
+
+    @functools.wraps(mapped_axis_size)
+    def reporting(*args: object, **kwargs: object) -> object:
+        report()
+        return mapped_axis_size(*args, **kwargs)
+
+    reporting.reports = report  # type: ignore[attr-defined]
+    pmap_module._mapped_axis_size = reporting
 
 
 def _dispatches(frame: FrameType | None) -> bool:

@@ -3,6 +3,7 @@
 import os
 import sys
 import sysconfig
+from types import FrameType
 from typing import TypeAlias
 
 from jax._src import source_info_util
@@ -12,6 +13,7 @@ from jax.extend.core import JaxprEqn
 __all__ = [
     "CallSite",
     "call_site",
+    "caller",
     "caller_line",
     "failed_collective",
     "function_names",
@@ -45,10 +47,16 @@ def function_names(eqn: JaxprEqn) -> list[str]:
 
 def caller_line() -> str:
     """The user's line that runs now, as in `source_line`."""
+    frame = caller()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def caller() -> FrameType:
+    """The innermost frame that runs now outside of the libraries."""
     libraries, frame = _library_folders(), sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return frame
 
 
 def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:

@@ -1,6 +1,7 @@
 """`jaxmpi.jit`: from a call to a program that runs.
 
 api               `jit`, and functions of ours that are compiled in the same way
+pmap              `pmap`: programs for `jax.pmap`, with a leading axis of one
 step              what `jit` returns
 executor          how several ranks compare a program, compile it once between them, and run it
 compares_inline   the same, where the program's own messages compare it

@@ -17,9 +17,9 @@ from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
 from jaxmpi._leaves import STATISTIC, flatten_with_path, is_own, leaf_name, marks_of
 from jaxmpi._lowering.across_elements import check_shards
-from jaxmpi._lowering.classify import communicates, held
+from jaxmpi._lowering.classify import communicates, equations, held
 from jaxmpi._lowering.control_slice import Line, control_equations
-from jaxmpi._lowering.forgotten_mean import Carried
+from jaxmpi._lowering.forgotten_mean import Carried, pairs
 from jaxmpi._lowering.fuse_mean import fold
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.summary import Entry, summary
@@ -36,6 +36,7 @@ class Analysis(NamedTuple):
     entries: Sequence[Entry]  # what it sends
     control: Sequence[Line]  # what must be equal on all ranks for that
     carried: Carried | None = None  # of which a call may show that a mean is forgotten
+    fed: Sequence[int] = ()  # arrays of the arguments that must not all be equal, as all ranks would do the same
 
 
 def analyze(
@@ -84,7 +85,19 @@ def analyze(
     if entries and backend.same_module and not outside:
         outside = [*map(_from_outside, constants)]
     control = [*control_equations(jaxpr, _declared(function, tree) if entries else ()), *map(Line, outside)]
-    return Analysis(jaxpr, replicated, varies, entries, control, carried)
+    fed = _fed(jaxpr, ins, outs, len(captured)) if looks and function.feeds_rows and entries else ()
+    return Analysis(jaxpr, replicated, varies, entries, control, carried, fed)
+
+
+def _fed(jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int) -> Sequence[int]:
+    """The arrays of the arguments that a train step only takes, as it does a batch, beside the state that it also returns.
+
+    None for what is no such step, and for one that asks for its rank's number: it may take its rows by that.
+    """
+    if any(eqn.primitive.name == "axis_index" for eqn in equations(jaxpr)):
+        return ()
+    kept = {pair.source - captured for pair in pairs(jaxpr, ins, outs, captured)}
+    return [i for i in range(len(ins)) if i not in kept] if kept else ()
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
@@ -176,7 +189,8 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     """Which arrays of the outputs `replicated_outnums` names."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
-    outputs = positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
+    asked = range(len(children)) if function.outputs is None else function.outputs
+    outputs = positions("replicated_outnums", asked, len(children), f"{function.title} returns")
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [number in outputs and not is_own(path) for path, number in paths]

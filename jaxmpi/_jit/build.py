@@ -110,4 +110,5 @@ def build_program(
         scalars=[i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()],
         captured=captured,
         carried=found.carried,
+        fed=found.fed,
     )

@@ -73,7 +73,7 @@ class Executor(ABC):
         if program.statement and get_ident() != self._turn.thread:
             self._turn.take()
         first_call.compare(self._backend, program, leaves)
-        program.carried = None  # which holds all of it
+        program.carried, program.fed = None, ()  # the first holds all of the program
         self._new = not program.statement  # at last: what is above may raise
 
     def _is_unseen(self, program: Program) -> bool:

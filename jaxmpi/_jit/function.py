@@ -42,8 +42,9 @@ class Function:
     static: Arguments  # that are no arrays, and compared by value
     donated: Arguments
     replicated: Arguments  # that are equal on all ranks
-    outputs: tuple[int, ...]  # positions of outputs that must be
+    outputs: tuple[int, ...] | None  # positions of outputs that must be; None for all of them
     of_user: bool = True  # and no function of ours
+    feeds_rows: bool = False  # whether each rank is to pass other rows, as it is in a pmap
 
     @property
     def title(self) -> str:

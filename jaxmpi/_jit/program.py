@@ -44,6 +44,7 @@ class Program:
     scalars: list[int]  # the arrays of the arguments that `replicated_argnums` names and that are one number
     captured: Sequence[ArrayLike] = ()  # the arrays that the function has from outside
     carried: Carried | None = None  # of which a call may show that a mean is forgotten
+    fed: Sequence[int] = ()  # arrays of the arguments that must not all be equal, as all ranks would do the same
     announced: bool = False
     compiled_once: bool = False  # or left to JAX, as the ranks don't share it
     lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)  # of the arguments' arrays; `compiled` sets it

@@ -21,7 +21,7 @@ from jaxmpi._lowering.classify import CALLS, callee, kind
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.text import Text
 
-__all__ = ["Carried"]
+__all__ = ["Carried", "pairs"]
 
 SHOWN = 3  # outputs
 SAME = ("convert_element_type", "copy", "optimization_barrier", "reshape", "reduce_precision", "name")  # operand i is result i
@@ -57,23 +57,17 @@ class Carried:
           outs: those of the outputs.
           captured: how many there are.
         """
-        inner, _ = _jaxcompat.parts(jaxpr)
-        by_path = _by_path(ins, captured)
-        kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
-        pairs = []
-        for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
-            names = [] if is_own(path) or isinstance(v, Literal) else _names(path)
-            sources = [source for name in names for source in by_path.get(name, [])]
-            pairs += [Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)]
-        if not pairs:
+        found = pairs(jaxpr, ins, outs, captured)
+        if not found:
             return None
-        equal = {pair.source for pair in pairs}
-        varies = _may_differ(jaxpr, [i not in equal for i in range(len(kinds))])
-        if not any(varies[pair.output] for pair in pairs):
+        count = len(_jaxcompat.parts(jaxpr)[0].invars)
+        equal = {pair.source for pair in found}
+        varies = _may_differ(jaxpr, [i not in equal for i in range(count)])
+        if not any(varies[pair.output] for pair in found):
             return None
-        added = _added(jaxpr, [frozenset({i}) for i in range(len(kinds))])
-        pairs = [pair for pair in pairs if varies[pair.output] and pair.source in added[pair.output]]
-        return cls(title, jaxpr, pairs) if pairs else None
+        added = _added(jaxpr, [frozenset({i}) for i in range(count)])
+        found = [pair for pair in found if varies[pair.output] and pair.source in added[pair.output]]
+        return cls(title, jaxpr, found) if found else None
 
     @property
     def digest(self) -> str:
@@ -95,6 +89,19 @@ class Carried:
             "If each rank is to have its own, such as a sum over its batches, put it into a jaxmpi.PerRankState, or in nnx "
             "into an nnx.BatchStat."
         )
+
+
+def pairs(jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int) -> list[Pair]:
+    """The inputs and outputs with the same path, shape and dtype; the arguments as in `Carried.find`."""
+    inner, _ = _jaxcompat.parts(jaxpr)
+    by_path = _by_path(ins, captured)
+    kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
+    found = []
+    for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
+        names = [] if is_own(path) or isinstance(v, Literal) else _names(path)
+        sources = [source for name in names for source in by_path.get(name, [])]
+        found += [Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)]
+    return found
 
 
 def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:

@@ -19,6 +19,7 @@ from jaxmpi._process.compiled_files import CompiledFiles
 from jaxmpi._process.init_failure import joining
 from jaxmpi._world import session
 from jaxmpi._world.axes import checked_axes, sized_axes
+from jaxmpi._world.leftover_pmap import notice_pmaps
 from jaxmpi._world.world import World
 
 __all__ = ["init", "launched_ranks"]
@@ -121,6 +122,7 @@ def init(
                 run_dir.join(directory, place.rank)  # the monitor notes when the rank leaves
             session.watch(chosen)
             chosen.turn.release()  # any thread may be the one that communicates
+            notice_pmaps()
         _keep_compiled(place)
     if verbose and world.rank == 0:
         details = [f"transport {chosen.transport}", chosen.description] if backend == "mpi" else []

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax import lax
@@ -26,11 +26,13 @@ __all__ = [
     "current",
     "finalize",
     "initialized",
+    "is_first_pmap",
     "local_rank",
     "local_size",
     "monitor",
     "preemption",
     "rank",
+    "ranks_unknown_to_jax",
     "set_speed",
     "size",
     "speed",
@@ -50,6 +52,7 @@ class Session:
       monitor: the thread that watches the other ranks, where there are any.
       preemption: of a rank that talks to others and has no monitor's thread.
       speed: of messages between the ranks, once `explain` has measured it.
+      pmaps: the lines that have called a `jax.pmap`.
     """
 
     backend: Backend
@@ -57,6 +60,7 @@ class Session:
     monitor: Monitor | None = None
     preemption: Preemption | None = None
     speed: Speed | None = None
+    pmaps: set[str] = field(default_factory=set)
 
 
 _session: Session | None = None
@@ -139,6 +143,22 @@ def set_speed(measured: Speed | None) -> None:
     """Keep it until `finalize`."""
     assert _session is not None
     _session.speed = measured
+
+
+def ranks_unknown_to_jax() -> Backend | None:
+    """The backend where there are several ranks and JAX knows of one process; None anywhere else, a forked child included."""
+    backend = None if _session is None else _session.backend
+    if backend is None or backend.place.size == 1 or backend.global_arrays or backend.forked:
+        return None
+    return backend
+
+
+def is_first_pmap(line: str) -> bool:
+    """Whether a line calls a `jax.pmap` for the first time in this session."""
+    assert _session is not None
+    first = line not in _session.pmaps
+    _session.pmaps.add(line)
+    return first
 
 
 def initialized() -> bool:

@@ -7,6 +7,7 @@ from functools import cache
 from jaxmpi._backends.simulate import Simulated
 from jaxmpi._world import session
 from jaxmpi._world.axes import checked_axes, sized_axes
+from jaxmpi._world.leftover_pmap import notice_pmaps
 from jaxmpi._world.world import World
 
 __all__ = ["simulate"]
@@ -43,6 +44,7 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
         raise RuntimeError(f"simulate: this is one of {outside.size} real ranks. Start a single process for simulated ones.")
     named = sized_axes("simulate", checked_axes("simulate", axes), n)
     backend = _ranks(n, tuple(named.items()))
+    notice_pmaps()
     with session.within(session.Session(backend, World(*backend.place, backend="simulate", axes=named))) as world:
         yield world
 

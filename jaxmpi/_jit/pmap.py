@@ -1,0 +1,303 @@
+"""`jaxmpi.pmap`: `jax.pmap` over the ranks, of which each has one device.
+
+A function `f(x)` of one device's arrays becomes one of arrays with a leading axis of one, as
+multi-process JAX has it where each process has one device: `x[1, ...] -> f(x[0])[None]`. It is a
+`jaxmpi.jit` of that function, in which `axis_name` is another name for the ranks.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+
+from jaxmpi import _axis, _jaxcompat
+from jaxmpi._axis import AXIS
+from jaxmpi._backends.base import Backend
+from jaxmpi._jit.api import describe, local
+from jaxmpi._jit.arguments import argument_name
+from jaxmpi._jit.lost_nnx_changes import watch_changes
+from jaxmpi._jit.step import Step
+from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._world import session
+
+__all__ = ["pmap"]
+
+INSIDE = "jaxmpi: inside of a pmap"  # an axis of one that is bound there
+
+
+def pmap(
+    fun: Callable[..., PyTree],
+    axis_name: str | None = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Iterable[int] = (),
+    devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Iterable[int] = (),
+    replicated_argnums: int | Sequence[int] = (),
+) -> Callable[..., PyTree]:
+    """Map a function over the ranks, as `jax.pmap` does over devices.
+
+    Every rank passes the rows of its device, `[1, ...]`, and gets its results as `[1, ...]`. In the
+    function a collective over `axis_name` is one over all ranks, as is one over `jaxmpi.AXIS`, and
+    all of `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name,
+    and the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) in the place of those
+    by `jax.process_index()`, which is 0 on every rank of the mpi backend.
+
+    Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` over this
+    rank's one device, as nested pmaps share out the devices.
+
+    **Collective:** as `jaxmpi.jit`.
+    **Communication:** as `jaxmpi.jit`.
+
+    Args:
+      fun: the function, of one device's arrays.
+      axis_name: any text that is no axis of `jaxmpi.init(axes=...)`.
+      in_axes: for each positional argument, or for parts of it, the axis of length one that is
+        taken away; None for what has none: it must be equal on all ranks.
+      out_axes: where the results get that axis; None for results without it, which must be equal on
+        all ranks.
+      static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
+      devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one device.
+      backend: that of this rank's device, which changes nothing either.
+      axis_size: the number of ranks, or what `jax.device_count()` says; it changes nothing.
+      donate_argnums: positions of arguments whose memory the results may take.
+      replicated_argnums: positions of arguments that are equal on all ranks, as in `jaxmpi.jit`, on
+        which branches with collectives may depend.
+
+    Returns:
+      The mapped function, with `lower`. On the xla backend its results are this rank's arrays.
+
+    Raises:
+      TypeError: `axis_name` is no text.
+      ValueError: when called, an axis that is not of length one, with the argument; devices or an
+        axis size that are not those of the ranks; a result without an axis that may differ between
+        them; and as `jaxmpi.jit`.
+      RankMismatchError: when called, on every rank, as `jaxmpi.jit`.
+
+    >>> import jax, jaxmpi
+    >>> step = jaxmpi.pmap(lambda x: jax.lax.pmean(x, "batch"), axis_name="batch")
+    >>> step(jnp.array([3.0]))
+    Array([3.], dtype=float32)
+    """
+    if not callable(fun):
+        raise TypeError(f"pmap: fun is a {type(fun).__name__}. Pass a function of one device's arrays.")
+    if not isinstance(axis_name, str | None):
+        raise TypeError(f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, such as 'batch'.")
+    static, donated = _numbers(static_broadcasted_argnums), _numbers(donate_argnums)
+    axes = Axes(axis_name, in_axes, out_axes, frozenset(static))
+    options: dict[str, Any] = {}
+    if static:
+        options["static_argnums"] = static
+    if donated:
+        options["donate_argnums"] = donated
+
+    @wraps(fun)
+    def on_this_device(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        _check(axis_name, devices, backend, axis_size, session.current("pmap"))
+        return _mapped(fun, axes, args, kwargs)
+
+    named = next((f for f in (fun, getattr(fun, "func", fun)) if hasattr(f, "__name__")), type(fun))
+    on_this_device.__name__ = named.__name__
+    replicated = {*_numbers(replicated_argnums), *_unmapped(in_axes, static)}
+    function = describe(on_this_device, tuple(sorted(replicated)), (), options)
+    outputs = None if out_axes is None else _unmapped(out_axes, ())
+    step = Step(replace(function, outputs=outputs, feeds_rows=True), options)
+
+    @wraps(on_this_device)
+    def pmapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        out = step(*args, **kwargs)
+        return local(out) if _jaxcompat.at_top_level() else out
+
+    pmapped.lower = step.lower  # type: ignore[attr-defined]
+    return pmapped
+
+
+class Axes(NamedTuple):
+    """The axes of a pmap, and which arguments have none as they are no arrays."""
+
+    name: str | None
+    ins: Any
+    outs: Any
+    static: frozenset[int]
+
+
+def _numbers(argnums: int | Iterable[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _unmapped(axes: Any, static: Sequence[int]) -> tuple[int, ...]:
+    """The positions of arguments, or results, that have no mapped axis at all."""
+    if not isinstance(axes, tuple | list):
+        return ()
+    return tuple(i for i, axis in enumerate(axes) if axis is None and i not in static)
+
+
+def _check(
+    axis_name: str | None,
+    devices: Sequence[jax.Device] | None,
+    platform: str | None,
+    axis_size: int | None,
+    ranks: Backend,
+) -> None:
+    """Raise a ValueError where a pmap asks for another axis than that of the ranks."""
+    size, here = ranks.place.size, jax.local_devices()[0]
+    if axis_name is not None and axis_name in ranks.axes and axis_name != AXIS:
+        raise ValueError(
+            f"pmap: axis_name {axis_name!r} is an axis of jaxmpi.init(axes=...), of "
+            f"{ranks.axes[axis_name]} of {size} ranks. A pmap is over all ranks: choose another name."
+        )
+    if axis_size not in (None, size, jax.device_count()):
+        raise ValueError(
+            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave it out, or pass jaxmpi.size()."
+        )
+    if devices is not None and {*devices} not in ({*jax.devices()}, {*jax.local_devices()}):
+        raise ValueError(
+            f"pmap: devices are {[*devices]}, and a pmap is over all ranks, of which this one has {here}. Leave them out."
+        )
+    if platform is not None and jax.local_devices(backend=platform)[0] != here:
+        raise ValueError(f"pmap: backend is {platform!r}, and this rank computes on {here}. Leave it out.")
+
+
+def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+    """Call a function on arrays without the mapped axis, in traced code, and give its results one."""
+    title = getattr(fun, "__name__", type(fun).__name__)
+    dynamic = [None if i in axes.static else arg for i, arg in enumerate(args)]
+    paths, treedef = jax.tree_util.tree_flatten_with_path((tuple(dynamic), kwargs))
+    numbers = [*_axes_of_arguments(title, axes, dynamic), *[0] * len(jax.tree.leaves(kwargs))]
+    rows = [_row(title, path, x, axis) for (path, x), axis in zip(paths, numbers, strict=True)]
+
+    def call(*rows: ArrayLike) -> PyTree:
+        dynamic, named = treedef.unflatten(rows)
+        given = [arg if i in axes.static else new for i, (arg, new) in enumerate(zip(args, dynamic, strict=True))]
+        check = watch_changes(title, (given, named))  # of nnx objects, which would be lost
+        out = fun(*given, **named)
+        check(jax.tree.leaves(out))
+        return out
+
+    out = _on_one_device(call, axes.name, rows) if _axis.bound(INSIDE) else _on_ranks(title, call, axes.name, rows)
+    return _with_axis(title, axes.outs, out)
+
+
+def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[int | None]:
+    """The mapped axis of each array of the positional arguments."""
+    ins = axes.ins
+    if isinstance(ins, tuple | list) and len(ins) != len(args):
+        raise ValueError(
+            f"pmap: in_axes {ins} are {len(ins)} axes, and {title} got {len(args)} positional arguments. Pass one for each, or "
+            "one number for all."
+        )
+    each = tuple(ins) if isinstance(ins, tuple | list) else (ins,) * len(args)
+    out: list[int | None] = []
+    for i, (axis, arg) in enumerate(zip(each, args, strict=True)):
+        if i not in axes.static:
+            out += _of_leaves(f"in_axes of argument {i} of {title}", axis, arg)
+    return out
+
+
+def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
+    """The axis of each leaf, by a tree of axes that ends where it likes."""
+    out: list[int | None] = []
+
+    def note(axis: object, part: PyTree) -> None:
+        if not (axis is None or (isinstance(axis, int) and not isinstance(axis, bool))):
+            raise TypeError(f"pmap: {what} has {axis!r}. An axis is an int, or None.")
+        out.extend([axis] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(note, axes, tree, is_leaf=lambda x: x is None)
+    except ValueError:
+        raise ValueError(
+            f"pmap: {what}, {axes}, do not have the structure {jax.tree.structure(tree)}. Pass one "
+            "axis for all of it, or a tree that ends where its parts have one axis each."
+        ) from None
+    return out
+
+
+def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array:
+    """An array without its mapped axis; raises a ValueError that names it where that is not of length one."""
+    if axis is None:
+        return x
+    shape = jnp.shape(x)
+    if -len(shape) <= axis < len(shape) and shape[axis] == 1:
+        return lax.squeeze(x, [axis])
+    size, devices = session.size(), jax.local_device_count()
+    if not shape:
+        advice = "Pass it as [1] (flax.jax_utils.replicate), or give it in_axes None."
+    elif devices > 1 and devices in shape[:1]:
+        advice = f"JAX has {devices} devices here: start without --xla_force_host_platform_device_count."
+    elif size in shape[:1]:
+        advice = "Pass this rank's row, x[jaxmpi.rank()][None]."
+    else:
+        advice = "Pass this rank's rows, jaxmpi.shard(x)[None], or x[None] if x has them only."
+    raise ValueError(
+        f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be 1: a rank has one device. "
+        f"{advice}"
+    )
+
+
+def _on_ranks(title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
+    """Trace a function in which a name is bound to the ranks, and put it here with AXIS in its place."""
+    tree = None
+
+    def flat(*rows: jax.Array) -> list[ArrayLike]:
+        nonlocal tree
+        try:
+            leaves, tree = jax.tree.flatten(call(*rows))
+        except NameError as error:
+            _explain(error, title, name)
+            raise
+        return leaves
+
+    bound: list[tuple[Hashable, int]] = [(INSIDE, 1)]
+    if name not in (None, AXIS):
+        bound.append((name, session.size()))
+    jaxpr = jax.make_jaxpr(flat, axis_env=bound)(*rows)
+    if name not in (None, AXIS):
+        jaxpr = _jaxcompat.with_axis_renamed(jaxpr, name, AXIS)
+    return jax.tree.unflatten(tree, _jaxcompat.as_function(jaxpr)(*rows))
+
+
+def _on_one_device(call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
+    """Call a function in which a name is bound to an axis of one."""
+    out = jax.vmap(lambda _: call(*rows), axis_name=name or INSIDE, axis_size=1)(jnp.zeros(1))
+    return jax.tree.map(lambda x: lax.squeeze(x, [0]), out)
+
+
+def _explain(error: NameError, title: str, name: str | None) -> None:
+    """Raise what an error about an axis that nothing binds means here."""
+    collective, params, at = _jaxcompat.failed_collective(error)
+    if not collective:
+        return
+    has = "has no axis_name" if name is None else f"has axis_name {name!r}"
+    axis = params.get("axis_name", "another axis")
+    raise NameError(
+        f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the pmap of {title} {has}. "
+        f"Name the same axis in both, or jaxmpi.AXIS in the collective."
+    ) from error
+
+
+def _with_axis(title: str, out_axes: Any, out: PyTree) -> PyTree:
+    """The results with an axis of one, where they get one."""
+    leaves, treedef = jax.tree.flatten(out)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
+    numbers = _of_leaves(f"out_axes of {title}", out_axes, out)
+    for i, (axis, path) in enumerate(zip(numbers, paths, strict=True)):
+        if axis is None:
+            continue
+        x = jnp.asarray(leaves[i])
+        if not -x.ndim - 1 <= axis <= x.ndim:
+            raise ValueError(
+                f"pmap: out_axes of {title} is {axis} for output {leaf_name(path)} of shape "
+                f"{list(x.shape)}. Pass a number from 0 to {x.ndim}."
+            )
+        leaves[i] = lax.expand_dims(x, [axis])
+    return treedef.unflatten(leaves)

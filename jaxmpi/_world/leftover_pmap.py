@@ -1,0 +1,32 @@
+"""A `jax.pmap` on several ranks: it maps over one rank's device, and its collectives reach no other rank."""
+
+import warnings
+
+from jaxmpi import _jaxcompat
+from jaxmpi._world import session
+
+__all__ = ["notice_pmaps"]
+
+
+def notice_pmaps() -> None:
+    """Warn of `jax.pmap` from now on, wherever its functions were made: once for each line that calls one."""
+    _jaxcompat.watch_pmap(_warn)
+
+
+def _warn() -> None:
+    """Warn on rank 0 of the call that runs now, where the ranks are processes that JAX does not know of."""
+    if (here := session.ranks_unknown_to_jax()) is None:
+        return
+    frame = _jaxcompat.caller()
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if here.place.rank or not session.is_first_pmap(f"{file}:{line}"):
+        return
+    warnings.warn_explicit(
+        f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank alone: its collectives do not "
+        f"reach the others of {here.place.size} ranks. Use jaxmpi.pmap, or, where that is meant, "
+        "warnings.filterwarnings('ignore', 'jax.pmap').",
+        UserWarning,
+        file,
+        line,
+        module=frame.f_globals.get("__name__"),
+    )
