@@ -237,7 +237,7 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
     elif size in shape[:1]:
         advice = "Pass this rank's row, x[jaxmpi.rank()][None]."
     else:
-        advice = "Pass this rank's rows, jaxmpi.shard(x)[None], or x[None] if x has them only."
+        advice = "Pass this rank's rows, jaxmpi.shard(x)[:][None], or x[None] if x has them only."
     raise ValueError(
         f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be 1: a rank has one device. "
         f"{advice}"
