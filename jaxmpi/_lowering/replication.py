@@ -139,7 +139,8 @@ def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:
     raise ValueError(
         f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
         "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
-        "'min'), or say with replicated_argnums which arguments are equal on all ranks."
+        "'min'; in a line search take jaxmpi.average_loss for its value_fn, as the gradient of a pmean is each rank's own), or "
+        "say with replicated_argnums which arguments are equal on all ranks."
     )
 
 

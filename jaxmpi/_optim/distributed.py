@@ -20,7 +20,7 @@ from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.average import mean, mean_of_all, rounded
 from jaxmpi._optim.compression import Codec, check_codec
 from jaxmpi._optim.deterministic import canonical_mean, invariant_update
-from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform
+from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, made_of
 from jaxmpi._optim.objective import Given, over_ranks
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.weights import Weight, as_weight, check_total, divided, scaled
@@ -97,7 +97,9 @@ def distributed(
 
     def init(params: PyTree) -> PyTree:
         refuse_shards("distributed", params, AXIS if op == "adasum" else axis)
-        return DistributedState(inner.init(params), PerRankState(codec.init(params))) if codec else inner.init(params)
+        if codec is None:
+            return inner.init(params)
+        return DistributedState(inner.init(params), PerRankState(made_of(params, codec.init)))
 
     def over_all(fun: Callable[..., PyTree], weight: Weight | None) -> Callable[..., PyTree]:
         return over_ranks(fun, partial(tree_allreduce, op="sum")) if op == "sum" else mean_of_all("distributed", fun, weight)

@@ -1,6 +1,7 @@
 """The leaves that the transforms of this folder compute with."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 import jax
@@ -23,6 +24,7 @@ __all__ = [
     "either",
     "equal_types",
     "floats",
+    "made_of",
     "map_floats",
     "wide",
 ]
@@ -45,6 +47,28 @@ def check_transform(function: str, name: str, transform: object) -> None:
         raise TypeError(
             f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as optax.adam(1e-3)."
         )
+
+
+def made_of(params: PyTree, make: Callable[[PyTree], PyTree]) -> PyTree:
+    """Return `make(params)`, a part of a state that is no tree like the parameters, such as a list of arrays.
+
+    `optax.tree.map_params` calls `init` with a placeholder for all parameters, to see which parts of a
+    state are like them, and maps over the result as a prefix of the state. This part is one leaf then.
+    """
+    return jnp.zeros(()) if isinstance(params, _placeholder()) else make(params)
+
+
+@cache
+def _placeholder() -> type:
+    """The type of what `optax.tree.map_params` calls `init` with, which has no public name."""
+    found: list[type] = []
+
+    def init(params: PyTree) -> PyTree:
+        found.append(type(params))
+        return params
+
+    optax.tree.map_params(init, lambda x: x, 0)
+    return found[0]
 
 
 def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:

@@ -12,7 +12,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, check_codec
-from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats
+from jaxmpi._optim.float_leaves import check_transform, either, equal_types, made_of, map_floats
 from jaxmpi._optim.streaming import StreamingState, Streams, no_negative_zeros
 from jaxmpi._world import session
 
@@ -99,7 +99,7 @@ def local_sgd(
 
     def init(params: PyTree) -> LocalSGDState:
         anchor = jax.tree.map(jnp.array, params) if outer or codec else ()
-        coded = codec.init(params) if codec else ()
+        coded = made_of(params, codec.init) if codec else ()
         return LocalSGDState(
             jnp.zeros((), jnp.int32),
             PerRankState(inner.init(params)),

@@ -15,7 +15,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.compression import Codec, OneMessage
-from jaxmpi._optim.float_leaves import either, equal_types, floats
+from jaxmpi._optim.float_leaves import either, equal_types, floats, made_of
 from jaxmpi._world import session
 
 __all__ = ["Fragment", "StreamingState", "Streams", "no_negative_zeros"]
@@ -77,10 +77,13 @@ class Streams(NamedTuple):
 
     def init(self, params: PyTree) -> StreamingState:
         """Nothing is on its way."""
+        fragments = made_of(params, self._cut)
+        return StreamingState(jnp.zeros((), jnp.int32), PerRankState(self.inner.init(params)), fragments)
+
+    def _cut(self, params: PyTree) -> tuple[Fragment, ...]:
         leaves, _ = floats("local_sgd", params)
         parts = _parts(leaves, self.fragments)
-        state = tuple(self._fragment([jnp.array(leaves[i]) for i in part]) for part in parts)
-        return StreamingState(jnp.zeros((), jnp.int32), PerRankState(self.inner.init(params)), state)
+        return tuple(self._fragment([jnp.array(leaves[i]) for i in part]) for part in parts)
 
     def _fragment(self, xs: list[jax.Array]) -> Fragment:
         codec = self.message.init(xs)

@@ -1,5 +1,7 @@
 """What `update` gets beside the gradients, as one rank has it: `inner` gets that of all ranks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,3 +268,55 @@ def test_one_rank_has_the_jaxpr_of_plain_optax():
 
     for wrap in (jaxmpi.distributed, jaxmpi.sharded):
         assert text(wrap(optax.lbfgs())) == text(optax.lbfgs())
+
+
+# losses that are means already: the gradient of a pmean is each rank's own
+
+MEANS = {
+    "own": lambda f: f,
+    "pmean": lambda f: lambda w: jax.lax.pmean(f(w), jaxmpi.AXIS),
+    "tree_allreduce": lambda f: lambda w: jaxmpi.tree_allreduce(f(w)),
+    "average_loss": jaxmpi.average_loss,
+}
+WRAP = {"plain": lambda tx: tx, "distributed": jaxmpi.distributed, "sharded": jaxmpi.sharded}
+
+
+def searched(tx, mean, x, jit):
+    """The parameters after three steps of a line search whose `value_fn` is `mean` of the loss."""
+
+    def step(w, state, x):
+        fun = mean(lambda w: jnp.mean((jnp.tanh(x @ w) - 0.3) ** 2) + 0.1 * jnp.sum(w**4))
+        value, grad = jax.value_and_grad(fun)(w)
+        updates, state = tx.update(grad, state, w, value=value, grad=grad, value_fn=fun)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.asarray([1.0, -2.0, 0.5])
+    state, step = tx.init(w), jit(step)
+    for _ in range(3):
+        w, state = step(w, state, x)
+    return np.asarray(w)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:jaxmpi.jit. what is summed or averaged")  # of a mean of means
+@pytest.mark.parametrize("make", [optax.lbfgs, lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(9))])
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("wrap", WRAP)
+def test_a_line_search_is_right_or_refused(make, mean, wrap):
+    """In distributed and sharded it is right, of any of these losses; plain optax takes average_loss, and no pmean."""
+    x = np.sin(np.arange(36.0)).reshape(3, 4, 3)
+    with jaxmpi.simulate(3):
+        run = lambda: searched(
+            WRAP[wrap](make()), MEANS[mean], jaxmpi.PerRank(x), partial(jaxmpi.jit, replicated_argnums=(0, 1))
+        )
+        if wrap == "plain" and mean in ("pmean", "tree_allreduce"):
+            with pytest.raises(ValueError, match=r"in a line search take jaxmpi\.average_loss for its value_fn"):
+                run()
+            return
+        got = run()
+    want = searched(make(), MEANS["own"], x.reshape(12, 3), jax.jit)
+    if wrap == "plain" and mean == "own":
+        assert not np.allclose(got, want, atol=1e-3)  # each rank trains alone, which its PerRank shows
+        assert got.shape == (3, 3)
+        return
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
