@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax import lax
 
 from jaxmpi import _axis
@@ -148,7 +149,7 @@ def set_speed(measured: Speed | None) -> None:
 def ranks_unknown_to_jax() -> Backend | None:
     """The backend where there are several ranks and JAX knows of one process; None anywhere else, a forked child included."""
     backend = None if _session is None else _session.backend
-    if backend is None or backend.place.size == 1 or backend.global_arrays or backend.forked:
+    if backend is None or backend.place.size == 1 or backend.forked or jax.process_count() > 1:
         return None
     return backend
 
