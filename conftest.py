@@ -15,7 +15,8 @@ import pytest
 import jaxmpi
 
 ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
-collect_ignore = ["tests/monitor/fault_script.py", "tests/pmap_programs", "tests/smoke.py"]  # programs of tests, which are no modules
+# programs of tests, which are no modules
+collect_ignore = ["tests/monitor/fault_script.py", "tests/pmap_programs", "tests/smoke.py"]
 COMPILED = Path(__file__).parent / "build" / "compiled"
 
 

@@ -333,6 +333,19 @@ def steps():
     return call
 
 
+@row("pmap")
+def mapped():
+    step = jaxmpi.pmap(lambda x: (x - jax.lax.pmean(x, "batch"), x.shape), axis_name="batch", out_axes=(0, None))
+    rows = each(lambda rank: jax.tree.map(lambda x: np.asarray(x)[None], tree(rank)["w"]))
+
+    def call():
+        apart, shape = step(rows)
+        assert [int(n) for n in shape] == [2, 3]
+        assert_each(apart, lambda rank: (tree(rank)["w"] - mean(jaxmpi.size())["w"])[None])
+
+    return call
+
+
 @row("nn.jit", "nn.average_batch_stats", "nn.BatchNorm")
 def models():
     n = jaxmpi.size()
