@@ -1,5 +1,7 @@
 """Libraries that ask JAX for the number of this process, on the mpi backend with `jax_processes=True`."""
 
+import warnings
+
 import grain.python as grain
 import jax
 import jax.numpy as jnp
@@ -41,4 +43,11 @@ for _ in range(3):
 np.testing.assert_allclose(params, -np.mean(np.arange(size)))
 np.testing.assert_array_equal(jaxmpi.tree_allgather(jnp.float32(rank)), np.arange(size))
 assert jaxmpi.init(jax_processes=True) is world
+
+# a pmap of JAX's own is over the ranks, of which nothing is said, and so is that of jaxmpi
+mine = jnp.asarray([rank + 1.0])
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    np.testing.assert_allclose(jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2)
+np.testing.assert_allclose(jaxmpi.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2)
 jaxmpi.print("right")
