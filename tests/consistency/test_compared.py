@@ -60,6 +60,8 @@ CALLS = {
     "fully_shard": lambda: jaxmpi.fully_shard({"w": X}),
     "reshard": lambda: jaxmpi.reshard(whole_state()),
     "nn.average_batch_stats": lambda: jaxmpi.nn.average_batch_stats(nnx.BatchNorm(2, rngs=nnx.Rngs(0))),
+    "nn.BatchNorm": lambda: jaxmpi.nn.BatchNorm(2, rngs=nnx.Rngs(0))(rows()),
+    "merge_metrics": lambda: jaxmpi.merge_metrics(nnx.MultiMetric(loss=nnx.metrics.Average())),
     "allgather_object": lambda: jaxmpi.allgather_object(1),
     "broadcast_object": lambda: jaxmpi.broadcast_object(1),
     "barrier": lambda: jaxmpi.barrier(),
