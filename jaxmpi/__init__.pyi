@@ -45,7 +45,7 @@ from ._world.simulate import simulate
 from ._world.world import World
 from .checkpoint import latest, restore, save
 from .console import average_metrics, get_logger, print, progress
-from .data import batches, rank_key, shard
+from .data import batches, per_rank_batches, rank_key, shard
 from .diagnose import explain
 
 __version__: str
@@ -94,6 +94,7 @@ __all__ = [
     "merge_metrics",
     "micro_batch_grads",
     "nn",
+    "per_rank_batches",
     "pmap",
     "preempted",
     "prefetch",

@@ -5,13 +5,13 @@
     step k        = order[lo : hi],  lo = start + k·B,  hi = min(lo + B, N)
     rank r's rows = order[lo + part(hi - lo, r, p)]
 
-Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and one integer, `hi`, says
-where an epoch was left, for any p and any B.
+Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and two integers, the epoch and
+`hi`, say where the data was left, for any p and any B.
 """
 
 import multiprocessing
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,15 @@ from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
-from jaxmpi._data.sampler import Batches, Shard
+from jaxmpi._data.feeds import BatchesFeed
+from jaxmpi._data.per_rank import Layout, PerRankBatches, Ranks
+from jaxmpi._data.prefetch import Prefetched, prefetch
+from jaxmpi._data.sampler import Batches, Cursor, Shard
 from jaxmpi._data.sources import RandomAccess
 from jaxmpi._leaves import PyTree
 from jaxmpi._world import session
 
-__all__ = ["Batches", "Shard", "batches", "rank_key", "shard"]
+__all__ = ["Batches", "Shard", "batches", "per_rank_batches", "rank_key", "shard"]
 
 
 def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
@@ -74,19 +77,24 @@ def batches(
     *,
     seed: int | None = None,
     epoch: int = 0,
-    start: int = 0,
+    start: int | Mapping[str, Any] = 0,
     remainder: Literal["drop", "mask"] = "drop",
     axis: Axis = AXIS,
 ) -> "Batches | StackedBatches":
-    """Iterate over this rank's rows of every global batch of one epoch.
+    """Return this rank's rows of every global batch, as an iterable of one epoch after the other.
 
     step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi - lo, r, p) of it.
 
-    Every rank takes the same number of steps, with the same shapes in every step. Where an iteration begins on the main thread,
-    the ranks compare their arguments and the length of the data; `prefetch` does it there, too. On other threads, and in the
-    processes of a loader, nothing is compared.
+    Every rank takes the same number of steps, with the same shapes in every step.
 
-    **Collective:** every rank iterates, with the same arguments; `len` and `position` are this rank's own affair.
+    An iteration goes on from `state` to the end of the epoch. The first one begins at `start`; the one after it is the
+    next epoch, from 0 and shuffled anew; the one after a loop that was left early is the rest of its epoch. What follows
+    depends on `state` alone, so that a job that is started again sees what it would have seen.
+
+    Where an iteration begins on the main thread, the ranks compare their arguments, the length of the data and where they
+    are in it; `prefetch` does it there, too. On other threads, and in the processes of a loader, nothing is compared.
+
+    **Collective:** every rank iterates, with the same arguments; `len`, `position` and `state` are local.
     **Communication:** 16 bytes for an iteration.
 
     Args:
@@ -94,28 +102,34 @@ def batches(
             is one, else one by one, and are stacked leaf by leaf as NumPy arrays (a list in a sample is one array).
         batch_size: B, the samples per step over all ranks.
         seed: None keeps the order of the data; an int shuffles it by (seed, epoch, N), whatever the number of ranks.
-        epoch: The number of the epoch, from 0: each has a permutation of its own.
-        start: Where to begin: the `position` of an earlier run, on any number of ranks and with any batch size.
+        epoch: The number of the first epoch, from 0: each has a permutation of its own.
+        start: Where to begin in it: the `position` of an earlier run, on any number of ranks and with any batch size. Or
+            its `state`, which has the epoch, too.
         remainder: "drop" leaves the last incomplete batch out and needs a batch size that the ranks divide. "mask"
             takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows each, where rows with a False mask
             repeat a sample and do not count.
         axis: As for `shard`: the ranks along it share each global batch.
 
     Returns:
-        An iterable whose `len` is the number of steps from `start`, and whose `position` says where it is.
+        An iterable. Its `epoch` and `position` are those of the batch in hand, its `len` is the number of steps of this
+        epoch from where its iteration begins. Its `state` is a small dict that goes into a checkpoint: the place behind
+        the batch in hand, which at the end of an epoch is the next one's start. It can be assigned.
 
     Warns:
         UserWarning: On rank 0, when an iteration begins that has no step.
 
     Raises:
-        RankMismatchError: On every rank, when an iteration begins, if their arguments differ.
+        RankMismatchError: On every rank, when an iteration begins, if their arguments or states differ.
         TypeError: As for `shard`, or an argument is not an int.
-        ValueError: An argument is out of its range, the ranks do not divide `batch_size`, or samples do not stack.
+        ValueError: An argument is out of its range, the ranks do not divide `batch_size`, samples do not stack, or a
+            state belongs to other data or another seed.
 
     >>> import jaxmpi, numpy as np
-    >>> epoch = jaxmpi.batches(np.arange(10.0), 4, seed=0)
-    >>> [(batch.shape, epoch.position) for batch in epoch]
+    >>> loader = jaxmpi.batches(np.arange(10.0), 4, seed=0)
+    >>> [(batch.shape, loader.position) for batch in loader]
     [((4,), 4), ((4,), 8)]
+    >>> loader.state
+    {'epoch': 1, 'position': 0, 'order': '10 samples shuffled by seed 0'}
     >>> [float(batch[mask].sum()) for batch, mask in jaxmpi.batches(np.arange(10.0), 4, remainder="mask")]
     [6.0, 22.0, 17.0]
     """
@@ -127,9 +141,79 @@ def batches(
         return StackedBatches([Batches(data, batch_size, rank=place, size=size, **options) for place in places])
     made = Batches(data, batch_size, rank=rank, size=size, **options)
     if backend.place.size > 1:
-        arguments = {"samples": made.samples, "batch_size": batch_size, **options}
-        made.agree = partial(_agree, backend, arguments if axis == AXIS else {**arguments, "axis": axis})
+        arguments = {"samples": made.samples, "batch_size": batch_size, "seed": seed, "remainder": remainder}
+        made.agree = partial(_agree, backend, made, arguments if axis == AXIS else {**arguments, "axis": axis})
     return made
+
+
+def per_rank_batches(
+    loader: Iterable[PyTree], *, remainder: Literal["drop", "mask"] = "drop", ahead: int = 2
+) -> PerRankBatches:
+    """Return an iterator over this rank's own batches that ends on all ranks together.
+
+    With n_r the number of batches of rank r, all ranks take min_r n_r steps ("drop") or max_r n_r steps ("mask"). It is for
+    data that the ranks do not share: each has its own files, or a stream of unknown length. Where every rank can index all
+    of the data, use `batches`.
+
+    The batches are read ahead as by `prefetch`. Each rank reads one batch further than it gives out, and tells the others
+    whether there is one while the step before is running.
+
+    **Collective:** every rank iterates, with the same arguments and equally often; nothing else needs to be equal.
+    **Communication:** 8 bytes from each rank for each batch, which travel while the step runs and wait for no program; 16
+    bytes when an epoch begins, and with "mask" the shapes of the first batches.
+
+    Args:
+        loader: This rank's batches: anything that `prefetch` takes, or a `prefetch`.
+        remainder: "drop" ends with the first rank that has no batch, and leaves the rest of the others out. "mask" ends
+            with the last one and takes every sample: it yields `(batch, mask)`, where a rank without a batch gets zeros
+            and a batch of fewer rows is filled up, both with a False mask. The rows are those of the largest first batch.
+        ahead: As for `prefetch`.
+
+    Returns:
+        An iterator, with `state`, `epoch` and `close()` as those of `prefetch`. In the state, "epoch" and "batches" are equal
+        on all ranks, and so is a `loader`'s own where it counts alike. The next `for` loop is the next epoch.
+
+    Raises:
+        RankMismatchError: On every rank, when an epoch begins: other arguments, another place in the data, or, with "mask",
+            batches of other structure, shapes (but for the rows) or dtypes.
+        TypeError: `jaxmpi.batches`, which gives all ranks the same number of steps; with "mask", a leaf without rows.
+        ValueError: `remainder` is neither; a batch with more rows than the first ones; as for `prefetch`.
+        RuntimeError: On simulated ranks, which have one process and so no data of their own.
+
+    >>> import jaxmpi, numpy as np
+    >>> files = [np.arange(3.0), np.arange(3.0, 5.0)]  # this rank's
+    >>> [(float(batch[mask].sum()), mask.tolist()) for batch, mask in jaxmpi.per_rank_batches(files, remainder="mask")]
+    [(3.0, [True, True, True]), (7.0, [True, True, False])]
+    """
+    backend = session.current("per_rank_batches")
+    if backend.simulates:
+        raise RuntimeError(
+            "per_rank_batches: simulated ranks are one process, which has no data of one rank. Use batches, or ranks of MPI."
+        )
+    if remainder not in ("drop", "mask"):
+        raise ValueError(f'per_rank_batches: remainder is {remainder!r}. Pass "drop" or "mask".')
+    if isinstance(loader, PerRankBatches):
+        raise TypeError("per_rank_batches: the loader is a per_rank_batches already. Pass its loader.")
+    read_ahead = prefetch(loader, ahead)
+    assert isinstance(read_ahead, Prefetched)
+    if isinstance(read_ahead.reading.feed, BatchesFeed):
+        raise TypeError(
+            "per_rank_batches: the loader is jaxmpi.batches, which gives all ranks the same number of steps already. Use it "
+            "as it is."
+        )
+
+    def check(arguments: Mapping[str, object]) -> None:
+        lines = [f"per_rank_batches {name}={value}" for name, value in arguments.items()]
+        title = "per_rank_batches"
+        compare.check_consistent(backend, compare.Statement.of(title, "\n".join(lines)), lambda: {"given": lines})
+
+    def layouts(mine: Layout | None) -> list[Layout | None]:
+        return backend.allgather_object(mine)
+
+    def vote(has_more: bool) -> Callable[[], tuple[bool, bool]]:
+        return backend.start_vote(has_more, "per_rank_batches, for the other ranks' data")
+
+    return PerRankBatches(read_ahead, read_ahead.reading, remainder, Ranks(check, layouts, vote))
 
 
 def _along(function: str, axis: Axis, backend: Backend, rank: int) -> tuple[int, int]:
@@ -168,26 +252,72 @@ def rank_key(key: jax.Array) -> jax.Array | Any:
 
 
 class StackedBatches(Iterable[PyTree]):
-    """The batches of all simulated ranks side by side, as `PerRank` arrays."""
+    """The batches of all simulated ranks side by side, as `PerRank` arrays; all ranks are at one place."""
 
     def __init__(self, ranks: Sequence[Batches]) -> None:
         self._ranks = ranks
+        self._one = ranks[0]
+        self.samples, self.agree = self._one.samples, self._one.agree
 
     def __len__(self) -> int:
-        return len(self._ranks[0])
+        return len(self._one)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch in hand."""
+        return self._one.epoch
 
     @property
     def position(self) -> int:
-        """That of every rank."""
-        return self._ranks[0].position
+        """Samples of this epoch handed out so far."""
+        return self._one.position
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place in the data, as `Batches.state`."""
+        return self._one.state
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        for of_rank in self._ranks:
+            of_rank.state = state
+
+    @property
+    def at(self) -> Cursor:
+        """The place behind the batch that was handed out last."""
+        return self._one.at
 
     def __iter__(self) -> Iterator[PyTree]:
-        for parts in zip(*self._ranks, strict=True):
+        self.begin()
+        return self.rest()
+
+    def begin(self) -> None:
+        """Begin an iteration on every rank."""
+        for of_rank in self._ranks:
+            of_rank.begin()
+
+    def rest(self) -> Iterator[PyTree]:
+        """The batches from here to the end of the epoch."""
+        for parts in zip(*(of_rank.rest() for of_rank in self._ranks), strict=True):
             yield jax.tree.map(lambda *xs: PerRank(np.stack(xs)), *parts)
 
+    def after(self, at: Cursor, steps: int) -> Cursor:
+        """The place that is so many steps behind another."""
+        return self._one.after(at, steps)
 
-def _agree(backend: Backend, arguments: Mapping[str, object]) -> None:
-    """Compare them, where collectives may be called: on the main thread of the rank itself."""
+    def state_at(self, at: Cursor) -> dict[str, Any]:
+        """The state at a place."""
+        return self._one.state_at(at)
+
+    def go_to(self, at: Cursor) -> None:
+        """Go on from a place."""
+        for of_rank in self._ranks:
+            of_rank.go_to(at)
+
+
+def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> None:
+    """Compare arguments and places, where collectives may be called: on the main thread of the rank itself."""
     if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
-        lines = [f"batches {name}={value}" for name, value in arguments.items()]
+        at = {"epoch": made.epoch, "start": made.position}
+        lines = [f"batches {name}={value}" for name, value in {**arguments, **at}.items()]
         compare.check_consistent(backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines})

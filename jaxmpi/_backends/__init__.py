@@ -10,6 +10,7 @@ native           the native extension, in shared memory and over MPI
 mpi              mpi4jax
 native_transports  the shared memory of the native extension within a node, and its connections to other nodes
 shared_memory    memory that the ranks of a node share
+votes            yes or no of each rank, heard of later, within a node without a message
 native_calls     the calls of the native extension in a program: at once, a start and a wait, or a start that a later call takes
 tuning           sizes and algorithms of the messages between nodes
 mpi_library      mpi4py and mpi4jax imported, MPI started and ended

@@ -188,6 +188,9 @@ class Backend(Protocol):
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The minimum and maximum of the ranks' fingerprints; `title` and `program` are for the watchdog and the recorder."""
 
+    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
+        """Tell all ranks yes or no, and go on; the function returned waits for the others: (did any say yes, did all)."""
+
     def name_axes(self, axes: Mapping[str, int]) -> None:
         """Name axes beside AXIS, and connect the ranks of each group."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from jaxmpi._backends.activity import Activity, Entered
 from jaxmpi._backends.base import Collective, Overlap, Place, Registry
 from jaxmpi._backends.communicator import Communicator, Request
 from jaxmpi._backends.mpi_library import unlink_shared_memory
+from jaxmpi._backends.votes import Votes, open_votes
 from jaxmpi._process import settings
 from jaxmpi._process.communicating_thread import Turn
 
@@ -58,6 +60,7 @@ class MpiProcessGroup(Activity):
         self.turn = Turn(self.finish, self._last)  # of the threads
         self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
         self._sending: list[Request] = []
+        self._votes: Votes | None = None  # opened by the first one
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
 
     @property
@@ -172,6 +175,16 @@ class MpiProcessGroup(Activity):
         event[4] = event[5] = time.monotonic_ns()
         return -int(self._words[0]), int(self._words[1])
 
+    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
+        """Tell all ranks yes or no, and go on; the function returned waits for the others: (did any say yes, did all)."""
+        if threading.get_ident() != self.turn.thread:
+            self.turn.take()
+        if not self.concurrent:
+            self.finish()
+        if self._votes is None:
+            self._votes = open_votes(self._mpi, self.place, self.concurrent)
+        return self._votes.start(yes, partial(self.waiting, title))
+
     # the monitor's channel: short messages that nobody has to be waiting for
 
     def send(self, rank: int, message: object) -> None:
@@ -187,9 +200,9 @@ class MpiProcessGroup(Activity):
         return arrived
 
     def sent(self) -> bool:
-        """Whether everything that was sent has been received."""
+        """Whether everything that was sent has been received, votes among it."""
         self._sending = [request for request in self._sending if not request.test()[0]]
-        return not self._sending
+        return not self._sending and not (self._votes and self._votes.pending())
 
     def everyone_leaves(self) -> Callable[[], bool]:
         """Say that this rank is done; the function returned tells whether all ranks have said so."""
@@ -213,5 +226,7 @@ class MpiProcessGroup(Activity):
         """Free the communicators, and the programs that were compiled for them."""
         self.finish()
         jax.clear_caches()
+        if self._votes:
+            self._votes.close()
         for comm in (self._objects, self._channel):
             comm.Free()

@@ -1,6 +1,6 @@
 """One process: every collective is the identity, and MPI is neither needed nor started."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -66,6 +66,10 @@ class OneProcess:
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The number itself."""
         return fingerprint, fingerprint
+
+    def start_vote(self, yes: bool, title: str) -> Callable[[], tuple[bool, bool]]:
+        """Return a function that returns this vote."""
+        return lambda: (yes, yes)
 
     def name_axes(self, axes: Mapping[str, int]) -> None:
         """Name axes beside AXIS."""

@@ -1,102 +1,342 @@
-"""Batches that are read and brought to the device while the step before is running."""
+"""Batches that are read and brought to the device while the step before is running.
 
-import queue
+A thread reads up to `ahead` batches and stops there. It belongs to a `Reading`, which outlives the
+loop: a loop that is left early loses nothing, and the next one goes on with what was read.
+"""
+
+import atexit
+import contextlib
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read
+from jaxmpi._data.per_rank import PerRankBatches
 from jaxmpi._leaves import PyTree
 
-__all__ = ["Prefetched", "prefetch"]
+__all__ = ["Prefetched", "Reading", "prefetch"]
+
+EXIT_SECONDS = 10.0  # for a batch that is being read when Python ends
 
 
-def prefetch(batches: Iterable[PyTree], ahead: int = 2) -> "Prefetched":
-    """The same batches, each on this rank's device before it is asked for.
+def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = None) -> "Prefetched | PerRankBatches":
+    """Return an iterator over the same batches, each on this rank's device before it is asked for.
 
-    A thread reads them, up to `ahead` of the one in use, and copies their NumPy arrays; other leaves stay as they are. Reading
-    must not communicate: collectives belong to the main thread.
+    A thread reads up to `ahead` batches beside the one in use, and copies their NumPy arrays; other leaves stay as they
+    are. Reading must not communicate: collectives belong to the main thread.
 
-    **Collective:** no, but for `jaxmpi.batches`, of which the ranks compare the arguments first.
+    A `for` loop over it runs to the end of an epoch, and the next loop is the next epoch. A loop that is left early loses
+    nothing: the next one goes on behind the last batch that was used, also where `batches` is an iterator and is given to
+    `prefetch` again.
+
+    **Collective:** no, but for `jaxmpi.batches`, of which the ranks compare the arguments when an epoch begins.
     **Communication:** none but that.
 
     Args:
-      batches: anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a generator.
-      ahead: how many batches wait on the device.
+        batches: Anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a generator.
+        ahead: How many batches wait on the device.
+        read: With `jaxmpi.batches` only: a function that gets them when an epoch begins, and returns what is to be
+            iterated over in their place, with one batch for each: a loader that reads the rows, a generator that augments
+            them. The state stays that of `batches`.
 
     Returns:
-      An iterable of the batches; a second time only where `batches` is more than an iterator. Its `position` is that of the
-      last batch that it has given out, where `batches` has one: the `start` for `jaxmpi.batches` to go on from.
+        An iterator; `next` works, too. Its `state` is a small dict that goes into a checkpoint: the place behind the last
+        batch that it has given out, across epochs. Assign it to go on from there. For `jaxmpi.batches` it is equal on all
+        ranks and holds for any number of them. For other loaders it counts batches, which are read again and left out; a
+        loader with `get_state` and `set_state` (Grain's), or `state_dict` and `load_state_dict` (PyTorch's), goes on by
+        itself, and the state has its own in a `PerRankState`. `epoch` and `position` are those of the last batch, where
+        `batches` has them; `close()` ends the thread.
 
     Raises:
-      ValueError: `ahead` is below 1.
-      RuntimeError: an iterator is asked for its batches again. What reading raises is raised here, too.
+        ValueError: `ahead` is below 1; `read` has not returned one batch for each; a state belongs to something else.
+        TypeError: `read` without `jaxmpi.batches`; a loader's state holds what cannot go into a checkpoint.
+        RuntimeError: An iterator that has ended is iterated again. What reading raises is raised here, too.
 
     >>> import jaxmpi, numpy as np
     >>> loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(8.0), 4))
     >>> [(float(batch.sum()), loader.position) for batch in loader]
     [(6.0, 4), (22.0, 8)]
+    >>> loader.state
+    {'epoch': 1, 'position': 0, 'order': '8 samples in order'}
     """
     if ahead < 1:
         raise ValueError(f"prefetch: ahead is {ahead}. It is a number of batches: 1 or more.")
-    return Prefetched(batches, ahead)
+    if isinstance(batches, Prefetched | PerRankBatches):
+        if read is not None:
+            raise TypeError("prefetch: read needs jaxmpi.batches, and was given with what is read ahead. Pass the batches.")
+        return batches
+    return Prefetched(_reading(batches, ahead, read))
 
 
-class Prefetched:
-    """What `prefetch` returns."""
+class Prefetched(Iterator[PyTree]):
+    """Batches that are read ahead: what `prefetch` returns."""
 
-    def __init__(self, batches: Iterable[PyTree], ahead: int) -> None:
-        self._batches, self._ahead = batches, ahead
-        self._begun = False
-        self.position: int | None = getattr(batches, "position", None)
+    def __init__(self, reading: "Reading") -> None:
+        self.reading = reading
+        self.reading.users += 1
+        # without a user, the thread and its batches would stay until the end of the process
+        weakref.finalize(self, _let_go, reading).atexit = False
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.reading.feed)
 
     def __iter__(self) -> Iterator[PyTree]:
-        if self._begun and isinstance(self._batches, Iterator):
-            raise RuntimeError("prefetch: the batches come from an iterator, which has begun. Make a new one for each epoch.")
-        self._begun = True
-        return self._read()
+        self.reading.begin()
+        return self
 
-    def _read(self) -> Iterator[PyTree]:
-        ready: queue.Queue[tuple[str, Any, int | None]] = queue.Queue(self._ahead)
-        left = threading.Event()
-        device = jax.config.jax_default_device  # of the thread that trains
+    def __next__(self) -> PyTree:
+        return self.reading.take()
 
-        def put(kind: str, value: Any, position: int | None = None) -> None:
-            while not left.is_set():
-                try:
-                    return ready.put((kind, value, position), timeout=0.1)
-                except queue.Full:
-                    pass
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch that was given out; before it, of the first one."""
+        return self.reading.feed.epoch
 
-        def read() -> None:
+    @property
+    def position(self) -> int | None:
+        """The `position` of the source behind the last batch that was given out; None if it has none."""
+        return self.reading.feed.position(self.reading.mark)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place behind the last batch that was given out, across epochs; assign it to go on there."""
+        return self.reading.feed.state(self.reading.mark)
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self.reading.go_to(state)
+
+    def close(self) -> None:
+        """End the thread that reads. Nothing is lost: what follows is read when it is asked for."""
+        self.reading.close()
+
+
+class Reading:
+    """One source that is read ahead, and the place behind the last batch that was used.
+
+    Only the thread of the user calls its methods. The thread that reads has `_run`; they share what
+    `_changed` guards.
+
+    Attributes:
+        feed: The source.
+        mark: Of the last batch that was used; None where no iteration is under way.
+        users: How many `Prefetched` there are.
+    """
+
+    def __init__(self, feed: Feed, ahead: int) -> None:
+        self.feed, self.ahead, self.users = feed, ahead, 0
+        self.mark: Any = None
+        self._items: Iterator[tuple[PyTree, Any]] | None = None  # of the iteration under way
+        self._over = False  # whether an epoch has ended, and nobody has begun the next one
+        self._changed = threading.Condition()
+        self._ready: deque[tuple[str, Any, Any]] = deque()  # (what, batch or error, mark)
+        self._thread: threading.Thread | None = None
+        self._stops = False
+        _alive.add(self)
+
+    def begin(self) -> None:
+        """Begin an epoch, or go on with the one that is under way."""
+        if self._items is None:
+            if self._over and self.feed.stream:
+                raise RuntimeError(
+                    "prefetch: the batches come from an iterator, which has begun and ended. Make a new one for each epoch."
+                )
+            self._over = False
+            self.mark = self.feed.begin()
+            self._items = self.feed.read()
+        self._start()
+
+    def take(self) -> PyTree:
+        """The next batch; raises StopIteration at the end of the epoch, until another one begins."""
+        if self._items is None:
+            if self._over:
+                raise StopIteration
+            self.begin()
+        self._start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready)
+            what, value, mark = self._ready.popleft()
+            self._changed.notify_all()
+        if what == "batch":
+            self.mark = mark
+            return value
+        self._join()
+        if what == "end":
+            self._items, self.mark, self._over = None, None, True
+            self.feed.end()
+            raise StopIteration
+        self._leave()
+        raise value
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._stop()
+        skip = self.feed.go_to(state, self.mark)
+        if skip is None:
+            self._ready.clear()
+            self._items, self.mark = None, None
+        self._over = False
+        for _ in range(skip or 0):
             try:
-                with jax.default_device(device):  # `device_put(x, device)` would pin the step's outputs, and compile it twice
-                    for batch in self._batches:
-                        moved = jax.tree.map(
-                            lambda x: jax.device_put(x, may_alias=False) if isinstance(x, np.ndarray) else x, batch
-                        )
-                        put("batch", moved, getattr(self._batches, "position", None))
-                        if left.is_set():
-                            return
-                put("end", None)
-            except BaseException as error:
-                put("error", error)
-
-        getattr(self._batches, "agree", lambda: None)()
-        threading.Thread(target=read, name="jaxmpi-prefetch", daemon=True).start()
-        try:
-            while True:
-                kind, value, position = ready.get()
-                if kind == "end":
+                self.take()
+            except StopIteration:
+                if self.feed.may_end:
                     return
-                if kind == "error":
-                    raise value
-                self.position = position
-                yield value
-        finally:
-            left.set()
+                raise ValueError(
+                    f"prefetch: the state is behind {state['batches']} batches, more than the iterator has. "
+                    "Pass the state of a run over the same data."
+                ) from None
+
+    def end_epoch(self) -> None:
+        """Leave the rest of the epoch out."""
+        if self._items is None:
+            return
+        self._stop()
+        self._ready.clear()
+        getattr(self._items, "close", lambda: None)()
+        self._items, self.mark, self._over = None, None, True
+        self.feed.end()
+
+    def close(self) -> None:
+        """End the thread. What a stream has given stays; anything else is read again from the mark."""
+        self._stop()
+        if not self.feed.stream:
+            self._leave()
+
+    def stop_soon(self) -> None:
+        """Have the thread end after the batch that it reads."""
+        with self._changed:
+            self._stops = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread, for so long."""
+        if thread := self._thread:
+            thread.join(seconds)
+
+    def _start(self) -> None:
+        """Have a thread read, unless one does or nothing is left to read."""
+        with self._changed:
+            self._stops = False
+            ended = bool(self._ready) and self._ready[-1][0] != "batch"
+            if self._thread is not None or ended:
+                return
+            self._device = jax.config.jax_default_device  # of the thread that trains
+            self._thread = threading.Thread(target=self._run, name="jaxmpi-prefetch", daemon=True)
+            self._thread.start()
+
+    def _stop(self) -> None:
+        self.stop_soon()
+        self._join()
+
+    def _join(self) -> None:
+        # taken out first: a thread that ends sets it to None
+        if thread := self._thread:
+            thread.join()
+
+    def _leave(self) -> None:
+        """Leave the iteration: the next one begins behind the mark."""
+        if self._items is None:
+            return
+        close, self._items = getattr(self._items, "close", lambda: None), None
+        close()
+        self._ready.clear()
+        mark, self.mark = self.mark, None
+        if self.feed.stream:
+            self._over = True
+        else:
+            self.feed.rewind(mark)
+
+    def _run(self) -> None:
+        # `device_put(x, device)` would pin the step's outputs, and compile it twice
+        with jax.default_device(self._device):
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stops or len(self._ready) < self.ahead)
+                    # under the lock, so that `_start` either stops this end or sees it
+                    if self._stops:
+                        self._thread = None
+                        return
+                item = self._next()
+                with self._changed:
+                    self._ready.append(item)
+                    self._changed.notify_all()
+                    if item[0] != "batch":
+                        self._thread = None
+                        return
+
+    def _next(self) -> tuple[str, Any, Any]:
+        assert self._items is not None
+        try:
+            batch, mark = next(self._items)
+            return "batch", jax.tree.map(_on_device, batch), mark
+        except StopIteration:
+            return "end", None, None
+        except BaseException as error:
+            return "error", error, None
+
+
+def _on_device(x: Any) -> Any:
+    return jax.device_put(x, may_alias=False) if isinstance(x, np.ndarray) else x
+
+
+# Streams, by the identity of the iterator, so that a second `prefetch` of one goes on with what the first
+# has read ahead. An identity holds as long as the reading, which holds the iterator.
+_streams: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
+_left: dict[int, Reading] = {}  # those that no `Prefetched` has, of iterators that somebody else has
+_alive: weakref.WeakSet[Reading] = weakref.WeakSet()
+
+
+def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Reading:
+    """The reading of a source: that of a stream which is read already, or a new one."""
+    for key, left in list(_left.items()):
+        if not _held_elsewhere(left):
+            del _left[key]
+    if isinstance(batches, Plan):
+        return Reading(BatchesFeed(batches, read), ahead)
+    if read is not None:
+        raise TypeError(
+            f"prefetch: read needs jaxmpi.batches, and batches is a {type(batches).__name__}. Pass the batches, or leave "
+            "read out."
+        )
+    reading = _streams.get(id(batches))
+    if reading is None:
+        reading = Reading(LoaderFeed(batches), ahead)
+        if reading.feed.stream:
+            _streams[id(batches)] = reading
+    reading.ahead = ahead
+    return reading
+
+
+def _let_go(reading: Reading) -> None:
+    """End the thread of a reading without a user; what was read of a stream that is used elsewhere stays."""
+    reading.users -= 1
+    if reading.users:
+        return
+    reading.stop_soon()
+    if reading.feed.stream and _held_elsewhere(reading):
+        _left[id(reading.feed.batches)] = reading  # type: ignore[attr-defined]
+
+
+def _held_elsewhere(reading: Reading) -> bool:
+    # the feed holds the iterator once, and `getrefcount` its argument
+    return sys.getrefcount(reading.feed.batches) > 2  # type: ignore[attr-defined]
+
+
+def _join_all() -> None:
+    """Wait for the threads: one that is inside JAX when Python ends aborts the process."""
+    readings = list(_alive)
+    for reading in readings:
+        reading.stop_soon()
+    for reading in readings:
+        with contextlib.suppress(Exception):
+            reading.join(EXIT_SECONDS)
+
+
+atexit.register(_join_all)

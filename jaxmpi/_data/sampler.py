@@ -2,8 +2,8 @@
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from jaxmpi._data.sources import Arrays, RandomAccess, Samples, open_source
 from jaxmpi._leaves import PyTree
 
-__all__ = ["Batches", "Shard"]
+__all__ = ["Batches", "Cursor", "Shard"]
 
 
 class Shard(Sequence[PyTree]):
@@ -36,13 +36,29 @@ class Shard(Sequence[PyTree]):
         return (self._source.sample(row) for row in self._rows)
 
 
+class Cursor(NamedTuple):
+    """A place in the data, across epochs.
+
+    Attributes:
+        epoch: The number of the epoch.
+        position: Samples of this epoch handed out so far, over all ranks.
+        over: Whether the epoch has no step left, so that the next iteration begins the next epoch.
+    """
+
+    epoch: int
+    position: int
+    over: bool = False
+
+
 class Batches(Iterable[PyTree]):
     """One rank's rows of every global batch: what `batches` returns, for any rank and size.
 
+    An iteration goes on from `state`, and ends with the epoch; the one after it is the next epoch.
+    So the samples that follow depend on `state` alone, however often a loop was left on the way.
+
     Attributes:
-        position: Samples of this epoch handed out so far, over all ranks. Save it, and give it back as `start`. While
-            the step with a batch runs, it counts that batch; a prefetcher that runs ahead moves it ahead.
-        samples: How many there are.
+        samples: The number of samples of an epoch.
+        at: The place behind the batch that was handed out last.
         agree: Is called when an iteration begins; for `prefetch`.
     """
 
@@ -55,19 +71,17 @@ class Batches(Iterable[PyTree]):
         size: int,
         seed: int | None = None,
         epoch: int = 0,
-        start: int = 0,
+        start: int | Mapping[str, Any] = 0,
         remainder: Literal["drop", "mask"] = "drop",
     ) -> None:
         self._source = _open("batches", data)
         self._batch_size = _int("batch_size", batch_size, 1, "Pass the samples per step over all ranks.")
-        self._start = _int("start", start, 0, "Pass the position of an earlier run over this data, or 0.")
-        self._order = _order(len(self._source), seed, epoch)
+        epoch = _int("epoch", epoch, 0, "Pass the number of the epoch, from 0.")
+        if seed is not None:
+            advice = "Pass None to keep the order of the data, or an int to shuffle it."
+            seed = _int("seed", seed, 0, advice)
+        self.samples, self._seed = len(self._source), seed
         self._rank, self._size, self._remainder = rank, size, remainder
-        if self._start > len(self._order):
-            raise ValueError(
-                f"batches: start is {self._start}, and the data has {len(self._order)} samples. "
-                "Pass the position of an earlier run over this data, or 0."
-            )
         if remainder not in ("drop", "mask"):
             raise ValueError(f'batches: remainder is {remainder!r}. Pass "drop" or "mask".')
         if remainder == "drop" and self._batch_size % size:
@@ -75,28 +89,123 @@ class Batches(Iterable[PyTree]):
                 f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share equally. "
                 f'Use a multiple of {size}, or remainder="mask".'
             )
-        self.position, self.samples = self._start, len(self._order)
         self.agree: Callable[[], None] = lambda: None
+        self.at = Cursor(epoch, 0)
+        self._order_epoch = -1
+        if isinstance(start, Mapping):
+            self.state = start
+            if epoch not in (0, self.epoch):
+                raise ValueError(
+                    f"batches: epoch is {epoch}, and start is a state of epoch {self.epoch}. "
+                    "Leave epoch out, or pass a position as start."
+                )
+        else:
+            self.go_to(Cursor(epoch, self._checked_position(start)))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch in hand; before the first one, of the batches to come."""
+        return self.at.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch handed out so far, over all ranks: the `start` to go on from.
+
+        While the step with a batch runs, it counts that batch. It stays at the end of an epoch
+        until the next one begins; `state` says both.
+        """
+        return self.at.position
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place in the data: {"epoch", "position", "order"}; behind an epoch, the next one's start.
+
+        It is equal on all ranks, and holds for any number of ranks and any batch size. Give it back
+        as `start`, or assign it. "order" is what the position means nothing without.
+        """
+        return self.state_at(self.at)
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        keys = {"epoch", "position", "order"}
+        if not isinstance(state, Mapping) or set(state) != keys:
+            raise ValueError(
+                f"batches: the state is {state!r}, and one of batches has the keys {sorted(keys)}. "
+                "Pass the state of a run over this data."
+            )
+        if state["order"] != self._order_name():
+            raise ValueError(
+                f"batches: the state belongs to {state['order']}, and this is {self._order_name()}, "
+                "where its position means other samples. Use the data and the seed of that run, "
+                "or begin an epoch with epoch=."
+            )
+        epoch = _int("the state's epoch", state["epoch"], 0, "Pass the state of a run over this data.")
+        self.go_to(Cursor(epoch, self._checked_position(state["position"])))
 
     def __len__(self) -> int:
-        left = len(self._order) - self._start
-        return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
+        return self._steps(self._begin)
 
     def __iter__(self) -> Iterator[PyTree]:
+        self.begin()
+        return self.rest()
+
+    def begin(self) -> None:
+        """Move to the next epoch if this one is over; the ranks compare where they are.
+
+        This is the part of an iteration that belongs to the main thread; `rest` is the other one.
+        """
+        self.go_to(Cursor(self.at.epoch + 1, 0) if self.at.over else self.at)
         self.agree()
-        if not len(self) and not self._start and not self._rank:
+        if not len(self) and not self.at.position and not self._rank:
             warnings.warn(
-                f"batches: an epoch of {self.samples} samples has no step with batch_size {self._batch_size}. Pass a smaller "
-                'batch_size, or remainder="mask".',
-                stacklevel=2,
+                f"batches: an epoch of {self.samples} samples has no step with batch_size "
+                f'{self._batch_size}. Pass a smaller batch_size, or remainder="mask".',
+                stacklevel=3,
             )
-        for step in range(len(self)):
-            lo = self._start + step * self._batch_size
-            hi = min(lo + self._batch_size, len(self._order))
-            rows, mask = self._rows(lo, hi)
+
+    def rest(self) -> Iterator[PyTree]:
+        """The batches from here to the end of the epoch."""
+        while not self.at.over and self._steps(self.at.position):
+            lo = self.at.position
+            rows, mask = self._rows(lo, min(lo + self._batch_size, self.samples))
             batch = self._source.gather(rows)
-            self.position = hi
+            self.at = self.after(self.at, 1)  # what has failed was not handed out
             yield (batch, mask) if self._remainder == "mask" else batch
+        self.at = self.at._replace(over=True)
+
+    def after(self, at: Cursor, steps: int) -> Cursor:
+        """The place that is so many steps of one epoch behind another."""
+        position = min(at.position + steps * self._batch_size, self.samples)
+        return Cursor(at.epoch, position, not self._steps(position)) if steps else at
+
+    def state_at(self, at: Cursor) -> dict[str, Any]:
+        """The state at a place."""
+        epoch, position = (at.epoch + 1, 0) if at.over else (at.epoch, at.position)
+        return {"epoch": epoch, "position": position, "order": self._order_name()}
+
+    def go_to(self, at: Cursor) -> None:
+        """Go on from a place."""
+        self.at = at
+        if not at.over:  # `len` stays that of an epoch until the next one begins
+            self._begin = at.position
+        if at.epoch != self._order_epoch:
+            self._order, self._order_epoch = _order(self.samples, self._seed, at.epoch), at.epoch
+
+    def _steps(self, position: int) -> int:
+        """The steps of an epoch that follow a position."""
+        left = self.samples - position
+        return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
+
+    def _order_name(self) -> str:
+        how = "in order" if self._seed is None else f"shuffled by seed {self._seed}"
+        return f"{self.samples} samples {how}"
+
+    def _checked_position(self, position: int) -> int:
+        advice = "Pass the position of an earlier run over this data, or 0."
+        position = _int("start", position, 0, advice)
+        if position > self.samples:
+            raise ValueError(f"batches: start is {position}, and the data has {self.samples} samples. {advice}")
+        return position
 
     def _rows(self, lo: int, hi: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         part = _part(hi - lo, self._rank, self._size)
@@ -111,10 +220,8 @@ def _part(n: int, rank: int, size: int) -> range:
 
 
 def _order(n: int, seed: int | None, epoch: int) -> range | npt.NDArray[np.int64]:
-    epoch = _int("epoch", epoch, 0, "Pass the number of the epoch, from 0.")
     if seed is None:
         return range(n)
-    seed = _int("seed", seed, 0, "Pass None to keep the order of the data, or an int to shuffle it.")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n)
 
 

@@ -1,0 +1,313 @@
+"""What batches are read from, and where it is: one face for `jaxmpi.batches` and for other loaders.
+
+A feed is iterated epoch by epoch. With each item comes a mark, the place behind that item; from the
+mark of the last item that was used follows the state, a small dict that goes into a checkpoint:
+
+    of `batches`         {"epoch", "position", "order"}   samples over all ranks: see sampler.py
+    of another loader    {"epoch", "batches"}             batches of this rank, which are read again
+    with a state itself  {"epoch", "batches", "source"}   and the loader's own, as text
+
+`position` counts samples and `batches` counts batches, so that a state of one kind is refused where
+the other is wanted.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxmpi._data.sampler import Cursor
+from jaxmpi._data.state_text import from_text, to_text
+from jaxmpi._leaves import PerRankState, PyTree
+
+__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read"]
+
+State = Mapping[str, Any]
+
+
+class Feed(ABC):
+    """Where batches come from."""
+
+    stream = False  # whether it is an iterator, which cannot go back
+    may_end = False  # whether a state may be behind more batches than there are
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch that is read."""
+
+    @abstractmethod
+    def begin(self) -> Any:
+        """Begin an iteration, on the main thread, as ranks may compare; return the mark of its start."""
+
+    @abstractmethod
+    def read(self) -> Iterator[tuple[PyTree, Any]]:
+        """Yield (batch, mark) to the end of the epoch; on any thread."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Note that all of the epoch was used: the next one follows."""
+
+    @abstractmethod
+    def rewind(self, mark: Any) -> None:
+        """Go on behind the item with this mark, after more was read; not for streams."""
+
+    @abstractmethod
+    def position(self, mark: Any) -> int | None:
+        """The `position` of the source behind an item, or now where the mark is None."""
+
+    @abstractmethod
+    def state(self, mark: Any) -> dict[str, Any]:
+        """The state behind an item, or now where the mark is None."""
+
+    @abstractmethod
+    def go_to(self, state: State, mark: Any) -> int | None:
+        """Go on from a state; nothing is being read meanwhile.
+
+        Args:
+            state: Of the same kind of source.
+            mark: Of the last item that was used, or None.
+
+        Returns:
+            None where all that was read ahead is void; for a stream without a state of its own, the
+            number of items behind the mark that are to be left out.
+        """
+
+
+@runtime_checkable
+class Plan(Protocol):
+    """`jaxmpi.batches`, of one rank or of all simulated ones."""
+
+    at: Cursor
+    state: Any
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[PyTree]: ...
+    def begin(self) -> None: ...
+    def rest(self) -> Iterator[PyTree]: ...
+    def after(self, at: Cursor, steps: int) -> Cursor: ...
+    def state_at(self, at: Cursor) -> dict[str, Any]: ...
+    def go_to(self, at: Cursor) -> None: ...
+
+
+Read = Callable[[Any], Iterable[PyTree]]
+
+
+class BatchesFeed(Feed):
+    """The batches of `jaxmpi.batches`, or what a loader makes of them.
+
+    A loader with workers takes rows long before it gives out their batch. So the mark is computed
+    from the number of batches that it has given out, and not asked of the plan.
+    """
+
+    def __init__(self, plan: Plan, read: Read | None) -> None:
+        self._plan, self._read = plan, read
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @property
+    def epoch(self) -> int:
+        return self._plan.at.epoch
+
+    def begin(self) -> Cursor:
+        self._plan.begin()
+        self._from = self._plan.at
+        return self._from
+
+    def read(self) -> Iterator[tuple[PyTree, Cursor]]:
+        steps, start, number = len(self._plan), self._from, 0
+        items = self._plan.rest() if self._read is None else iter(self._read(self._plan))
+        try:
+            for number, batch in enumerate(items, 1):
+                if number > steps:
+                    break
+                yield batch, self._plan.after(start, number)
+        finally:
+            _close(items)
+        if number != steps:
+            more = "more than " * (number > steps)
+            raise ValueError(
+                f"prefetch: read gave {more}{min(number, steps)} batches for {steps} batches of rows. "
+                "Return one for each, or the state means nothing."
+            )
+
+    def end(self) -> None:
+        self._plan.go_to(self._plan.after(self._from, len(self._plan))._replace(over=True))
+
+    def rewind(self, mark: Cursor) -> None:
+        self._plan.go_to(mark)
+
+    def position(self, mark: Cursor | None) -> int:
+        return (mark or self._plan.at).position
+
+    def state(self, mark: Cursor | None) -> dict[str, Any]:
+        return self._plan.state_at(mark or self._plan.at)
+
+    def go_to(self, state: State, mark: Cursor | None) -> None:
+        self._plan.state = state
+
+
+class Mark(NamedTuple):
+    """The place behind an item of a loader."""
+
+    epoch: int
+    batches: int  # of this epoch
+    source: str | TypeError | None  # the loader's state as text, or why there is none
+    position: int | None  # the loader's, where it has one
+
+
+# (reads the state, sets it): Grain's words, then those of PyTorch and Hugging Face
+WORDS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class LoaderFeed(Feed):
+    """The batches of any iterable: a loader, a list, an iterator.
+
+    A loader's own state is used where it has one: the loader's, or that of its iterator. Else the
+    batches are counted, and those that a state is behind are read again and left out.
+    """
+
+    def __init__(self, batches: Iterable[PyTree]) -> None:
+        self.batches = batches  # a stream is held here and nowhere else: see prefetch.py
+        self.stream = isinstance(batches, Iterator)
+        self._words = _words(batches)  # of a loader, or a stream, with a state
+        self._words_of_iterators: tuple[str, str] | None = None
+        self._iterator: Iterator[PyTree] | None = None  # of a loader that is no stream
+        self._opened = False  # whether there was one, which shows if it has a state
+        self._epoch, self._count = 0, 0  # behind the last item that was read
+        self._skip = 0  # items to leave out
+        self._wanted: str | None = None  # the state to begin the next iterator with
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def begin(self) -> Mark:
+        self._open()
+        return self._mark()
+
+    def read(self) -> Iterator[tuple[PyTree, Mark]]:
+        while True:
+            try:
+                batch = next(self.batches if self.stream else self._iterator)  # type: ignore[call-overload]
+            except StopIteration:
+                break
+            if self._skip:
+                self._skip -= 1
+                continue
+            self._count += 1
+            yield batch, self._mark()
+        missing, self._skip = self._skip, 0
+        if missing and not self.may_end:
+            raise ValueError(
+                f"prefetch: the state is behind {self._count} batches, {missing} more than the loader has in "
+                "this epoch. Pass the state of a run with the same loader."
+            )
+
+    def end(self) -> None:
+        self._epoch, self._count = self._epoch + 1, 0
+        self._iterator = None
+
+    def rewind(self, mark: Mark) -> None:
+        self._to(mark.epoch, mark.batches, mark.source if isinstance(mark.source, str) else None)
+
+    def position(self, mark: Mark | None) -> int | None:
+        return getattr(self.batches, "position", None) if mark is None else mark.position
+
+    def state(self, mark: Mark | None) -> dict[str, Any]:
+        if mark is None:
+            if not self._opened:
+                self._open()
+            mark = self._mark()
+        if isinstance(mark.source, TypeError):
+            raise mark.source
+        state: dict[str, Any] = {"epoch": mark.epoch, "batches": mark.batches}
+        return state if mark.source is None else {**state, "source": PerRankState(mark.source)}
+
+    def go_to(self, state: State, mark: Mark | None) -> int | None:
+        keys = {"epoch", "batches"} | ({"source"} if "source" in self.state(mark) else set())
+        if not isinstance(state, Mapping) or set(state) != keys:
+            raise ValueError(
+                f"prefetch: the state is {state!r}, and one of this loader has the keys {sorted(keys)}. "
+                "Pass the state of a run with the same loader."
+            )
+        source = state["source"].per_rank if "source" in state else None
+        epoch, count = int(state["epoch"]), int(state["batches"])
+        if not self.stream or source is not None:
+            self._to(epoch, count, source)
+            return None
+        used = mark.batches if mark else self._count
+        if count < used:
+            raise ValueError(
+                f"prefetch: the state is behind {count} batches, and {used} were used of an iterator, which "
+                "cannot go back. Make a new iterator before you set the state."
+            )
+        self._epoch = epoch
+        return count - used
+
+    def _to(self, epoch: int, count: int, source: str | None) -> None:
+        """Go on from a state with the iterator of this epoch, or a new one."""
+        self._epoch, self._count = epoch, count
+        if self.stream:
+            self._set(self.batches, self._words, source)
+            return
+        _close(self._iterator)
+        self._iterator, self._wanted = None, source
+        self._skip = count if source is None else 0
+
+    def _open(self) -> None:
+        """Make the iterator of an epoch, at the state that is wanted."""
+        if self.stream or self._iterator is not None:
+            return
+        wanted, self._wanted, self._opened = self._wanted, None, True
+        if self._words:  # PyTorch's loaders take a state before they are iterated
+            self._set(self.batches, self._words, wanted)
+        self._iterator = iter(self.batches)
+        if not self._words:  # Grain's iterators have one
+            self._words_of_iterators = _words(self._iterator)
+            self._set(self._iterator, self._words_of_iterators, wanted)
+
+    def _set(self, source: Any, words: tuple[str, str] | None, text: str | None) -> None:
+        if words and text:  # no text: the beginning of an epoch
+            getattr(source, words[1])(from_text(text))
+
+    def _mark(self) -> Mark:
+        position = getattr(self.batches, "position", None)
+        return Mark(self._epoch, self._count, self._source(), position)
+
+    def _source(self) -> str | TypeError | None:
+        """The state of the source, as text; "" for the beginning of an epoch."""
+        if self._wanted is not None:
+            return self._wanted
+        words = self._words or self._words_of_iterators
+        source = self.batches if self._words else self._iterator
+        if words is None:
+            return None
+        if source is None:
+            return ""
+        try:
+            return to_text(getattr(source, words[0])())
+        except TypeError as error:  # is raised where somebody asks for the state
+            return error
+
+
+def _words(source: object) -> tuple[str, str] | None:
+    """The names of the methods that read and set the state of a loader; None if it has none."""
+    for names in WORDS:
+        if all(callable(getattr(source, name, None)) for name in names):
+            return names
+    return None
+
+
+def _close(iterator: object) -> None:
+    """Close an iterator that can be closed, and its workers with it."""
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()

@@ -1,0 +1,200 @@
+"""Batches of data that each rank has of its own, which end on all ranks together.
+
+With n_r the batches of rank r, all ranks take min_r n_r steps, or, with a mask, max_r n_r. No rank
+knows the others' n_r, nor its own before its data ends. So each looks one batch ahead: before it
+gives out batch k it tells the others whether it has batch k + 1, and it reads their answers when
+batch k + 1 is asked for. The answers travel while step k runs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi._errors import RankMismatchError
+from jaxmpi._leaves import PyTree, leaf_name
+
+__all__ = ["Layout", "Loader", "PerRankBatches", "Ranks"]
+
+
+class Loader(Protocol):
+    """One rank's batches, read ahead: `Reading` of prefetch.py."""
+
+    mark: Any
+
+    @property
+    def feed(self) -> Any: ...
+    def begin(self) -> None: ...
+    def take(self) -> PyTree: ...
+    def end_epoch(self) -> None: ...
+    def go_to(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Layout(NamedTuple):
+    """The arrays of a batch, without their first axis, by name; and its rows."""
+
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    rows: int
+    names: PyTree  # of the arrays, in the structure of the batch
+
+
+class Ranks(NamedTuple):
+    """What the ranks say to each other."""
+
+    compare: Callable[[Mapping[str, object]], None]  # raises unless the arguments are equal on all ranks
+    layouts: Callable[[Layout | None], Sequence[Layout | None]]  # of all ranks' first batches
+    vote: Callable[[bool], Callable[[], tuple[bool, bool]]]  # (any, all)
+
+
+class PerRankBatches(Iterator[PyTree]):
+    """One rank's batches up to the end that all ranks have: what `per_rank_batches` returns."""
+
+    def __init__(self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Ranks) -> None:
+        self._loader = loader  # keeps the thread
+        self._reading, self._remainder, self._ranks = reading, remainder, ranks
+        reading.feed.may_end = remainder == "mask"  # a state may be behind batches of other ranks only
+        self._epoch, self._count = 0, 0  # batches that were given out in this epoch
+        self._mark: Any = None  # of this rank's last one
+        self._next: tuple[PyTree, Any] | None = None  # batch k + 1 and its mark
+        self._answers: Callable[[], tuple[bool, bool]] | None = None  # about it; None between epochs
+        self._over = False
+        self._rows = 0
+        self._padding: PyTree = None  # shapes of a batch without samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch that was given out; before it, of the first one."""
+        return self._epoch
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place behind the last batch that was given out, across epochs; assign it, on all ranks, to go on there."""
+        return {**self._reading.feed.state(self._mark), "epoch": self._epoch, "batches": self._count}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        if self._answers is not None:
+            self._answers()  # every vote is waited for, on all ranks
+        self._answers, self._next, self._mark, self._over = None, None, None, False
+        self._reading.go_to(state)
+        self._epoch, self._count = int(state["epoch"]), int(state["batches"])
+
+    def close(self) -> None:
+        """End the thread that reads. Nothing is lost: what follows is read when it is asked for."""
+        self._reading.close()
+
+    def __iter__(self) -> Iterator[PyTree]:
+        if self._answers is None:
+            self._begin()
+        return self
+
+    def __next__(self) -> PyTree:
+        if self._answers is None:
+            if self._over:
+                raise StopIteration
+            self._begin()
+        assert self._answers is not None
+        some, all_have = self._answers()
+        if not (some if self._remainder == "mask" else all_have):
+            self._end()
+            raise StopIteration
+        mine = self._next
+        self._look_ahead()
+        self._count += 1
+        if mine is None:
+            return jax.tree.map(jnp.zeros_like, self._padding), np.zeros(self._rows, np.bool_)
+        batch, self._mark = mine
+        return self._masked(batch) if self._remainder == "mask" else batch
+
+    def _begin(self) -> None:
+        """Begin an epoch: the ranks compare where they are and, for the masks, what their batches look like."""
+        stream, arguments = self._reading.feed.stream, {"remainder": self._remainder}
+        if self._over and stream:
+            raise RuntimeError(
+                "per_rank_batches: the batches come from an iterator, and have ended. Make a new one for each epoch."
+            )
+        self._ranks.compare({**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count})
+        self._over = False
+        self._reading.begin()
+        self._mark = self._reading.mark
+        self._look_ahead()
+        if self._remainder == "mask":
+            self._agree_on_layout()
+
+    def _look_ahead(self) -> None:
+        """Take this rank's next batch, and tell the others whether there is one."""
+        try:
+            self._next = self._reading.take(), self._reading.mark
+        except StopIteration:
+            self._next = None
+        self._answers = self._ranks.vote(self._next is not None)
+
+    def _end(self) -> None:
+        self._reading.end_epoch()
+        self._epoch, self._count = self._epoch + 1, 0
+        self._answers, self._next, self._mark, self._over = None, None, None, True
+
+    # masks
+
+    def _agree_on_layout(self) -> None:
+        """Find the rows of all batches, and what a rank without one gives instead."""
+        mine = _layout(self._next[0]) if self._next else None
+        layouts = self._ranks.layouts(mine)
+        having = [(rank, layout) for rank, layout in enumerate(layouts) if layout is not None]
+        if not having:
+            return
+        first_rank, first = having[0]
+        for rank, layout in having:
+            for name in {**first.arrays, **layout.arrays}:
+                here, there = first.arrays.get(name), layout.arrays.get(name)
+                if here != there:
+                    raise RankMismatchError(
+                        f"per_rank_batches: leaf {name} of the first batch is {_words(here)} on rank {first_rank} and "
+                        f"{_words(there)} on rank {rank}, their rows aside. Give all ranks batches of one structure."
+                    )
+        self._rows = max(layout.rows for _, layout in having)
+        self._padding = jax.tree.map(
+            lambda name: jax.ShapeDtypeStruct((self._rows, *first.arrays[name][0]), first.arrays[name][1]), first.names
+        )
+
+    def _masked(self, batch: PyTree) -> tuple[PyTree, np.ndarray]:
+        """A batch of all rows, and which of them count; the others repeat the first one."""
+        rows = _layout(batch).rows
+        if rows > self._rows:
+            raise ValueError(
+                f"per_rank_batches: a batch has {rows} rows, and the first batches of all ranks had at most {self._rows}. "
+                "Begin with a batch of all rows."
+            )
+        index = np.arange(self._rows)
+        mask = index < rows
+        if rows < self._rows:
+            batch = jax.tree.map(lambda x: x[np.where(mask, index, 0)], batch)
+        return batch, mask
+
+
+def _layout(batch: PyTree) -> Layout:
+    """The arrays of a batch; raises unless they have rows in common."""
+    arrays: dict[str, tuple[tuple[int, ...], str]] = {}
+    rows: dict[str, int] = {}
+    for path, x in jax.tree.leaves_with_path(batch):
+        name = leaf_name(path)
+        if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
+            raise TypeError(
+                f'per_rank_batches: leaf {name} is a {type(x).__name__} without rows, and remainder="mask" needs arrays '
+                "that share their first axis. Take it out of the batch."
+            )
+        arrays[name], rows[name] = (x.shape[1:], str(x.dtype)), len(x)
+    if len({*rows.values()}) != 1 or not min(rows.values()):
+        raise ValueError(
+            f'per_rank_batches: the leaves of a batch have {rows or "no"} rows, and remainder="mask" needs arrays that share '
+            "their first axis, of 1 row or more. Give all leaves the same."
+        )
+    names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(batch)]
+    return Layout(arrays, rows[names[0]], jax.tree.unflatten(jax.tree.structure(batch), names))
+
+
+def _words(array: tuple[tuple[int, ...], str] | None) -> str:
+    return "not there" if array is None else f"{array[1]}{list(array[0])}"
