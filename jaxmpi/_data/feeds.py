@@ -120,6 +120,8 @@ class BatchesFeed(Feed):
 
     def read(self) -> Iterator[tuple[PyTree, Cursor]]:
         steps, start, number = len(self._plan), self._from, 0
+        if not steps:  # the end of an epoch, resumed: a loader of no rows is an error of its own
+            return
         items = self._plan.rest() if self._read is None else iter(self._read(self._plan))
         try:
             for number, batch in enumerate(items, 1):

@@ -1,4 +1,7 @@
-"""The recipes of docs/data.md, as they stand there: each rank reads its rows of every global batch, with each loader."""
+"""The recipes of docs/data.md, as they stand there: each rank reads its rows of every global batch, with each loader.
+
+Each is resumed in the middle and at the end of an epoch, from the state that it has given.
+"""
 
 import importlib.util
 import re
@@ -34,14 +37,31 @@ class Samples:
 
 def main():
     jaxmpi.init()
-    dataset, B, epoch = Samples(), {B}, 1
+    dataset, B = Samples(), {B}
 {before}
-    seen = []
+    def make():
 {recipe}
-    for batch in loader:
+        return loader
+
+    def rows(batch):
         assert isinstance(batch["x"], jax.Array) and batch["x"].shape == (B // jaxmpi.size(), 3), batch
         np.testing.assert_array_equal(batch["x"], np.broadcast_to(np.asarray(batch["row"])[:, None], batch["x"].shape))
-        seen.append(np.asarray(batch["row"]))
+        return np.asarray(batch["row"])
+
+    seen, states, loader = [], [], make()
+    for epoch in range(2):
+        for batch in loader:
+            seen.append(rows(batch))
+            states.append(loader.state)
+    loader.close()
+    steps = {N} // B
+    for cut in (2, steps):
+        again = make()
+        again.state = states[cut - 1]
+        assert again.state == {{"epoch": cut // steps, "position": cut % steps * B, "order": "{N} samples shuffled by seed 0"}}
+        rest = [rows(batch) for _ in range(2 - cut // steps) for batch in again]
+        np.testing.assert_array_equal(np.stack(seen[:cut] + rest), np.stack(seen))
+        again.close()
     np.save(Path(sys.argv[1]) / f"{{jaxmpi.rank()}}.npy", np.stack(seen))
 
 if __name__ == "__main__":
@@ -69,12 +89,13 @@ def test_every_rank_reads_its_rows(tmp_path, name, ranks):
         pytest.skip(f"{MODULES[name]} is not installed here: make test-loaders installs all loaders")
     indent = lambda text: textwrap.indent(text, "    ")
     script = tmp_path / "read.py"
-    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE[name]), recipe=indent(recipe(name))))
+    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE[name]), recipe=indent(indent(recipe(name)))))
     launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path)], capture_output=True, text=True, timeout=100, cwd=ROOT
+        [sys.executable, *launcher, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(ranks):
-        want = np.stack(list(Batches(np.arange(N), B, rank=rank, size=ranks, seed=0, epoch=1)))
+        plan = Batches(np.arange(N), B, rank=rank, size=ranks, seed=0)
+        want = np.stack([rows for _ in range(2) for rows in plan])
         np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), want)

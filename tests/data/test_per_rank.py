@@ -1,0 +1,245 @@
+"""Data that each rank has of its own: all ranks take as many steps, whatever the lengths, and with masks every sample."""
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi._backends.votes import _ByMpi, open_votes
+from jaxmpi._world import session
+from jaxmpi.testing import run_ranks
+
+# batches of each rank; the first as many as there are ranks
+LENGTHS = [(3, 5, 4, 9), (5, 3, 4, 1), (0, 2, 3, 1), (2, 0, 0, 4), (0, 0, 0, 0), (4, 5, 4, 4), (5, 4, 5, 5), (6, 6, 6, 6)]
+
+
+def rows(r, lengths, short=0):
+    """This rank's batches of 4 rows; the last one has fewer."""
+    mine = [np.arange(4.0) + 100 * r + 10 * k for k in range(lengths[r])]
+    if short and mine:
+        mine[-1] = mine[-1][: 4 - short]
+    return mine
+
+
+def total(lengths, short=0):
+    return sum(float(x.sum()) for r in range(len(lengths)) for x in rows(r, lengths, short))
+
+
+@jaxmpi.jit
+def add(carry, batch, mask):
+    return carry + jaxmpi.tree_allreduce(jnp.where(mask, batch, 0).sum(), op="sum")
+
+
+@run_ranks(1, 2, 3, 4)
+def test_all_ranks_end_together():
+    for lengths, stream in itertools.product(LENGTHS, (False, True)):
+        check_ends(lengths[: jaxmpi.size()], stream)
+
+
+def check_ends(lengths, stream):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    make = (lambda: iter(rows(r, lengths))) if stream else (lambda: rows(r, lengths))
+    loader = jaxmpi.per_rank_batches(make())
+    for epoch in range(1 if stream else 2):
+        carry, seen = jnp.zeros(()), []
+        for batch in loader:
+            carry = add(carry, batch, True)
+            seen.append(np.asarray(batch).tolist())
+        assert seen == [x.tolist() for x in rows(r, lengths)[: min(lengths)]] and loader.epoch == epoch + 1
+        want = sum(float(x.sum()) for q in range(n) for x in rows(q, lengths)[: min(lengths)])
+        np.testing.assert_allclose(carry, want)
+    if stream:
+        with pytest.raises(RuntimeError, match="come from an iterator, and have ended"):
+            iter(loader)
+
+
+@run_ranks(1, 2, 3, 4)
+def test_masks_take_every_sample_once():
+    for lengths, short in itertools.product(LENGTHS, (0, 3)):
+        check_masks(lengths[: jaxmpi.size()], short)
+
+
+def check_masks(lengths, short):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    loader = jaxmpi.per_rank_batches(rows(r, lengths, short), remainder="mask")
+    rows_there = {len(rows(q, lengths, short)[0]) for q in range(n) if lengths[q]}
+    for _ in range(2):
+        carry, seen, steps = jnp.zeros(()), [], 0
+        for batch, mask in loader:
+            assert isinstance(batch, jax.Array) and batch.shape == mask.shape == (max(rows_there),)
+            carry, steps = add(carry, batch, mask), steps + 1
+            seen += np.asarray(batch)[mask].tolist()
+        assert steps == max(lengths)
+        assert seen == [x for batch in rows(r, lengths, short) for x in batch.tolist()]
+        np.testing.assert_allclose(carry, total(lengths, short))
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("remainder", ["drop", "mask"])
+def test_a_state_goes_on_with_the_rest(remainder):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    lengths = (5, 3, 4)[:n]
+    steps = max(lengths) if remainder == "mask" else min(lengths)
+    make = lambda: jaxmpi.per_rank_batches(rows(r, lengths), remainder=remainder)
+    numbers = lambda batch: [np.asarray(x).tolist() for x in jax.tree.leaves(batch)]
+    whole = [numbers(b) for loader in [make()] for _ in range(2) for b in loader]
+    assert len(whole) == 2 * steps
+    for cut in range(2 * steps):
+        loader = make()
+        chained = itertools.chain.from_iterable(loader for _ in range(3))
+        got = [numbers(next(chained)) for _ in range(cut)]
+        states = jaxmpi.allgather_object(loader.state)
+        assert states == [{"epoch": cut // steps, "batches": cut % steps}] * n or cut == steps
+        again = make()
+        again.state = loader.state
+        rest = [numbers(b) for _ in range(2) for b in again]
+        assert got + rest[: len(whole) - cut] == whole
+        assert whole[: len(got)] == got and [numbers(next(chained)) for _ in range(2 * steps - cut)] == whole[cut:]
+
+
+@run_ranks(2, 3)
+def test_each_ranks_own_state_is_saved():
+    from test_positions import Stateful  # of 7 batches
+
+    r = jaxmpi.rank()
+
+    def make():
+        source = Stateful()
+        source.i = 4 * r  # this rank's begins later
+        return jaxmpi.per_rank_batches(source, remainder="mask")
+
+    whole = [np.asarray(x)[m].tolist() for x, m in make()]
+    loader = make()
+    for _ in range(4):
+        next(loader)
+    folder = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    jaxmpi.save(folder, 4, {"data": loader.state})
+    again = make()
+    again.state = jaxmpi.restore(folder, {"data": again.state})["data"]
+    assert [np.asarray(x)[m].tolist() for x, m in again] == whole[4:]
+
+
+@run_ranks(2)
+def test_ranks_at_other_places_or_of_other_shapes_are_named():
+    r = jaxmpi.rank()
+    loader = jaxmpi.per_rank_batches([np.ones(2)] * 5)
+    loader.state = {"epoch": 0, "batches": r}
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"per_rank_batches batches=1"):
+        iter(loader)
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"per_rank_batches remainder="):
+        iter(jaxmpi.per_rank_batches([np.ones(2)], remainder=("drop", "mask")[r]))
+    other = [{"x": np.ones((2, 3 + r), np.float32)}]
+    want = r"leaf \['x'\] of the first batch is float32\[3\] on rank 0 and float32\[4\] on rank 1"
+    with pytest.raises(jaxmpi.RankMismatchError, match=want):
+        iter(jaxmpi.per_rank_batches(other, remainder="mask"))
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['[xy]'\] .* not there on rank"):
+        iter(jaxmpi.per_rank_batches([{"xy"[r]: np.ones(2)}], remainder="mask"))
+
+
+@run_ranks(1, 2, 3, 4)
+def test_votes_within_a_node_and_between_nodes():
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    if n == 1:
+        return
+    backend = session.current("test")
+    kinds = [open_votes(backend._mpi, backend.place, True)]
+    kinds += [_ByMpi(backend._mpi.COMM_WORLD.Dup(), backend._mpi.MAX, concurrent) for concurrent in (True, False)]
+    for votes in kinds:
+        hear, want = None, None
+        for k in range(40):
+            if (k + r) % 7 == 0:
+                time.sleep(0.002)  # ranks that come late
+            yes = [(k // (q + 1)) % 3 > 0 for q in range(n)]
+            last, hear = hear, votes.start(yes[r], lambda: backend.waiting("a vote"))
+            if last and k % 5:  # some are never asked about
+                assert last() == want
+            want = any(yes), all(yes)
+        assert hear() == hear() == want
+        jaxmpi.barrier()
+        assert not votes.pending()
+        votes.close()
+
+
+@run_ranks(2, 3)
+def test_votes_wait_for_no_program():
+    r = jaxmpi.rank()
+    vote = session.current("test").start_vote
+    assert vote(True, "a vote")() == (True, True)  # the first one opens them
+    jaxmpi.barrier()
+    if r:
+        time.sleep(0.5)
+    begin = time.monotonic()
+    hear = vote(r == 1, "a vote")
+    assert time.monotonic() - begin < 0.4 or r  # rank 0 goes on
+    assert hear() == (True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{"JAXMPI_NODE_RANKS": "1"}, {"JAXMPI_TRANSPORT": "mpi4jax"}, {"JAXMPI_BACKEND": "xla"}]
+)
+def test_other_transports(environment, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jaxmpi, numpy as np\n"
+        "jaxmpi.init()\n"
+        "r = jaxmpi.rank()\n"
+        "loader = jaxmpi.per_rank_batches([np.full(2, k + 10.0 * r) for k in range(3 + 2 * r)], remainder='mask')\n"
+        "total = 0.0\n"
+        "for _ in range(2):\n"
+        "    for batch, mask in loader:\n"
+        "        total += float(jaxmpi.tree_allreduce((batch * mask).sum(), op='sum'))\n"
+        "    print('total', total)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)],
+        capture_output=True, text=True, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    want = 2 * sum(k + 10.0 * r for r in range(2) for k in range(3 + 2 * r))
+    totals = sorted(line for line in done.stdout.splitlines() if line.startswith("total"))
+    assert totals == sorted([f"total {want}", f"total {2 * want}"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: jaxmpi.per_rank_batches([1], remainder="pad"), ValueError, 'remainder is \'pad\'. Pass "drop" or "mask"'),
+        (lambda: jaxmpi.per_rank_batches(jaxmpi.batches(np.ones(4), 2)), TypeError, "the loader is jaxmpi.batches"),
+        (lambda: jaxmpi.per_rank_batches(jaxmpi.per_rank_batches([1])), TypeError, "is a per_rank_batches already"),
+        (lambda: list(jaxmpi.per_rank_batches([{"a": 3}], remainder="mask")), TypeError, r"leaf \['a'\] is a int without rows"),
+        (
+            lambda: list(jaxmpi.per_rank_batches([(np.ones(2), np.ones(3))], remainder="mask")),
+            ValueError,
+            r"have \{'\[0\]': 2, '\[1\]': 3\} rows",
+        ),
+        (
+            lambda: list(jaxmpi.per_rank_batches([np.ones(2), np.ones(3)], remainder="mask")),
+            ValueError,
+            "a batch has 3 rows, and the first batches of all ranks had at most 2",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    jaxmpi.init()
+    with pytest.raises(error, match=f"^per_rank_batches: .*{message}"):
+        call()
+
+
+def test_simulated_ranks_have_no_data_of_their_own():
+    with jaxmpi.simulate(2), pytest.raises(RuntimeError, match="simulated ranks are one process"):
+        jaxmpi.per_rank_batches([np.ones(2)])
+
+
+def test_prefetch_leaves_it_as_it_is():
+    jaxmpi.init()
+    loader = jaxmpi.per_rank_batches([np.ones(2)])
+    assert jaxmpi.prefetch(loader) is loader
