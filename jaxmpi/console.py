@@ -1,13 +1,15 @@
 """What a job of many ranks shows on the screen."""
 
+import io
 import logging
+import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,19 +99,57 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
     return logger
 
 
-def progress(iterable: Iterable[T], **options: object) -> "tqdm[T]":
-    """A tqdm progress bar on rank 0; on the other ranks, and where there is no terminal, only the items.
+def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]":
+    """Return a tqdm progress bar that shows on rank 0 only, and counts on every rank.
+
+    Where there is no terminal it shows nowhere. Its numbers (`n`, `total`, `format_dict`) and its methods are the same on
+    all ranks, so that a step may depend on them.
+
+    **Collective:** no. **Communication:** none.
 
     Args:
-      iterable: the items.
-      **options: those of `tqdm.tqdm`, such as `desc`, `total`, `unit`.
+        iterable: The items; None for a bar that is moved by `update`.
+        **options: Those of `tqdm.tqdm`, such as `desc`, `total`, `unit`. With `disable=True` it shows on no rank; with `file`
+            it writes there, on rank 0.
 
     Returns:
-      The tqdm object: iterate over it, or use its methods, such as `set_postfix`.
+        The tqdm object: iterate over it, or use its methods, such as `update` and `set_postfix`.
+
+    >>> bar = progress(total=6)
+    >>> for step in range(3):
+    ...     moved = bar.update(2)
+    >>> bar.n
+    6
     """
     terminal = sys.stderr.isatty() or settings.get("JAXMPI_TTY")
-    shown = terminal and (not session.initialized() or session.rank() == 0)
-    return tqdm(iterable, disable=not shown, **options)
+    disabled = options.pop("disable", False)
+    shown = terminal and not disabled and (not session.initialized() or session.rank() == 0)
+    # tqdm counts nothing where it is disabled. So it is enabled everywhere, and where it is not to be seen it writes into
+    # nothing, at a position that leaves those of visible bars alone.
+    hidden = {"file": _Nowhere(), "mininterval": math.inf, "position": 1000}
+    return _Bar(iterable, **(options if shown else {**options, **hidden}))
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """A bar whose `n` is the number of items that the loop is done with, in the loop, too.
+
+    tqdm's own loop stores it only when it draws, which depends on the time and so on the rank.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for item in self.iterable:
+                yield item
+                self.update(1)
+        finally:
+            self.close()
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream for a bar that nobody sees."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:

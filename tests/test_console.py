@@ -124,6 +124,40 @@ def test_progress_is_quiet_without_a_terminal():
     assert list(bar) == [jaxmpi.rank(), 5] and bar.disable
 
 
+PROGRESS = """
+import sys, time, jaxmpi
+jaxmpi.init()
+seen = []
+bar = jaxmpi.progress(range(4), desc="items")
+for step in bar:
+    time.sleep(0.06 * (1 + jaxmpi.rank()))
+    seen.append(bar.n)
+manual = jaxmpi.progress(total=6, disable=len(sys.argv) > 1)
+for step in range(3):
+    manual.update(2)
+    seen.append(manual.n)
+manual.reset()
+seen += [manual.n, manual.total, bar.n, bar.format_dict["n"]]
+print(seen)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["disable"]])
+@pytest.mark.parametrize("terminal", ["0", "1"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_progress_counts_alike_on_all_ranks(ranks, terminal, arguments, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRESS)
+    launch = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script), *arguments]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=60, env=os.environ | {"JAXMPI_TTY": terminal})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str([0, 1, 2, 3, 2, 4, 6, 0, 6, 4, 4])] * ranks
+    bars = [piece for piece in done.stderr.split("\r") if "items:" in piece]
+    assert (len({piece.strip() for piece in bars}) > 1) == (terminal == "1"), done.stderr
+    assert done.stderr.count("items: 100%") <= 1  # rank 0's
+
+
 @run_ranks(1, 2, 3, 4)
 def test_average_metrics_counts_every_sample_once():
     r, n = jaxmpi.rank(), jaxmpi.size()

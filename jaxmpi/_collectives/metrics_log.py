@@ -2,6 +2,7 @@
 
 import csv
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from importlib import import_module
@@ -28,7 +29,11 @@ RATES = {
 class MetricsLog:
     """Writes metrics to `metrics.csv` in a folder, a line for each call, and if asked to files for TensorBoard; on rank 0.
 
-    A job that goes on from a checkpoint adds lines to the file that is there.
+    A job that is started again goes on in the same files. It writes the steps since its checkpoint once more: the lines that
+    an earlier job has written for its first step and for later ones go to `metrics.old.csv`, and TensorBoard discards them.
+
+    A name that comes later gets a column of its own, which is empty in the lines before; a name that is missing leaves its
+    column empty. What cannot be written is warned of, and the job goes on.
 
     >>> import tempfile
     >>> import jaxmpi
@@ -49,8 +54,9 @@ class MetricsLog:
           ImportError: on every rank, if tensorboardX is asked for and not installed there.
         """
         self.directory = Path(directory)
-        self._columns: list[str] | None = None
         self._events: Any = None
+        self._opened, self._first = time.time(), True
+        self._warned: set[str] = set()
         if tensorboard and find_spec("tensorboardX") is None:
             raise ImportError("MetricsLog: tensorboard=True needs tensorboardX. Install it: pip install tensorboardX.")
         self._writes = session.current("MetricsLog").place.rank == 0
@@ -58,9 +64,6 @@ class MetricsLog:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         self._path = self.directory / "metrics.csv"
-        if self._path.exists() and self._path.stat().st_size:
-            with open(self._path, newline="") as file:
-                self._columns = next(csv.reader(file))
         if tensorboard:
             self._events = import_module("tensorboardX.event_file_writer").EventsWriter(str(self.directory / "events"))
             weakref.finalize(self, self._events.close)
@@ -70,12 +73,14 @@ class MetricsLog:
 
         Args:
           step: of the training.
-          metrics: numbers by name, such as `average_metrics` returns: equal on all ranks.
+          metrics: numbers by name, in any order, such as `average_metrics` returns: equal on all ranks.
           rate: what `Throughput.read` returns.
 
         Raises:
           TypeError: a metric is not a number.
-          ValueError: the names are not those of the lines before.
+
+        Warns:
+          UserWarning: the line could not be written: the disk is full, the folder may not be written to.
         """
         values = {name: _number(name, value) for name, value in metrics.items()}
         if rate is not None:
@@ -83,24 +88,73 @@ class MetricsLog:
             values |= {name: float("nan") if value is None else value for name, value in known.items()}
         if not self._writes:
             return
-        columns = ["step", "time", *values]
-        new = self._columns is None
-        self._columns = self._columns or columns
-        if columns != self._columns:
-            raise ValueError(
-                f"MetricsLog.write: {self._path} has the columns {', '.join(self._columns)}, and this line has "
-                f"{', '.join(columns)}. Write the same metrics each time, or use another folder."
-            )
+        try:
+            self._add_line({"step": step, "time": f"{time.time():.3f}", **values})
+            if self._events is not None:
+                self._add_events(step, values)
+            self._first = False
+        except OSError as error:  # metrics are no reason to end a job
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
+                warnings.warn(
+                    f"MetricsLog.write: step {step} could not be written to {self.directory}: {error}. The job goes on.",
+                    stacklevel=2,
+                )
+
+    def _add_line(self, line: Mapping[str, object]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)  # something may have removed it
+        there = self._path.exists() and self._path.stat().st_size > 0
+        known: list[str] = []
+        if there:
+            with open(self._path, newline="") as file:  # another log of this job may have added a column
+                known = next(csv.reader(file))
+        columns = [*known, *(name for name in line if name not in known)]
+        if there and (self._first or columns != known):
+            self._rewrite(known, columns, int(str(line["step"])))
         with open(self._path, "a", newline="") as file:
-            csv.writer(file).writerows([columns] * new + [[step, f"{time.time():.3f}", *values.values()]])
-        if self._events is not None:
-            self._add_events(step, values)
+            writer = csv.DictWriter(file, columns, restval="")
+            if not there:
+                writer.writeheader()
+            writer.writerow(line)
+
+    def _rewrite(self, known: list[str], columns: list[str], step: int) -> None:
+        """Give the file these columns; at the first line of this log, set the lines aside that are about to be repeated."""
+        with open(self._path, newline="") as file:
+            lines = list(csv.DictReader(file))
+        kept: list[dict[str, str]] = []
+        repeated: list[dict[str, str]] = []
+        for line in lines:
+            (repeated if self._first and self._is_repeated(line, step) else kept).append(line)
+        if repeated:
+            old = self.directory / "metrics.old.csv"
+            with open(old, "a", newline="") as file:
+                writer = csv.DictWriter(file, known, restval="", extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(repeated)
+        if not repeated and columns == known:
+            return
+        part = self.directory / "metrics.csv.part"  # a job that is killed here leaves the file as it was
+        with open(part, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(kept)
+        part.replace(self._path)
+
+    def _is_repeated(self, line: Mapping[str, str], step: int) -> bool:
+        """Whether an earlier job has written a line for this step or a later one."""
+        try:
+            return int(line["step"]) >= step and float(line["time"]) < round(self._opened, 3)
+        except (KeyError, TypeError, ValueError):  # a line that was cut off when its job was killed
+            return False
 
     def _add_events(self, step: int, values: Mapping[str, float]) -> None:
         """Write TensorBoard's records at once: `SummaryWriter` leaves that to a thread, and `flush` does not wait for it."""
-        event, scalar = import_module("tensorboardX.proto.event_pb2").Event, import_module("tensorboardX.summary").scalar
+        protos, scalar = import_module("tensorboardX.proto.event_pb2"), import_module("tensorboardX.summary").scalar
+        if self._first:  # TensorBoard then discards what earlier files have from this step on
+            start = protos.SessionLog(status=protos.SessionLog.START)
+            self._events.write_event(protos.Event(wall_time=time.time(), step=step, session_log=start))
         for name, value in values.items():
-            self._events.write_event(event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.write_event(protos.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
         self._events.flush()
 
 

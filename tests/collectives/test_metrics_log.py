@@ -1,8 +1,10 @@
 """Metrics in files: one line for each call, from rank 0; TensorBoard's records hold the same numbers."""
 
 import csv
+import shutil
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,8 +20,8 @@ def _one_rank():
     jaxmpi.init()
 
 
-def lines(folder):
-    with open(Path(folder) / "metrics.csv", newline="") as file:
+def lines(folder, name="metrics.csv"):
+    with open(Path(folder) / name, newline="") as file:
         return [*csv.reader(file)]
 
 
@@ -33,6 +35,20 @@ def scalars(path):
         event = Event.FromString(data[at + 12 : at + 12 + length])
         yield from ((event.step, value.tag, value.simple_value) for value in event.summary.value)
         at += 16 + length
+
+
+def purge_step(path):
+    """The step from which on TensorBoard discards what earlier files have."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        if event.session_log.status == SessionLog.START:
+            return event.step
+        at += 16 + length
+    return None
 
 
 def test_csv_and_tensorboard_hold_the_same(tmp_path):
@@ -52,8 +68,80 @@ def test_a_job_that_goes_on_adds_lines(tmp_path):
     for step in (1, 2):
         jaxmpi.MetricsLog(tmp_path).write(step, {"loss": step})
     assert [row[0] for row in lines(tmp_path)] == ["step", "1", "2"]
-    with pytest.raises(ValueError, match=r"has the columns step, time, loss, and this line has step, time, error"):
-        jaxmpi.MetricsLog(tmp_path).write(3, {"error": 1.0})
+    assert not (tmp_path / "metrics.old.csv").exists()
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_step_stands_once_after_a_restart(tmp_path, tensorboard):
+    for start, values in ((0, 1.0), (40, 2.0), (20, 3.0)):  # the third goes on from an older checkpoint
+        log = jaxmpi.MetricsLog(tmp_path, tensorboard=tensorboard)
+        for step in range(start, start + 60, 10):
+            log.write(step, {"loss": values})
+        time.sleep(0.002)  # times in the file have three digits
+    _, *rows = lines(tmp_path)
+    assert [int(row[0]) for row in rows] == [*range(0, 80, 10)]
+    assert [float(row[2]) for row in rows] == [1, 1] + [3] * 6
+    old = [row for row in lines(tmp_path, "metrics.old.csv") if row[0] != "step"]
+    assert [(int(row[0]), float(row[2])) for row in old] == [
+        (40, 1),
+        (50, 1),
+        (20, 1),
+        (30, 1),
+        *((s, 2) for s in range(40, 100, 10)),
+    ]
+    if tensorboard:
+        starts = {purge_step(path) for path in tmp_path.glob("events.out.tfevents*")}
+        assert 20 in starts <= {0, 20, 40}  # files of one second have one name
+
+
+def test_two_logs_of_one_job_keep_their_lines(tmp_path):
+    train, evaluation = jaxmpi.MetricsLog(tmp_path), jaxmpi.MetricsLog(tmp_path)
+    train.write(10, {"loss": 1.0})
+    evaluation.write(10, {"accuracy": 0.5})
+    train.write(20, {"loss": 0.5})
+    head, *rows = lines(tmp_path)
+    assert head == ["step", "time", "loss", "accuracy"]
+    assert [(row[0], *row[2:]) for row in rows] == [("10", "1.0", ""), ("10", "", "0.5"), ("20", "0.5", "")]
+
+
+def test_names_in_any_order_later_and_missing(tmp_path):
+    log = jaxmpi.MetricsLog(tmp_path)
+    log.write(0, {"loss": 1.0, "accuracy": 0.1})
+    log.write(1, {"accuracy": 0.2, "loss": 0.5})
+    log.write(2, {"grad_norm": 3.0, "loss": 0.25})
+    jaxmpi.MetricsLog(tmp_path).write(3, {"accuracy": 0.4})
+    head, *rows = lines(tmp_path)
+    assert head == ["step", "time", "loss", "accuracy", "grad_norm"]
+    assert [row[2:] for row in rows] == [["1.0", "0.1", ""], ["0.5", "0.2", ""], ["0.25", "", "3.0"], ["", "0.4", ""]]
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path):
+    log = jaxmpi.MetricsLog(tmp_path / "runs")
+    log.write(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "runs")
+    log.write(2, {"loss": 0.5})
+    assert [row[::2] for row in lines(tmp_path / "runs")] == [["step", "loss"], ["2", "0.5"]]
+
+
+def test_what_cannot_be_written_does_not_end_the_job(tmp_path):
+    log = jaxmpi.MetricsLog(tmp_path / "runs")
+    log.write(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").write_text("a file in its place")
+    with pytest.warns(UserWarning, match=r"MetricsLog.write: step 2 could not be written .* The job goes on"):
+        log.write(2, {"loss": 0.5})
+    log.write(3, {"loss": 0.5})  # is said once
+    (tmp_path / "runs").unlink()
+    log.write(4, {"loss": 0.25})
+    assert [row[0] for row in lines(tmp_path / "runs")] == ["step", "4"]
+
+
+def test_a_line_that_was_cut_off_stays(tmp_path):
+    jaxmpi.MetricsLog(tmp_path).write(1, {"loss": 1.0})
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("2,17")  # killed while it wrote
+    jaxmpi.MetricsLog(tmp_path).write(2, {"loss": 0.5, "new": 1.0})
+    assert [row[0] for row in lines(tmp_path)] == ["step", "1", "2"]
 
 
 @pytest.mark.parametrize("value", ["0.5", None, jnp.ones(2), 1j])

@@ -49,19 +49,21 @@ def main():
         return np.asarray(batch["row"])
 
     seen, states, loader = [], [], make()
-    for epoch in range(2):
-        for batch in loader:
-            seen.append(rows(batch))
-            states.append(loader.state)
+    for batch in loader:
+        seen.append(rows(batch))
+        states.append(loader.state)
     loader.close()
     steps = {N} // B
-    for cut in (2, steps):
+    for cut, place in ((2, (0, 2 * B)), (steps, (1, 0))):
         again = make()
         again.state = states[cut - 1]
-        assert again.state == {{"epoch": cut // steps, "position": cut % steps * B, "order": "{N} samples shuffled by seed 0"}}
-        rest = [rows(batch) for _ in range(2 - cut // steps) for batch in again]
-        np.testing.assert_array_equal(np.stack(seen[:cut] + rest), np.stack(seen))
+        assert tuple(again.state.values())[:2] == place
+        rest = [rows(batch) for batch in again]
         again.close()
+        if cut < steps:
+            np.testing.assert_array_equal(np.stack(seen[:cut] + rest), np.stack(seen))
+        else:
+            seen += rest
     np.save(Path(sys.argv[1]) / f"{{jaxmpi.rank()}}.npy", np.stack(seen))
 
 if __name__ == "__main__":
