@@ -2,6 +2,7 @@
 
 import operator
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax
 
 from jaxmpi._checkpoint import leaf_values, parts
 from jaxmpi._checkpoint.commit import commit
-from jaxmpi._checkpoint.compatibility import difference
+from jaxmpi._checkpoint.compatibility import difference, only_common
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.reading import newest, read
@@ -40,8 +41,10 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
 
     Args:
       directory: holds the checkpoints of one run; made if it is not there.
-      step: the number of the checkpoint, 0 or more. One of the same number is replaced; those of higher numbers stay, and are
-        the latest: remove them to go on from an older one.
+      step: the number of the checkpoint, 0 or more. One of the same number is replaced. Those that this run has not come
+        from are set aside, with a line on the screen: those of higher numbers, as after going back to an older step or in
+        a folder of another run, and, at the first save after `restore`, those behind the step that was restored. They get
+        names that begin with "abandoned-", and `latest` and `restore` do not look at them.
       tree: any pytree of arrays, PRNG keys, Python numbers and text.
       keep: how many checkpoints to keep, this one included; None for all.
       background: whether to return before it is written.
@@ -65,11 +68,13 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     writers = range(1 if all(leaf.part == "all" for leaf in leaves) else backend.place.size)
     here = [rank for rank in ranks_here(backend) if rank in writers]
     arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
-    folder = begin(backend, Path(directory).absolute(), len(writers) > 1)
+    place = Path(directory).absolute()
+    folder = begin(backend, place, len(writers) > 1)
+    base = Save.restored.pop(place, None)
 
     def finish(written: Parts) -> None:
         sizes, members = zip(*(written[rank] for rank in writers), strict=True)
-        commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep)
+        commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep, base)
 
     Save.last = Save(backend, folder, step, arrays, writers, finish)
     if not background:
@@ -98,7 +103,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     return None if whole is None else whole[1].step
 
 
-def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None) -> PyTree:
+def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None, *, partial: bool = False) -> PyTree:
     """What `save` has saved, on as many ranks as there are now, and on any backend.
 
     Parameters, and the states of their optimizers, come back bit by bit on any number of ranks, whether they are whole, as with
@@ -117,6 +122,10 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
         matter, and `jax.ShapeDtypeStruct` will do. Arrays come back on its devices. A Python number fits an array without axes
         of its kind (bool, integer or float), and the other way round: it comes back as what it is in `like`.
       step: which checkpoint; the newest that is whole by default.
+      partial: whether `like` may have other leaves than the checkpoint: parameters without their optimizer for an
+        evaluation, a model with a new head. Leaves of both, by name, are restored; those of `like` alone keep their values,
+        and those of the checkpoint alone are left out. Rank 0 warns with the names of either. A leaf of both must have the
+        same shape and dtype: take one with a new shape out of `like`, and put it in afterwards.
 
     Raises:
       CheckpointError: on every rank: there is none; a file is missing, truncated, damaged or not one of ours, with its name; a
@@ -130,7 +139,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
     found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.axes))
     leaves = [leaf for leaf, _ in found]
     out, old = parts.left_out(like), parts.old_names(like)
-    check_call(backend, "restore", leaves, f"step {step}, without {out}")
+    check_call(backend, "restore", leaves, f"step {step}, without {out}, partial {partial}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
         whole, wrong = newest(backend, Path(directory), step)
@@ -140,15 +149,38 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None)
         folder, manifest = whole
         saved = {leaf.name: leaf for leaf in manifest.leaves}
         saved |= {name: saved.pop(former) for name, former in old.items() if name not in saved and former in saved}
-        if different := difference([leaf._replace(name=name) for name, leaf in saved.items()], leaves, out):
-            raise CheckpointError(f"restore: {folder}: {different}. Build the model and the optimizer as they were.")
+        there, here, missing = [leaf._replace(name=name) for name, leaf in saved.items()], leaves, ""
+        if partial:
+            there, here, missing = only_common(there, here)
+            _check_kept(folder, found, {leaf.name for leaf in here})
+        if different := difference(there, here, out):
+            way_out = "Take it out of `like`." if partial else (
+                "Build the model and the optimizer as they were, or restore what fits with partial=True."
+            )  # fmt: skip
+            raise CheckpointError(f"restore: {folder}: {different}. {way_out}")
         try:
-            values = read(backend, folder, manifest, [(leaf, saved[leaf.name]) for leaf in leaves])
+            values = read(backend, folder, manifest, [(leaf, saved[leaf.name]) for leaf in here])
             break
         except CheckpointError:  # was it removed meanwhile, by a run that saves?
             if tries == 1 or backend.broadcast_object(folder.exists(), 0):
                 raise
-    return parts.put_back(like, [leaf_values.like(x, value) for (_, x), value in zip(found, values, strict=True)])
+    if missing and backend.place.rank == 0:
+        warnings.warn(f"restore: {folder}: {missing}.", stacklevel=2)
+    if not partial:  # what is restored in part is another run's beginning, or its end
+        Save.restored[Path(directory).absolute()] = manifest.step
+    restored = dict(zip([leaf.name for leaf in here], values, strict=True))
+    return parts.put_back(like, [leaf_values.like(x, restored[leaf.name]) if leaf.name in restored else x for leaf, x in found])
+
+
+def _check_kept(folder: Path, found: list[tuple[Leaf, LeafValue]], restored: set[str]) -> None:
+    """Raise unless something is restored, and the other leaves of `like` have values to keep."""
+    if not restored:
+        raise CheckpointError(f"restore: {folder} has no leaf of `like`. Name the leaves as they were saved.")
+    for leaf, x in found:
+        if leaf.name not in restored and isinstance(x, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape. Pass an array that it keeps."
+            )
 
 
 def _leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:

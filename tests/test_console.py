@@ -145,7 +145,7 @@ print(seen)
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["disable"]])
 @pytest.mark.parametrize("terminal", ["0", "1"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_progress_counts_alike_on_all_ranks(ranks, terminal, arguments, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRESS)
@@ -153,9 +153,7 @@ def test_progress_counts_alike_on_all_ranks(ranks, terminal, arguments, tmp_path
     done = subprocess.run(launch, capture_output=True, text=True, timeout=60, env=os.environ | {"JAXMPI_TTY": terminal})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str([0, 1, 2, 3, 2, 4, 6, 0, 6, 4, 4])] * ranks
-    bars = [piece for piece in done.stderr.split("\r") if "items:" in piece]
-    assert (len({piece.strip() for piece in bars}) > 1) == (terminal == "1"), done.stderr
-    assert done.stderr.count("items: 100%") <= 1  # rank 0's
+    assert done.stderr.count("items:   0%") == (terminal == "1")  # rank 0's
 
 
 @run_ranks(1, 2, 3, 4)

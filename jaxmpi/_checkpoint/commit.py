@@ -21,12 +21,14 @@ from jaxmpi._checkpoint.folders import MANIFEST, MANIFEST_BYTES, found, step_of
 from jaxmpi._checkpoint.manifest import Manifest
 from jaxmpi._checkpoint.manifest_format import format_manifest
 from jaxmpi._errors import CheckpointError
+from jaxmpi._process import stderr
 
 __all__ = ["begin", "commit"]
 
 ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
 
 _UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
+_ABANDONED = "abandoned-"
 
 
 def begin(directory: Path) -> tuple[Path, BufferedWriter]:
@@ -49,8 +51,15 @@ def begin(directory: Path) -> tuple[Path, BufferedWriter]:
     return folder, lock
 
 
-def commit(folder: Path, manifest: Manifest, keep: int | None) -> None:
-    """Give a folder, in which all ranks have written, its name; remove the checkpoints beyond `keep`, as in `jaxmpi.save`."""
+def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None = None) -> None:
+    """Give a folder, in which all ranks have written, its name; remove the checkpoints beyond `keep`, as in `jaxmpi.save`.
+
+    Args:
+      folder: as `begin` has made it.
+      manifest: what is in it.
+      keep: how many checkpoints to keep.
+      base: the step that was restored from this directory since its last save, if any.
+    """
     try:
         text = format_manifest(manifest)
         if len(text) > MANIFEST_BYTES:
@@ -61,15 +70,40 @@ def commit(folder: Path, manifest: Manifest, keep: int | None) -> None:
             os.fsync(file.fileno())
         (folder / _LOCK).unlink(missing_ok=True)
         _to_disk(folder)
+        # before the new checkpoint is there: a job that is killed in between goes on from an older one of its own
+        set_aside(folder.parent, manifest.step, base)
         there = _name(folder, manifest.step)
         _to_disk(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be written: {error}. {advice(error)}") from error
     twice = [old for old in found(folder.parent) if step_of(old) == manifest.step and old != there]
-    older = [old for old in found(folder.parent) if step_of(old) < manifest.step]  # newer ones may be another run's
+    older = [old for old in found(folder.parent) if step_of(old) < manifest.step]
     for old in {*twice, *(older[keep - 1 :] if keep is not None else ())}:
         with contextlib.suppress(OSError):  # another job has removed it
             _delete(old.rename(old.with_name(f"{_REMOVED}{uuid.uuid4().hex}")))
+
+
+def set_aside(directory: Path, step: int, base: int | None) -> None:
+    """Rename the checkpoints that a run which now saves `step` has not come from, so that no job goes on from them.
+
+    These are the later ones, of a run that went further and was left; and those between the step that was restored, `base`,
+    and this one.
+    """
+    least = step if base is None else min(base, step)
+    left = [old for old in found(directory) if step_of(old) > least and step_of(old) != step]
+    for old in left:
+        with contextlib.suppress(OSError):  # another job has removed it
+            name = f"{_ABANDONED}{old.name}"
+            while os.path.lexists(directory / name):
+                name += f"-{uuid.uuid4().hex[:8]}"
+            old.rename(directory / name)
+    if left:
+        origin = "" if base is None else f", which goes on from step {base}"
+        steps = ", ".join(str(step_of(old)) for old in reversed(left))
+        stderr.say(
+            f"jaxmpi: save: the checkpoints of steps {steps} in {directory} are of another run than step {step}{origin}. They "
+            f"are called {_ABANDONED}step-... from now on, and not restored; remove them, or rename them to go on from them.\n"
+        )
 
 
 def _name(folder: Path, step: int) -> Path:

@@ -8,7 +8,9 @@ import numpy as np
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, dtype_of
 from jaxmpi._errors import CheckpointError
 
-__all__ = ["difference", "fitted"]
+__all__ = ["difference", "fitted", "only_common"]
+
+SHOWN = 8  # names in a message
 
 
 def difference(there: Sequence[Leaf], here: Sequence[Leaf], out: Sequence[str]) -> str:
@@ -27,6 +29,21 @@ def difference(there: Sequence[Leaf], here: Sequence[Leaf], out: Sequence[str]) 
         if not _fit(saved[name], wanted[name]):
             return f"leaf {name} is {saved[name]} in it, and {wanted[name]} in `like`"
     return ""
+
+
+def only_common(there: Sequence[Leaf], here: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf], str]:
+    """The leaves of a checkpoint and of a tree that both have, and the names that only one of them has, in words."""
+    saved, wanted = {leaf.name for leaf in there}, {leaf.name for leaf in here}
+    words = []
+    for what, names in (
+        ("left out of the checkpoint", [leaf.name for leaf in there if leaf.name not in wanted]),
+        ("kept from `like`", [leaf.name for leaf in here if leaf.name not in saved]),
+    ):
+        if names:
+            more = f" and {len(names) - SHOWN} more leaves" if len(names) > SHOWN else ""
+            words.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
+    both = saved & wanted
+    return [leaf for leaf in there if leaf.name in both], [leaf for leaf in here if leaf.name in both], "; ".join(words)
 
 
 def _inside(name: str, outer: str) -> bool:

@@ -61,6 +61,7 @@ class Save:
     last: "Save | None" = None
     outcomes: ClassVar[dict[str, dict[int, "Parts | str"]]] = {}  # of the other ranks' parts, by folder; for rank 0
     changed = threading.Condition()
+    restored: ClassVar[dict[Path, int]] = {}  # the step that was restored from a directory since its last save
 
     def __init__(
         self,
