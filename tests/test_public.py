@@ -422,6 +422,22 @@ def data():
     return call
 
 
+@row("per_rank_batches")
+def per_rank_data():
+    def call():
+        r, n = jaxmpi.rank() if not simulated() else 0, jaxmpi.size()
+        with refused(simulated(), RuntimeError, "per_rank_batches: simulated ranks are one process"):
+            batches = [np.full(2, 10.0 * r + k) for k in range(r + 1)]
+            seen = [float(batch[0]) for batch in jaxmpi.per_rank_batches(batches)]
+            assert seen == [10.0 * r]
+            taken = [
+                (float(batch.sum()), bool(mask.all())) for batch, mask in jaxmpi.per_rank_batches(batches, remainder="mask")
+            ]
+            assert taken == [(20.0 * r + 2 * k, True) if k <= r else (0.0, False) for k in range(n)]
+
+    return call
+
+
 @row("save", "restore", "latest", "PerRankState")
 def checkpoints():
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())

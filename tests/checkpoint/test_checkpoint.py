@@ -1,5 +1,6 @@
 """Checkpoints: everything comes back, on any number of ranks, or there is an error that names the file and the leaf."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -101,7 +102,7 @@ def test_what_is_saved_is_what_it_was_at_the_call():
 @run_ranks(1, 2)
 def test_the_last_ones_are_kept():
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
-    steps = lambda: sorted(int(path.name[5:].partition(".")[0]) for path in Path(directory).iterdir())
+    steps = lambda: sorted(folders.step_of(path) for path in folders.found(Path(directory)))
     for step in (1, 2, 3, 4):
         jaxmpi.save(directory, step, {"x": jnp.full(3, step)}, keep=2, background=False)
     jaxmpi.barrier()
@@ -109,9 +110,132 @@ def test_the_last_ones_are_kept():
     jaxmpi.save(directory, 4, {"x": jnp.full(3, 40)}, keep=2, background=False)  # once more
     assert steps() == [3, 4] and int(jaxmpi.restore(directory, {"x": jnp.zeros(3, int)})["x"][0]) == 40
     jaxmpi.save(directory, 1, {"x": jnp.full(3, 1)}, keep=1, background=False)
-    assert steps() == [1, 3, 4]  # of another run, perhaps
+    assert steps() == [1]  # the others are of a run that went further, and was left
     jaxmpi.save(directory, 5, {"x": jnp.full(3, 5)}, keep=None, background=False)
-    assert steps() == [1, 3, 4, 5]
+    assert steps() == [1, 5]
+    jaxmpi.barrier()
+    aside = sorted(path.name for path in Path(directory).glob("abandoned-*"))
+    assert [name[:26] for name in aside] == ["abandoned-step-00000000000"] * 2
+
+
+STEPS = {  # what a job restores first, what it saves: what is there then, after steps 10, 20, 30 of an earlier one
+    "goes on": (None, [40], [10, 20, 30, 40]),
+    "goes back": (10, [15], [10, 15]),
+    "goes back, later steps": (10, [25, 35], [10, 25, 35]),
+    "goes back to the middle": (20, [30], [10, 20, 30]),
+    "begins afresh": ("fresh", [5, 10, 15], [5, 10, 15]),
+    "begins afresh, at a later step": ("fresh", [25], [10, 20, 25]),
+}
+
+
+@run_ranks(1, 2)
+def test_no_job_goes_on_from_an_abandoned_run():
+    for name, (restored, saved, there) in STEPS.items():
+        directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
+        for step in (10, 20, 30):
+            jaxmpi.save(directory, step, {"x": jnp.full(2, step)}, keep=None)
+        like = {"x": jnp.zeros(2, int)}
+        if restored != "fresh":
+            jaxmpi.restore(directory, like, step=restored)
+        for step in saved:
+            jaxmpi.save(directory, step, {"x": jnp.full(2, -step)}, keep=None, background=step % 2 == 0)
+        assert jaxmpi.latest(directory) == saved[-1], name
+        assert int(jaxmpi.restore(directory, like)["x"][0]) == -saved[-1], name
+        assert sorted(map(folders.step_of, folders.found(directory))) == there, name
+        jaxmpi.barrier()
+        # a damaged newest one leads to one of the same run
+        if jaxmpi.rank() == 0:
+            shutil.rmtree(folders.found(directory)[0])
+        jaxmpi.barrier()
+        assert jaxmpi.latest(directory) == there[-2], name
+        jaxmpi.barrier()
+
+
+def test_abandoned_checkpoints_are_named_and_can_be_had_again(tmp_path, capfd):
+    for step in (1, 2):
+        jaxmpi.save(tmp_path, step, {"x": step})
+    for _ in range(2):  # a second time, the name is taken
+        jaxmpi.save(tmp_path, 1, {"x": -1}, background=False)
+        jaxmpi.save(tmp_path, 2, {"x": -2}, background=False)
+    jaxmpi.save(tmp_path, 1, {"x": -1}, background=False)
+    err = capfd.readouterr().err
+    assert err.count("save: the checkpoints of steps 2 in") == 3 and "are of another run than step 1." in err
+    assert len(list(tmp_path.glob("abandoned-*"))) == 3
+    assert jaxmpi.latest(tmp_path) == 1
+    (tmp_path / "abandoned-step-000000000002").rename(tmp_path / "step-000000000002")
+    assert jaxmpi.restore(tmp_path, {"x": 0}) == {"x": 2}
+
+
+RESTARTS = """
+import os, signal, sys
+import jax.numpy as jnp, jaxmpi
+jaxmpi.init()
+d, restart = sys.argv[1], os.environ["JAXMPI_RESTART"]
+run, first = {"w": jnp.float32(0), "lr": 0.01}, 0
+if restart != "0":
+    first = jaxmpi.latest(d)
+    run = jaxmpi.restore(d, run)
+if jaxmpi.rank() == 0:
+    print("from", first, run["lr"], float(run["w"]), flush=True)
+for s in range(first + 50, 201, 50):
+    run["w"] = run["w"] - 1
+    jaxmpi.save(d, s, run, background=False)
+    if restart == "0" and s == 150:
+        jaxmpi.barrier()
+        if jaxmpi.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        jaxmpi.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_an_automatic_restart_in_a_used_folder_goes_on_with_its_own_run(tmp_path):
+    for s in (100, 200, 300):
+        jaxmpi.save(tmp_path / "run", s, {"w": jnp.float32(s), "lr": 0.1}, background=False)
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTS)
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "--restarts", "1", str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("from")]
+    assert lines == ["from 0 0.01 0.0", "from 150 0.01 -3.0"]
+
+
+# a part of a checkpoint
+
+
+@run_ranks(1, 2, 3)
+def test_a_part_is_restored_by_name_and_the_rest_is_named():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    params = {"body": jnp.arange(5.0) + 1, "head": jnp.arange(3.0) + 7}
+    tx = jaxmpi.sharded(optax.adam(0.1))
+    run = {"params": params, "state": tx.init(params), "own": jaxmpi.PerRankState(jaxmpi.rank()), "step": 4}
+    jaxmpi.save(directory, 4, run)
+    empty = jax.tree.map(jnp.zeros_like, params)
+    first = jaxmpi.rank() == 0
+    warned = lambda match: pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
+    # parameters for an evaluation
+    with warned(r"left out of the checkpoint: .*'state'"):
+        assert_same(jaxmpi.restore(directory, {"params": empty}, partial=True), {"params": params})
+    # a new head: of another name, which is kept; or of another shape, which is put in afterwards
+    new = {"params": {"body": empty["body"], "head2": jnp.full(9, 3.0)}, "step": 0}
+    with warned(r"left out .*\['params'\]\['head'\].*; kept from `like`: \['params'\]\['head2'\]"):
+        got = jaxmpi.restore(directory, new, partial=True)
+    assert_same(got, {"params": {"body": params["body"], "head2": jnp.full(9, 3.0)}, "step": 4})
+    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['params'\]\['head'\] is float32\[3\] in it, and .*Take it out"):
+        jaxmpi.restore(directory, {"params": {"body": empty["body"], "head": jnp.zeros(9)}}, partial=True)
+    # all of it says nothing; it must be asked for; and it cannot be nothing, or a shape without values
+    assert_same(jaxmpi.restore(directory, run, partial=True), run)
+    with pytest.raises(jaxmpi.CheckpointError, match=r"is in it, and not in `like`\. .*partial=True"):
+        jaxmpi.restore(directory, {"params": empty})
+    with pytest.raises(jaxmpi.CheckpointError, match="has no leaf of `like`"):
+        jaxmpi.restore(directory, {"weights": empty}, partial=True)
+    shape = {"params": {**empty, "new": jax.ShapeDtypeStruct((2,), jnp.float32)}}
+    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['params'\]\['new'\] is not in it, and `like` has only its"):
+        jaxmpi.restore(directory, shape, partial=True)
+    if jaxmpi.size() > 1:
+        with pytest.raises(jaxmpi.RankMismatchError, match="partial"):
+            jaxmpi.restore(directory, run, partial=first)
 
 
 # on another number of ranks
@@ -408,7 +532,7 @@ def test_any_flipped_bit_is_found(tmp_path):
 
 
 def test_steps_of_any_length(tmp_path):
-    for step in (0, 10**12, 10**15, 5):
+    for step in (0, 5, 10**12, 10**15):
         jaxmpi.save(tmp_path, step, {"x": step})
     assert jaxmpi.latest(tmp_path) == 10**15
     assert jaxmpi.restore(tmp_path, {"x": 0}, step=5) == {"x": 5}
