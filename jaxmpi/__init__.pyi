@@ -21,7 +21,7 @@ from ._collectives.trees import (
     tree_reduce_scatter,
 )
 from ._data.prefetch import prefetch
-from ._errors import CheckpointError, MPIError, NotInitializedError, RankMismatchError
+from ._errors import CheckpointError, MPIError, NotInitializedError, RankCountError, RankMismatchError
 from ._jit.api import jit, local
 from ._jit.pmap import pmap
 from ._leaves import PerRankState
@@ -38,6 +38,7 @@ from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.sharded_array import ShardedArray
 from ._optim.sharded_state import reshard
 from ._optim.zero1 import sharded
+from ._process.busy import busy
 from ._run.notebook import launch
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size
@@ -58,6 +59,7 @@ __all__ = [
     "NotInitializedError",
     "PerRank",
     "PerRankState",
+    "RankCountError",
     "RankMismatchError",
     "Rate",
     "ShardedArray",
@@ -72,6 +74,7 @@ __all__ = [
     "barrier",
     "batches",
     "broadcast_object",
+    "busy",
     "check_replicas",
     "clip_by_global_norm",
     "codecs",

@@ -3,7 +3,14 @@
 Bad arguments are `ValueError` or `TypeError`, as everywhere in Python; these are for the rest.
 """
 
-__all__ = ["CheckpointError", "MPIError", "NotInitializedError", "RankMismatchError"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointRankCountError",
+    "MPIError",
+    "NotInitializedError",
+    "RankCountError",
+    "RankMismatchError",
+]
 
 
 class NotInitializedError(RuntimeError):
@@ -23,3 +30,16 @@ class MPIError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read, or is not of what is to be restored. Raised on every rank."""
+
+
+class RankCountError(ValueError):
+    """The program cannot run on this number of ranks, and may on another one.
+
+    Raised for a batch that the ranks cannot share, axes of other sizes, states of another number of
+    ranks, and the like. Where nobody handles it, `jaxmpi run --restarts K --min-ranks M` starts the
+    job on another number of ranks, and does not count a failure. A program may raise its own.
+    """
+
+
+class CheckpointRankCountError(CheckpointError, RankCountError):
+    """A checkpoint has what only as many ranks can restore as have saved it."""

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyEntry, KeyPath, PyTreeDef
 
+from jaxmpi._errors import RankCountError
+
 __all__ = [
     "PER_RANK",
     "STATISTIC",
@@ -295,7 +297,7 @@ def check_fits(function: str, path: KeyPath, leaf: object) -> None:
 def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:
     """Raise a ValueError that names the leaf unless its first axis is the ranks."""
     if x.ndim == 0 or x.shape[0] != size:
-        raise ValueError(
+        raise (RankCountError if x.ndim else ValueError)(
             f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis must be the {size} ranks. "
             f"Reshape it to [{size}, ...]."
         )

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxmpi._leaves import PyTree, as_array, check_fits
 from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import Weight, weighted_mean
 from jaxmpi._process import settings
+from jaxmpi._process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._world import session
 
 __all__ = ["average_metrics", "get_logger", "print", "progress"]
@@ -127,7 +129,13 @@ def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]
     # tqdm counts nothing where it is disabled. So it is enabled everywhere, and where it is not to be seen it writes into
     # nothing, at a position that leaves those of visible bars alone.
     hidden = {"file": _Nowhere(), "mininterval": math.inf, "position": 1000}
-    return _Bar(iterable, **(options if shown else {**options, **hidden}))
+    bar = _Bar(iterable, **(options if shown else {**options, **hidden}))
+    # A bar that is left early is closed before Python shuts down: tqdm would draw it for the last
+    # time while modules go (Python 3.13.0 crashes there), and has a thread that refreshes bars.
+    still_there = weakref.ref(bar)
+    forget = at_exit(Step.THREADS, lambda: _close(still_there()))
+    weakref.finalize(bar, forget).atexit = False
+    return bar
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -201,6 +209,14 @@ def _as_float(leaf: ArrayLike) -> ArrayLike:
     if isinstance(leaf, int | float) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"):
         return np.asarray(leaf, np.float64)
     return leaf
+
+
+def _close(bar: "tqdm[Any] | None") -> None:
+    if bar is not None:
+        bar.close()
+    if (monitor := tqdm.monitor) is not None:
+        monitor.was_killed.set()
+        monitor.join(STOP_SECONDS)
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.groups import described
+from jaxmpi._process.busy import note_end_of_work
 from jaxmpi._process.communicating_thread import Turn
 
 __all__ = [
@@ -230,3 +231,4 @@ def long_operation(backend: Backend, what: str) -> Iterator[None]:
         yield
     finally:
         backend.long_operation = before
+        note_end_of_work()

@@ -1,12 +1,12 @@
 """MPI in this process: the library found and started, and ended. This is the only file that imports mpi4py and mpi4jax."""
 
-import atexit
 import contextlib
 import ctypes
 import os
 import resource
 import sys
 from collections.abc import MutableMapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
 from jaxmpi._process import run_dir
+from jaxmpi._process.at_exit import Step, at_exit
 
 __all__ = ["import_mpi4jax", "import_mpi4py", "mpi4jax_version", "unlink_shared_memory"]
 
@@ -69,7 +70,7 @@ def _start(mpi: ModuleType, rc: Any) -> None:
         for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
             comm.Set_errhandler(getattr(mpi, handler))
     if rc.finalize is not False:
-        atexit.register(_end, mpi, os.getpid())
+        at_exit(Step.MPI, partial(_end, mpi, os.getpid()))
 
 
 def _end(mpi: ModuleType, pid: int) -> None:

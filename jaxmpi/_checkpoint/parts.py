@@ -16,6 +16,7 @@ from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.leaf_values import stored
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
+from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import (
     PerRankState,
     PyTree,
@@ -89,9 +90,9 @@ def _check_ranks(path: KeyPath, state: bool, made: int, axis: Axis, axes: Mappin
     """Raise a ValueError with the path of what is cut if it is cut for other ranks than there are."""
     size = _ranks_along(path, axis, axes)
     if state and made not in (1, size):
-        raise ValueError(f"{leaf_name(path)} is a state of {made} ranks, and there are {size}.")
+        raise RankCountError(f"{leaf_name(path)} is a state of {made} ranks, and there are {size}.")
     if not state and made != size:
-        raise ValueError(f"{leaf_name(path)} is one of {made} shards, and there are {size} ranks.")
+        raise RankCountError(f"{leaf_name(path)} is one of {made} shards, and there are {size} ranks.")
 
 
 def _ranks_along(path: KeyPath, axis: Axis, axes: Mapping[str, int]) -> int:

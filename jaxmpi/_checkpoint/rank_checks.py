@@ -11,7 +11,7 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.leaf_values import to_host
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
 from jaxmpi._consistency import compare
-from jaxmpi._errors import CheckpointError, RankMismatchError
+from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError, RankMismatchError
 
 __all__ = ["check_call", "check_equal", "checked", "each_ranks_values", "ranks_here", "run_on_all_or_raise"]
 
@@ -80,16 +80,17 @@ def each_ranks_values(backend: Backend, leaves: Sequence[Leaf]) -> list[Leaf]:
 def run_on_all_or_raise(backend: Backend, function: Callable[[], T]) -> T:
     """Call a function on every rank; where it fails on one, all raise."""
     result: Any = None
-    error = None
+    error, of_count = "", False
     try:
         result = function()
     except CheckpointError as caught:
-        error = str(caught)
+        error, of_count = str(caught), isinstance(caught, RankCountError)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    errors = [e for e in backend.allgather_object(error) if e]
+    errors = [one for one in backend.allgather_object((error, of_count)) if one[0]]
     if errors:
-        raise CheckpointError(errors[0])
+        error, of_count = errors[0]
+        raise (CheckpointRankCountError if of_count else CheckpointError)(error)
     return result
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxmpi._backends.groups import position
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue
-from jaxmpi._errors import CheckpointError
+from jaxmpi._errors import CheckpointRankCountError
 from jaxmpi._optim.shards import shard_shape
 
 __all__ = ["Reader", "bits", "part_of"]
@@ -53,7 +53,7 @@ def _whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
     if leaf.part == "shard":
         return _joined(leaf, rows)
     if any(bits(row) != bits(rows[0]) for row in rows):
-        raise CheckpointError(
+        raise CheckpointRankCountError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
             f"restore it, in a PerRankState. Go on with {ranks} ranks, save where the ranks have just communicated, or leave a "
             "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` (an nnx variable with the value None) and make "
@@ -67,7 +67,7 @@ def _of_equal_groups(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafV
     rows = [[read(leaf, rank) for rank in group] for group in leaf.groups(ranks)]
     wholes = [_joined(leaf, of_group) if leaf.part == "shard" else of_group[0] for of_group in rows]
     if any(bits(one) != bits(wholes[0]) for one in wholes):
-        raise CheckpointError(
+        raise CheckpointRankCountError(
             f"leaf {leaf.name} was saved as {leaf} by {ranks} ranks, whose groups along this axis have different values, and "
             f"`like` has {wanted}: only {ranks} ranks with the same axes can restore it, into a leaf over this axis. Go on "
             f"with {ranks} ranks and jaxmpi.init(axes={dict(leaf.axes)}), or save where the groups have equal values."

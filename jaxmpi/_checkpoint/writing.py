@@ -17,7 +17,7 @@ from jaxmpi._checkpoint.leaf_values import to_host
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Member
 from jaxmpi._checkpoint.rank_checks import run_on_all_or_raise
 from jaxmpi._errors import CheckpointError
-from jaxmpi._process.at_exit import at_the_very_end
+from jaxmpi._process.at_exit import Step, at_exit, start_thread
 from jaxmpi._world import session
 
 __all__ = ["Parts", "Save", "arrays_of", "begin"]
@@ -78,13 +78,16 @@ class Save:
         self._arrays, self._writers, self._commit = arrays, writers, commit
         self._own_parts = len(arrays)
         self._monitor = session.monitor()
-        self._thread = threading.Thread(target=self._run, name="jaxmpi-save")  # which Python waits for at its end
+        self._thread: threading.Thread | None = None
         if self._monitor is None and len(arrays) < len(writers):  # MPI allows no threads: the ranks talk here
             outcomes = backend.allgather_object(self._written())
             if self._rank == 0:
                 self.outcomes[self._folder.name] = dict(enumerate(outcomes[1:], 1))
             self._finish(outcomes[0])
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._run, "jaxmpi-save")
+        except RuntimeError:  # Python shuts down, as in a save that `atexit` calls
+            self._run()
 
     def _run(self) -> None:
         if self._arrays:
@@ -148,7 +151,7 @@ class Save:
     def finished(cls, backend: Backend) -> str | None:
         """Wait for the last save; returns what has gone wrong on any rank, on all of them."""
         last, cls.last = cls.last, None
-        if last is not None:
+        if last is not None and last._thread is not None:
             with long_operation(backend, f"writing the checkpoint of {last._what}"):
                 last._thread.join()
         errors = [error for error in backend.allgather_object(last.error if last else None) if error]
@@ -164,4 +167,4 @@ class Save:
             os._exit(1)
 
 
-at_the_very_end(Save.at_exit)
+at_exit(Step.OUTCOME, Save.at_exit)

@@ -4,8 +4,6 @@ A thread reads up to `ahead` batches and stops there. It belongs to a `Reading`,
 loop: a loop that is left early loses nothing, and the next one goes on with what was read.
 """
 
-import atexit
-import contextlib
 import sys
 import threading
 import weakref
@@ -19,10 +17,9 @@ import numpy as np
 from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read
 from jaxmpi._data.per_rank import PerRankBatches
 from jaxmpi._leaves import PyTree
+from jaxmpi._process.at_exit import start_thread
 
 __all__ = ["Prefetched", "Reading", "prefetch"]
-
-EXIT_SECONDS = 10.0  # for a batch that is being read when Python ends
 
 
 def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = None) -> "Prefetched | PerRankBatches":
@@ -138,7 +135,6 @@ class Reading:
         self._ready: deque[tuple[str, Any, Any]] = deque()  # (what, batch or error, mark)
         self._thread: threading.Thread | None = None
         self._stops = False
-        _alive.add(self)
 
     def begin(self) -> None:
         """Begin an epoch, or go on with the one that is under way."""
@@ -215,11 +211,6 @@ class Reading:
             self._stops = True
             self._changed.notify_all()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, for so long."""
-        if thread := self._thread:
-            thread.join(seconds)
-
     def _start(self) -> None:
         """Have a thread read, unless one does or nothing is left to read."""
         with self._changed:
@@ -228,8 +219,7 @@ class Reading:
             if self._thread is not None or ended:
                 return
             self._device = jax.config.jax_default_device  # of the thread that trains
-            self._thread = threading.Thread(target=self._run, name="jaxmpi-prefetch", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "jaxmpi-prefetch", stop=self.stop_soon)
 
     def _stop(self) -> None:
         self.stop_soon()
@@ -290,7 +280,6 @@ def _on_device(x: Any) -> Any:
 # has read ahead. An identity holds as long as the reading, which holds the iterator.
 _streams: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
 _left: dict[int, Reading] = {}  # those that no `Prefetched` has, of iterators that somebody else has
-_alive: weakref.WeakSet[Reading] = weakref.WeakSet()
 
 
 def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Reading:
@@ -327,16 +316,3 @@ def _let_go(reading: Reading) -> None:
 def _held_elsewhere(reading: Reading) -> bool:
     # the feed holds the iterator once, and `getrefcount` its argument
     return sys.getrefcount(reading.feed.batches) > 2  # type: ignore[attr-defined]
-
-
-def _join_all() -> None:
-    """Wait for the threads: one that is inside JAX when Python ends aborts the process."""
-    readings = list(_alive)
-    for reading in readings:
-        reading.stop_soon()
-    for reading in readings:
-        with contextlib.suppress(Exception):
-            reading.join(EXIT_SECONDS)
-
-
-atexit.register(_join_all)

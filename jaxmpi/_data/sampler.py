@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxmpi._data.sources import Arrays, RandomAccess, Samples, open_source
+from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import PyTree
 
 __all__ = ["Batches", "Cursor", "Shard"]
@@ -85,7 +86,7 @@ class Batches(Iterable[PyTree]):
         if remainder not in ("drop", "mask"):
             raise ValueError(f'batches: remainder is {remainder!r}. Pass "drop" or "mask".')
         if remainder == "drop" and self._batch_size % size:
-            raise ValueError(
+            raise RankCountError(
                 f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share equally. "
                 f'Use a multiple of {size}, or remainder="mask".'
             )

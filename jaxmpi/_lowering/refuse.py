@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
+from jaxmpi._errors import RankCountError
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line, subjaxprs
@@ -102,7 +103,7 @@ def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> 
     """Raise a ValueError unless `axis_index_groups` are groups of one size, of all ranks of an axis of `size`, each in one."""
     found = sorted(int(rank) for group in groups for rank in group)
     if found != [*range(size)] or len({len(group) for group in groups}) > 1:
-        raise ValueError(
+        raise (RankCountError if found != [*range(size)] else ValueError)(
             f"{_where(eqn)} has axis_index_groups {[list(map(int, group)) for group in groups]} on {size} ranks. Each of the "
             f"ranks 0 to {size - 1} must be in one group, and all groups of the same size."
         )

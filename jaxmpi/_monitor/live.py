@@ -7,6 +7,7 @@ from collections import deque
 
 from jaxmpi._monitor.flight_recorder import where
 from jaxmpi._monitor.watching import Watching
+from jaxmpi._process.busy import work
 from jaxmpi._process.live_record import Writer
 
 __all__ = ["Live"]
@@ -37,6 +38,8 @@ class Live:
         self._next = now + EVERY_SECONDS
         self._counts.append((now, self._monitor.samples))
         place, members = self._backend.place, self._monitor.members
+        mine = work()
+        at_work = self._backend.long_operation or (str(mine.block) if mine.counts else "")
         self._writer.write(
             {
                 "rank": place.rank,
@@ -48,8 +51,8 @@ class Live:
                 "transport": getattr(self._backend, "transport", self._backend.name),
                 "entered": entered,
                 "inside": inside,
-                "doing": self._backend.long_operation or where(self._backend)[:200],
-                "busy": bool(self._backend.long_operation),
+                "doing": at_work or where(self._backend)[:200],
+                "busy": bool(at_work),
                 "since_ns": int(1e9 * self._since),
                 "written_ns": time.monotonic_ns(),
                 "samples": self._monitor.samples,

@@ -10,7 +10,6 @@ A thread does the watching, by messages that cost nothing while nothing happens.
 watch, the flight recorder, and the agreement on a call to stop at.
 """
 
-import atexit
 import os
 import sys
 import threading
@@ -28,7 +27,8 @@ from jaxmpi._monitor.live import Live
 from jaxmpi._monitor.messages import Messages
 from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._monitor.watchdog import Watchdog
-from jaxmpi._process import peers, run_dir, stderr
+from jaxmpi._process import at_exit, peers, run_dir, stderr
+from jaxmpi._process.refused_count import note_refused_count
 from jaxmpi._process.signals import Signals
 
 __all__ = ["Monitor"]
@@ -61,8 +61,8 @@ class Monitor(Messages):
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_reporter = death_reporter.call(backend)
-        atexit.register(self._at_exit)
-        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
+        self._stay = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
+        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)  # `leave` ends it
 
     def start(self) -> None:
         """Watch from now on."""
@@ -154,6 +154,7 @@ class Monitor(Messages):
         try:
             lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
             label = f"[{self.backend.place.rank}] "
+            note_refused_count(error)
             stderr.say("".join(label + line for line in lines))
         finally:
             self.end(code, f"{stderr.one_line(error)}.")
@@ -183,7 +184,7 @@ class Monitor(Messages):
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
         self.signals.release()
-        atexit.unregister(self._at_exit)
+        self._stay()
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             run_dir.leave(directory, self.backend.place.rank)
 
@@ -191,7 +192,7 @@ class Monitor(Messages):
         """Leave nothing of it in a forked child, nor what the rank does at its end: JAX and MPI would hang there."""
         sys.excepthook = self._excepthook
         self.signals.release(wake_others=False)
-        atexit._clear()
+        at_exit.forget()
         _jaxcompat.leave_as_it_is()
         self.signals.go_on()
 

@@ -2,7 +2,8 @@
 
 A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the monitors of all others where
 they are: these are threads, and answer whatever their main thread does. The lowest rank that waits writes the report. After
-JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends. A wait of many times the usual is announced sooner.
+JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends, unless all ranks that are missing are at work, in a
+`jaxmpi.busy` block or at a checkpoint. A wait of many times the usual is announced sooner.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from jaxmpi._consistency.compare import in_words
 from jaxmpi._monitor.flight_recorder import Recorder, where
 from jaxmpi._monitor.watching import Watching
 from jaxmpi._process import run_dir, settings
+from jaxmpi._process.busy import work, work_of
 
 __all__ = ["Watchdog"]
 
@@ -37,7 +39,8 @@ class Answer(NamedTuple):
     inside: bool
     waited: float  # seconds since its last collective began or ended
     doing: str
-    long_operation: str  # with what takes long, and is all right
+    at_work: str  # with what takes long, and is all right
+    idle: float  # seconds since it was at work
     stack: list[str]  # of its main thread, from the innermost call
     in_program: bool  # which is watched as a whole, and may take long
 
@@ -92,7 +95,8 @@ class Watchdog:
                 yield early
             yield self._limit
             if self._last:
-                yield from itertools.count(self._last, max(self._limit, 60.0))
+                # Soon enough after a rank that was at work does nothing any more.
+                yield from itertools.count(self._last, min(self._last, max(self._limit, 60.0)))
         yield math.inf
 
     def _on_answer(self, rank: int, answer: Answer) -> None:
@@ -100,10 +104,12 @@ class Watchdog:
 
     def _here(self) -> Answer:
         entered, inside = self._backend.progress()
-        waited, long_operation = time.monotonic() - self._since, self._backend.long_operation
-        return Answer(
-            entered, inside, waited, where(self._backend), long_operation, _stack(self._main), self._backend.in_program()
-        )
+        waited, mine = time.monotonic() - self._since, work()
+        at_work, stack = self._backend.long_operation or (str(mine.block) if mine.counts else ""), _stack(self._main)
+        if mine.block is not None and not mine.counts:
+            stack = [str(mine.block), *stack]
+        idle = 0.0 if at_work else mine.idle_seconds
+        return Answer(entered, inside, waited, where(self._backend), at_work, idle, stack, self._backend.in_program())
 
     def _report(self, waited: float) -> None:
         place = self._backend.place
@@ -114,7 +120,8 @@ class Watchdog:
             return
         missing = [rank for rank in range(place.size) if rank not in arrived]
         stalled = waited > self._limit
-        at_work = [rank for rank in missing if rank in everyone and everyone[rank].long_operation]
+        works = {rank: self._work_of(rank, everyone.get(rank)) for rank in missing}
+        at_work = {rank: what for rank, (what, _) in works.items() if what}
         long = any(everyone[rank].in_program for rank in arrived)
         hopeless = len(at_work) < len(missing) or (not missing and not long)
         self._said = True
@@ -123,14 +130,19 @@ class Watchdog:
         lines = [f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"]
         if missing:
             lines.append(f"  arrived: {in_words(arrived)}")
-            lines += [line for rank in missing for line in self._missing(rank, everyone.get(rank))]
+            for rank in missing:
+                lines += self._missing(rank, everyone.get(rank), at_work.get(rank, ""))
         elif not long:
             lines.append("  all ranks have arrived: it does not get on")
         else:
             lines.append("  all ranks are inside of it: it takes long, or one of them is stuck in it")
-        left = self._last - waited if self._last else math.inf
+        # A rank that was at work when the wait began has all of the time from the end of its work.
+        idle = max((min(waited, seconds) for _, seconds in works.values()), default=waited)
+        left = self._last - idle if self._last else math.inf
         if stalled and hopeless and 0 < left < math.inf:
             lines.append(f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
+            if missing:
+                lines.append("  a rank that works alone for long says so: with jaxmpi.busy('what it does')")
         self._monitor.say("\n".join(lines))
         if stalled:
             self._monitor.send_all("dump", "stall")
@@ -140,13 +152,25 @@ class Watchdog:
             time.sleep(0.5)  # for the others' dumps
             self._monitor.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
 
-    def _missing(self, rank: int, answer: Answer | None) -> list[str]:
+    def _work_of(self, rank: int, answer: Answer | None) -> tuple[str, float]:
+        """Return what a rank is at work with, "" for nothing, and the seconds since it was."""
+        if answer is not None:
+            return answer.at_work, answer.idle
+        # C code of a busy rank may hold the GIL, so that its monitor is silent. What the rank has said
+        # before can be read on its host; a rank that is stopped is not at work, whatever it has said.
+        pid, host = self._monitor.members[rank]
+        if host != os.uname().nodename or run_dir.state(pid) != "runs":
+            return "", math.inf
+        its = work_of(pid)
+        return (str(its.block) if its.counts else ""), its.idle_seconds
+
+    def _missing(self, rank: int, answer: Answer | None, at_work: str) -> list[str]:
         pid, host = self._monitor.members[rank]
         name = f"  missing: rank {rank} (pid {pid} on {host})"
+        if at_work:
+            return [f"{name} is {at_work}"]
         if answer is None:
             return [f"{name} does not answer: {_why_silent(pid, host)}"]
-        if answer.long_operation:
-            return [f"{name} is {answer.long_operation}"]
         return [
             f"{name}, {answer.doing}, {answer.waited:.0f} s ago; its main thread is at",
             *(f"      {line}" for line in answer.stack),

@@ -22,6 +22,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis, with_parameters
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
+from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._lowering.classify import BROADCASTS, communicates, subjaxprs
@@ -78,7 +79,7 @@ def micro_batch_grads(fun: Callable[..., PyTree], micro_batches: int, *, axis: A
 
         def split(path: KeyPath, x: ArrayLike) -> jax.Array:
             if jnp.ndim(x) == 0 or len(x) % here:
-                raise ValueError(
+                raise (RankCountError if jnp.ndim(x) else ValueError)(
                     f"micro_batch_grads: leaf {leaf_name(path)} of the batch has shape {list(jnp.shape(x))}, which cannot "
                     f"be cut into {here} micro-batches. Choose a batch size that {micro_batches} divides."
                 )
@@ -165,7 +166,7 @@ def _check_orderable(jaxpr: ClosedJaxpr) -> None:
 def _mine(function: str, micro_batches: int, axis: Axis) -> int:
     size = axis_size(axis, session.current(function))
     if micro_batches < 1 or micro_batches % size:
-        raise ValueError(
+        raise (RankCountError if micro_batches > 0 else ValueError)(
             f"{function}: micro_batches is {micro_batches}, which {size} ranks cannot share equally. Use a multiple of {size}."
         )
     return micro_batches // size

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi._axis import AXIS, Axis, names, overlap
+from jaxmpi._errors import RankCountError
 from jaxmpi._leaves import Mark, MarkKey, PyTree, leaf_name, marks_of
 from jaxmpi._optim.shards import own, size_along
 from jaxmpi._world import session
@@ -95,7 +96,7 @@ def check_ranks(function: str, tree: PyTree) -> None:
             )
         if x.ranks != (size := size_along(x.axis)):
             along = "" if x.axis == AXIS else f" along axis {x.axis!r}"
-            raise ValueError(
+            raise RankCountError(
                 f"{function}: leaf {leaf_name(path)} is one of {x.ranks} shards, and there are {size} ranks{along}. Make new "
                 f"ones with jaxmpi.fully_shard; to go on with these numbers, save them on {x.ranks} ranks{along} with "
                 "jaxmpi.save, and jaxmpi.restore them into the new ones."

@@ -13,6 +13,7 @@ from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
+from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import (
     Mark,
@@ -190,7 +191,7 @@ def reshard(tree: PyTree) -> PyTree:
         apart, state = _is_taken_apart(nodes[i]), assembled(nodes[i])
         check_cut("reshard", state.layout.axis)
         if state.layout.ranks != 1:
-            raise ValueError(
+            raise RankCountError(
                 f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard."
             )
         check_equal("reshard", state, state.layout.axis)
@@ -322,7 +323,7 @@ def check_ranks(function: str, state: ShardedState, axis: Axis) -> None:
         )
     if made.ranks != size:
         along = "" if axis == AXIS else f" along axis {axis!r}"
-        raise ValueError(
+        raise RankCountError(
             f"{function}: the state was made for {made.ranks} ranks, and there are {size}{along}. On {made.ranks} ranks call "
             "jaxmpi.unshard(state) and save that; then call jaxmpi.reshard on it here."
         )

@@ -1,8 +1,10 @@
 """Before there is a monitor: nobody waits in `init` for ranks that do not come.
 
-MPI starts once every rank has started it, and so `init` waits for the slowest. A thread says after JAXMPI_STALL_SECONDS which
-ranks have not called `init`, and ends the job after JAXMPI_STALL_END_SECONDS, or once one of them has ended. A rank that fails
-in `init` does not wait for the others in MPI's own end, nor they for it.
+MPI starts once every rank has started it, and so `init` waits for the slowest. A thread says after
+JAXMPI_STALL_SECONDS which ranks have not called `init`, and ends the job after
+JAXMPI_STALL_END_SECONDS, or once one of them has ended. It goes on while all ranks that it sees
+missing are in a `jaxmpi.busy` block. A rank that fails in `init` does not wait for the others in
+MPI's own end, nor they for it.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from jaxmpi._process import peers, run_dir, settings, stderr
+from jaxmpi._process.at_exit import start_thread
 from jaxmpi._process.peers import Peer
 
 __all__ = ["joining"]
@@ -55,17 +58,24 @@ class Wait:
         self._size, self._over = size, over
         self._limit, self._last = _limits()
         self._seen: dict[int, Peer] = {}  # the ranks of this host
-        threading.Thread(target=self._watch, name=peers.INIT, daemon=True).start()
+        start_thread(self._watch, peers.INIT, stop=over.set)
 
     def _watch(self) -> None:
         peers.mark_thread(peers.INIT)
         start, due, said = time.monotonic(), 1.0, False
+        end = self._last
         while not self._over.wait(LOOK_SECONDS):
             waited = time.monotonic() - start
             if self._limit and waited > self._limit and not said:
                 said = self._report(waited)
-            elif self._limit and self._last and waited > self._last:
-                self._end(f"stalled for {waited:.0f} s in jaxmpi.init")
+            elif self._limit and self._last and waited > end:
+                # A rank that was at work has all of the time from the end of its work.
+                idle = [self._seen[rank].work.idle_seconds for rank in self._look()]
+                end = waited + self._last - min(waited, max(idle, default=waited))
+                if end <= waited:
+                    self._end(f"stalled for {waited:.0f} s in jaxmpi.init")
+                else:
+                    self._report(waited)
             elif waited > due:  # what is seen now may have ended later
                 due *= 2
                 self._look()
@@ -87,8 +97,11 @@ class Wait:
             others = "; the ranks of other hosts are not seen from here" * (len(self._seen) < self._size)
             lines.append(f"  all ranks of this host have joined{others}")
         hopeless = any(self._seen[rank].state == "ended" for rank in missing)
-        if not hopeless and self._last > waited:
+        at_work = bool(missing) and all(self._seen[rank].work.counts for rank in missing)
+        if not hopeless and not at_work and self._last > waited:
             lines.append(f"  the job ends in {self._last - waited:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
+            if missing:
+                lines.append("  a rank that works alone for long says so: with jaxmpi.busy('what it does')")
         self._say("\n".join(lines))
         if hopeless:
             self._end("the job cannot start")
@@ -96,6 +109,8 @@ class Wait:
 
     def _of(self, rank: int) -> str:
         peer = self._seen[rank]
+        if peer.work.counts:
+            return f"rank {rank} (pid {peer.pid} on {os.uname().nodename}) is {peer.work.block}"
         state = {"ended": "has ended", "stopped": "is stopped (SIGSTOP, or a debugger)", "runs": "runs"}[peer.state]
         where = f"pid {peer.pid} on" if peer.pid else "on"
         return f"rank {rank} ({where} {os.uname().nodename}) {state}, and has not joined the others in jaxmpi.init"
@@ -115,9 +130,11 @@ class Wait:
         missing = "; ".join(map(self._of, self._look())) or "a rank of another host has not joined the others"
         if self._over.is_set():
             return
+        time.sleep(GRACE_SECONDS if self._say(f"{why}: {missing}. The job ends.") else 5 * GRACE_SECONDS)
+        if self._over.is_set():  # they have come meanwhile
+            return
         with contextlib.suppress(KeyError, OSError):
             run_dir.give_verdict(os.environ["JAXMPI_RUN_DIR"], missing)
-        time.sleep(GRACE_SECONDS if self._say(f"{why}: {missing}. The job ends.") else 5 * GRACE_SECONDS)
         stderr.end_process(1, _abort)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi._process import run_dir
+from jaxmpi._process.busy import Work, work_of
 
 __all__ = ["INIT", "MONITOR", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
 
@@ -33,11 +34,12 @@ _PR_SET_NAME = 15
 
 
 class Peer(NamedTuple):
-    """A rank's process: its number, its state as in `registry.state`, and whether the rank has called `init`."""
+    """A rank's process."""
 
     pid: int
-    state: str
-    called: bool
+    state: str  # as in `run_dir.state`
+    called: bool  # whether the rank has called `init`
+    work: Work = Work()  # of a rank that has not
 
 
 def rank_here() -> int | None:
@@ -58,15 +60,23 @@ def mark_thread(name: str) -> None:
 
 
 def peers() -> dict[int, Peer]:
-    """This host's ranks of this process's job; of a rank with several processes, the one that has called `init`."""
+    """Return the ranks of this process's job on this host.
+
+    A rank may have several processes. It is the one that has called `init`, or else one that is busy.
+    """
     found: dict[int, Peer] = {}
     job = _job("self")
     for path in Path("/proc").glob("[0-9]*"):
         if job is None or _job(path.name) != job:
             continue
         rank = _number(_environ(path.name), _RANK)
-        if rank is not None and not (rank in found and found[rank].called):
-            found[rank] = Peer(int(path.name), run_dir.state(int(path.name)), _has_called(path))
+        if rank is None or (rank in found and found[rank].called):
+            continue
+        pid, called = int(path.name), _has_called(path)
+        state = run_dir.state(pid)
+        work = Work() if called or state != "runs" else work_of(pid)
+        if rank not in found or called or work.counts:
+            found[rank] = Peer(pid, state, called, work)
     return found
 
 

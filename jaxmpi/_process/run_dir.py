@@ -24,6 +24,8 @@ __all__ = [
     "note_rate",
     "processes",
     "rates",
+    "refuse_count",
+    "refused_count",
     "remove_segments",
     "segments",
     "state",
@@ -31,7 +33,7 @@ __all__ = [
     "verdict",
 ]
 
-VERDICT, RATES = "verdict", "rates"
+VERDICT, RATES, REFUSED = "verdict", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
@@ -95,6 +97,20 @@ def verdict(directory: str) -> str:
     """What a rank has said; "" if none has."""
     with contextlib.suppress(OSError):
         return Path(directory, VERDICT).read_text()
+    return ""
+
+
+def refuse_count(directory: str, reason: str) -> None:
+    """Note, for `jaxmpi run`, why this rank ends in a job of so many ranks, unless another rank has."""
+    with _opened(directory) as folder:
+        if folder is not None and not Path(directory, REFUSED).exists():
+            _files.replace(folder, REFUSED, json.dumps({"reason": reason}))
+
+
+def refused_count(directory: str) -> str:
+    """Return why a rank has ended in a job of so many ranks; "" if none has for this reason."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return str(json.loads(Path(directory, REFUSED).read_text())["reason"])
     return ""
 
 

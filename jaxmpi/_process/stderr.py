@@ -4,9 +4,10 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import NoReturn
+
+from jaxmpi._process.at_exit import start_thread
 
 __all__ = ["SAY_SECONDS", "at_most", "end_process", "one_line", "say"]
 
@@ -28,8 +29,7 @@ def at_most(seconds: float, call: Callable[[], object]) -> None:
             call()
 
     try:
-        thread = threading.Thread(target=quietly, name="jaxmpi-words", daemon=True)
-        thread.start()
+        thread = start_thread(quietly, "jaxmpi-words", stop=lambda: None)
     except RuntimeError:  # Python ends, or there are too many threads
         quietly()
     else:

@@ -24,6 +24,7 @@ class HostRanks:
         self.run_dir = run_dir
         self.preemptible: set[int] = set()  # ranks that take a SIGTERM, and tell the others, so that all stop in order
         self.verdict = ""  # of the ranks: why the job has ended
+        self.refused_count = ""  # why the ranks do not work in a job of so many of them
         self._members: dict[int, Member] = {}  # of all hosts, by rank
         self._open: dict[int, Member] = {}  # by file descriptor: of the rank's pipe, and of the process
         self._process: dict[Member, int] = {}
@@ -76,6 +77,7 @@ class HostRanks:
         self.look(0.0)
         if self._is_ours():
             self.verdict = registry.verdict(self.run_dir)
+            self.refused_count = registry.refused_count(self.run_dir)
         ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
         for fd in (*self._open, self._epoll.fileno()):
             os.close(fd)

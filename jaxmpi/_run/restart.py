@@ -1,4 +1,8 @@
-"""What a restart runs on: hosts that have failed twice are left out, those that have joined the hosts' file take part."""
+"""Hosts and ranks of a restart.
+
+Hosts that have failed twice are left out, and those that have joined the hosts' file take part. A
+number of ranks that the program has refused is not taken again.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,12 +25,14 @@ class Restarts:
     Attributes:
       first: what the command line asked for.
       failures: of hosts, by their names in the file or the option.
+      refused: why the program does not run on a number of ranks, by the number.
       folder: for the file of those that are left.
     """
 
     first: Request
     folder: Path
     failures: Counter[str] = field(default_factory=Counter)
+    refused: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = named_hosts(self.first.mpi_options)
@@ -43,7 +49,7 @@ class Restarts:
         blamed = next((name for name in now if host and same_host(name, host)), "")
         if not now or not self._slots or not (blamed or set(now) != set(self._slots)):
             fewer = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)
-            return replace(request, ranks=fewer), ""
+            return replace(request, ranks=self._accepted(fewer, self._most(request))), ""
         self.failures[blamed] += bool(blamed)
         out = [name for name in now if self.failures[name] > MOST_FAILURES]
         left = {name: number for name, number in now.items() if name not in out}
@@ -57,7 +63,35 @@ class Restarts:
             )
         options = with_hosts(self.first.mpi_options, left, self.folder) if out else self.first.mpi_options
         said = [f"without {', '.join(out)}, which failed twice"] * bool(out) + [f"with {', '.join(joined)}"] * bool(joined)
-        return replace(request, ranks=ranks, mpi_options=options), "; ".join(said)
+        return replace(request, ranks=self._accepted(ranks, ranks), mpi_options=options), "; ".join(said)
+
+    def after_refused(self, request: Request, reason: str) -> Request:
+        """Return what to run next, after the program has refused the number of ranks of `request`.
+
+        Raises:
+          LaunchError: it has refused all numbers that the job may have.
+        """
+        self.refused[request.ranks] = reason
+        return replace(request, ranks=self._accepted(request.ranks - 1, self._most(request)))
+
+    def _most(self, request: Request) -> int:
+        """Return how many ranks there may be: on the hosts that are left, there may be room for no more."""
+        return request.ranks if named_hosts(request.mpi_options) else self.first.ranks
+
+    def _accepted(self, ranks: int, most: int) -> int:
+        """Return the next number of ranks, from `ranks` down, that the program has not refused.
+
+        Where there is none down to --min-ranks, it is the next one above, up to `most`: a number on
+        which the job has run may do so again.
+        """
+        least = self.first.min_ranks or self.first.ranks
+        for number in [*range(ranks, least - 1, -1), *range(ranks + 1, most + 1)]:
+            if number >= least and number not in self.refused:
+                return number
+        each = "".join(f"\n  {number} ranks: {why}" for number, why in sorted(self.refused.items()))
+        raise LaunchError(
+            f"the program runs on no number of ranks from {least} to {most}. Give -n and --min-ranks others, or change it:{each}"
+        )
 
     def _ranks(self, left: Mapping[str, int], joined: Mapping[str, int]) -> int:
         """As many as at first and as those that joined take, as far as there is room, by as many ranks a slot as at first."""

@@ -44,18 +44,23 @@ def run(arguments: Sequence[str]) -> int:
     if request.scaling:
         return _scale(request, launcher)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
-        restarts = Restarts(request, Path(folder))
-        for attempt in range(request.restarts + 1):
-            outcome = _run_once(request, launcher, attempt)
-            if not outcome.failed or attempt == request.restarts:
-                break
+        restarts, failures = Restarts(request, Path(folder)), 0
+        while True:
+            outcome = _run_once(request, launcher, failures)
+            refused = bool(outcome.refused_count) and request.restarts > 0
+            if not outcome.failed or (failures == request.restarts and not refused):
+                return outcome.code
             try:
-                request, changed = restarts.after(request, outcome.host)
+                if refused:  # the program has not failed: it never ran
+                    request = restarts.after_refused(request, outcome.refused_count)
+                    say(f"starts on {request.ranks} ranks instead, which does not count as a restart")
+                else:
+                    request, changed = restarts.after(request, outcome.host)
+                    failures += 1
+                    say(f"restart {failures} of {request.restarts}" + (f" {changed}" if changed else ""))
             except LaunchError as error:
                 say(f"no restart: {error}")
-                break
-            say(f"restart {attempt + 1} of {request.restarts}" + (f" {changed}" if changed else ""))
-    return outcome.code
+                return outcome.code
 
 
 def _scale(request: Request, launcher: Launcher) -> int:

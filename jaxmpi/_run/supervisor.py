@@ -33,11 +33,12 @@ Received = tuple[int, float]  # a signal, and when
 
 
 class Outcome(NamedTuple):
-    """How a job ended: its exit code, whether its ranks have failed, and a restart may help, and on which host, if known."""
+    """How a job ended."""
 
-    code: int
-    failed: bool
-    host: str = ""
+    code: int  # of the exit
+    failed: bool  # whether its ranks have failed, and a restart may help
+    host: str = ""  # on which they have failed, if known
+    refused_count: str = ""  # why its ranks do not work in a job of so many of them
     rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
@@ -73,6 +74,9 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str, 
         return _stopped(received[0][0], in_order)
     if not in_order:
         text = b"\n".join(relay.tail for relay in relays).decode(errors="replace")
+        if ranks.refused_count:
+            say(f"the job does not work on this number of ranks: {ranks.refused_count}")
+            return Outcome(code or 1, failed=True, refused_count=ranks.refused_count)
         why = ranks.verdict or daemons.lost(text) or describe_failure(text, joined, ended, code)
         say(f"the job failed: {why}")
         return Outcome(code or 1, failed=True, host=failed_host(text, why))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import prod
 
 from jaxmpi._axis import AXIS
+from jaxmpi._errors import RankCountError
 
 __all__ = ["checked_axes", "sized_axes"]
 
@@ -40,13 +41,13 @@ def sized_axes(function: str, axes: Mapping[str, int], size: int) -> dict[str, i
     """The same on `size` ranks, with a number in the place of -1.
 
     Raises:
-      ValueError: the product of the sizes is not that of the ranks.
+      RankCountError: the product of the sizes is not that of the ranks.
     """
     known = prod(length for length in axes.values() if length != -1)
     if axes and (size % known or (-1 not in axes.values() and known != size)):
         there = "there is 1 rank" if size == 1 else f"there are {size} ranks"
         kind = "a multiple of " if -1 in axes.values() else ""
-        raise ValueError(
+        raise RankCountError(
             f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and {there}. Start {kind}{known} "
             "ranks, or let one size be -1."
         )

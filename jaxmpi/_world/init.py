@@ -17,6 +17,7 @@ from jaxmpi._errors import RankMismatchError
 from jaxmpi._process import children, run_dir, settings, stderr
 from jaxmpi._process.compiled_files import CompiledFiles
 from jaxmpi._process.init_failure import joining
+from jaxmpi._process.refused_count import note_at_exceptions
 from jaxmpi._world import session
 from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps
@@ -103,6 +104,8 @@ def init(
                 "init: jax_processes was not asked for in the first call, and JAX has started since. Ask for it there."
             )
         return world
+    if parent is None:
+        note_at_exceptions()
     launched = launched_ranks() if parent is None else 1
     with joining(launched):
         if parent is None:

@@ -14,7 +14,7 @@ from jaxmpi import _axis
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
-from jaxmpi._errors import NotInitializedError
+from jaxmpi._errors import NotInitializedError, RankCountError
 from jaxmpi._lowering.costs import Speed
 from jaxmpi._monitor.monitor import Monitor
 from jaxmpi._monitor.preemption import Preemption
@@ -173,7 +173,7 @@ def check_root(function: str, root: object, size: int | None = None) -> None:
     if isinstance(root, bool) or not isinstance(root, int):
         raise TypeError(f"{function}: root is a {type(root).__name__}, and must be a Python int, equal on all ranks.")
     if not 0 <= root < size:
-        raise ValueError(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
+        raise (RankCountError if root > 0 else ValueError)(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
 
 
 def rank() -> Any:  # a union would be refused by users' type checkers wherever an int is asked for

@@ -74,6 +74,134 @@ def test_where_no_host_is_known_there_is_one_rank_less(tmp_path):
     assert Restarts(alone, tmp_path).after(alone, "a")[0].ranks == 5
 
 
+def plain(ranks, *options):
+    return parse(["-n", str(ranks), "--restarts", "2", *options, "--", "-c", "pass"])
+
+
+def test_numbers_of_ranks_that_are_refused_are_not_taken_again(tmp_path):
+    first = plain(6, "--min-ranks", "3")
+    restarts = Restarts(first, tmp_path)
+    now, _ = restarts.after(first, "")
+    assert now.ranks == 5
+    now = restarts.after_refused(now, "64 rows")
+    assert now.ranks == 4
+    now, _ = restarts.after(now, "")
+    assert now.ranks == 3
+    now = restarts.after_refused(now, "64 rows on 3")
+    assert now.ranks == 4  # on which it has run
+    now, _ = restarts.after(now, "")
+    assert now.ranks == 4
+    assert restarts.after_refused(now, "a state of 6").ranks == 6
+    with pytest.raises(LaunchError, match=r"on no number of ranks from 3 to 6.*\n  3 ranks: 64 rows on 3\n  4 ranks: a st"):
+        restarts.after_refused(replace(now, ranks=6), "x")
+
+
+def test_without_min_ranks_a_number_that_is_refused_is_the_only_one(tmp_path):
+    first = plain(3)
+    with pytest.raises(LaunchError, match="on no number of ranks from 3 to 3"):
+        Restarts(first, tmp_path).after_refused(first, "x")
+
+
+def test_on_named_hosts_a_number_that_is_refused_is_not_exceeded(tmp_path):
+    first = request(tmp_path, "--min-ranks", "3")
+    restarts = Restarts(first, tmp_path)
+    now = restarts.after_refused(first, "x")
+    assert now.ranks == 5 and now.mpi_options == first.mpi_options
+    restarts.after(now, "b")
+    now, _ = restarts.after(now, "b")
+    assert now.ranks == 4 and restarts.after_refused(now, "y").ranks == 3
+    with pytest.raises(LaunchError, match="on no number of ranks from 3 to 3"):
+        restarts.after_refused(replace(now, ranks=3), "z")  # without b there is no room for 6
+
+
+REFUSES = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxmpi
+what, folder, best = sys.argv[1:]
+jaxmpi.init(axes={"a": 2, "b": -1} if what == "axes" else None)
+n, best = jaxmpi.size(), int(best)
+print(f"start {os.environ['JAXMPI_RESTART']} on {n} ranks", flush=True)
+params = {"w": jnp.ones(6)}
+if what == "batches":
+    loader = jaxmpi.batches(np.arange(64.0), 8)
+elif what == "micro":
+    tx = jaxmpi.distributed(optax.sgd(0.1), micro_batches=4)
+    stack = jax.tree.map(lambda x: jnp.stack([x] * (4 // n + (4 % n > 0))), params)
+    jaxmpi.jit(lambda p: tx.update(stack, tx.init(p), p)[0])(params)
+elif what == "window":
+    tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(0.1)), 3)
+    run = {"state": tx.init(params)}
+    if jaxmpi.latest(folder) is None:
+        step = jaxmpi.jit(lambda s, r: tx.update({"w": jnp.full(6, r)}, s, params)[1])
+        run["state"] = step(run["state"], jnp.float32(jaxmpi.rank()))
+        jaxmpi.save(folder, 1, run, background=False)
+        os.kill(os.getpid(), 9) if jaxmpi.rank() == 1 else jaxmpi.barrier()
+    run = jaxmpi.restore(folder, run)
+elif what == "own":
+    if n != best:
+        raise jaxmpi.RankCountError(f"it wants {best} ranks")
+elif what == "caught":
+    try:
+        jaxmpi.batches(np.arange(64.0), 8)
+    except ValueError as error:
+        assert isinstance(error, jaxmpi.RankCountError)
+    raise KeyError("another one")
+elif what == "chained":
+    try:
+        jaxmpi.batches(np.arange(64.0), 8)
+    except ValueError as error:
+        raise RuntimeError("no data") from error
+print("went on", flush=True)
+"""
+
+
+def job(tmp_path, what, *options, best=2, ranks=3):
+    (tmp_path / "script.py").write_text(REFUSES)
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *options, str(tmp_path / "script.py"), what]
+    done = subprocess.run(
+        [*command, str(tmp_path / "saved"), str(best)], capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["axes", "batches", "micro", "own", "chained"])
+def test_a_number_of_ranks_that_the_program_refuses_is_no_failure(what, tmp_path):
+    code, output = job(tmp_path, what, "--restarts", "1", "--min-ranks", "1")
+    assert code == 0 and output.count("went on") == 2, output
+    assert "starts on 2 ranks instead" in output and "start 0 on 2 ranks" in output and "restart 1" not in output, output
+
+
+@pytest.mark.slow
+def test_an_accumulated_window_goes_on_with_as_many_ranks(tmp_path):
+    code, output = job(tmp_path, "window", "--restarts", "1", "--min-ranks", "2")
+    assert code == 0 and output.count("went on") == 3, output
+    assert "start 1 on 2 ranks" in output and "saved by 3 ranks" in output and "starts on 3 ranks instead" in output, output
+
+
+@pytest.mark.slow
+def test_where_no_number_of_ranks_is_left_each_is_named_with_its_reason(tmp_path):
+    code, output = job(tmp_path, "own", "--restarts", "9", "--min-ranks", "1", best=5)
+    assert code == 1 and "restart" not in output.replace("no restart", "").replace("count as a restart", ""), output
+    assert re.search(
+        r"no number of ranks from 1 to 3.*\n  1 ranks: it wants 5 ranks\n  2 ranks: .*\n  3 ranks: it wants", output
+    )
+
+
+@pytest.mark.slow
+def test_a_refusal_that_the_program_handles_is_none(tmp_path):
+    code, output = job(tmp_path, "caught", "--restarts", "1", "--min-ranks", "2")
+    assert code == 1 and "restart 1 of 1" in output and "instead" not in output, output
+    assert "KeyError: 'another one'" in output
+
+
+@pytest.mark.slow
+def test_without_restarts_a_refusal_ends_the_job(tmp_path):
+    code, output = job(tmp_path, "batches")
+    assert code == 1 and "does not work on this number of ranks: batches: batch_size is 8" in output, output
+
+
 @pytest.mark.parametrize("options", [("--host", "a:2,b,b"), ("-hosts=a:2,b:2",), ("-x", "V", "-H", "a:2,b:2")])
 def test_options_with_other_hosts(options, tmp_path):
     assert named_hosts(options) == {"a": 2, "b": 2}
