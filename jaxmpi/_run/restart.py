@@ -90,7 +90,8 @@ class Restarts:
                 return number
         each = "".join(f"\n  {number} ranks: {why}" for number, why in sorted(self.refused.items()))
         raise LaunchError(
-            f"the program runs on no number of ranks from {least} to {most}. Give -n and --min-ranks others, or change it:{each}"
+            f"the program runs on no number of ranks from {least} to {most}. Give -n and --min-ranks "
+            f"others, or change it:{each}"
         )
 
     def _ranks(self, left: Mapping[str, int], joined: Mapping[str, int]) -> int:
