@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -19,7 +20,7 @@ from jax.typing import ArrayLike
 from tqdm import tqdm
 
 from jaxmpi import _jaxcompat
-from jaxmpi._consistency.compare import raise_on_all
+from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._leaves import PyTree, as_array, check_fits
 from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import Weight, weighted_mean
@@ -187,18 +188,14 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     """
     backend = session.current("average_metrics")
     paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
-    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
-    try:
+    with raising_on_all(backend, "average_metrics") if not _jaxcompat.tracing() else nullcontext():
+        # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
         leaves = [_as_float(leaf) for _, leaf in paths]
         for (path, _), leaf in zip(paths, leaves, strict=True):
             if backend.simulates:  # whose leaves are stacks
                 check_fits("average_metrics", path, leaf)
             else:
                 as_array("average_metrics", path, leaf, "max")
-    except OverflowError as error:  # of a value, so perhaps on this rank alone
-        if _jaxcompat.tracing():
-            raise
-        raise_on_all(backend, "average_metrics", error)
     dtype = jnp.result_type(jnp.float32, *leaves)
     floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
     return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)

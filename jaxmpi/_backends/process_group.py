@@ -5,13 +5,14 @@ the compiled programs.
 """
 
 import contextlib
+import pickle
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -27,10 +28,27 @@ from jaxmpi._backends.mpi_library import unlink_shared_memory
 from jaxmpi._backends.votes import Votes, open_votes
 from jaxmpi._process import settings
 from jaxmpi._process.communicating_thread import Turn
+from jaxmpi._process.stderr import one_line
 
 __all__ = ["MpiProcessGroup"]
 
 T = TypeVar("T")
+
+
+class _Pickled(NamedTuple):
+    """An object on its way: its bytes, or why there are none."""
+
+    rank: int
+    data: bytes
+    error: str
+
+    @staticmethod
+    def of(obj: object, rank: int) -> "_Pickled":
+        """Pickle an object of this rank."""
+        try:
+            return _Pickled(rank, pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), "")
+        except Exception as error:  # whatever its __reduce__ raises; the other ranks wait for a message
+            return _Pickled(rank, b"", f"the object of rank {rank} cannot be pickled ({one_line(error)})")
 
 
 class MpiProcessGroup(Activity):
@@ -126,14 +144,46 @@ class MpiProcessGroup(Activity):
         return self._objects
 
     def allgather_object(self, obj: T) -> list[T]:
-        """All ranks' picklable objects, in the order of the ranks."""
+        """Return all ranks' objects, in the order of the ranks."""
+        pickled = _Pickled.of(obj, self.place.rank)
         with self._enter():
-            return self._objects.allgather(obj)
+            return self._unpickled("allgather_object", self._objects.allgather(pickled))
 
     def broadcast_object(self, obj: object, root: int) -> Any:
-        """The object of rank `root`."""
+        """Return the object of rank `root`; on root, it is `obj` itself."""
+        here = self.place.rank == root
+        pickled = _Pickled.of(obj, root) if here else None
         with self._enter():
-            return self._objects.bcast(obj, root)
+            sent = self._objects.bcast(pickled, root)
+            # Root has the object; it reads nothing but takes part in what the others say of it.
+            objects = self._unpickled("broadcast_object", [sent] if not here or sent.error else [])
+        return obj if here else objects[0]
+
+    def _unpickled(self, function: str, received: Sequence["_Pickled"]) -> list[Any]:
+        """Read objects that this rank has received; raise the same error on all ranks where that fails on one.
+
+        An object that cannot be pickled is found before its message, and one that cannot be read after
+        it. Both times every rank stays in step: its next collective meets the others' next one.
+        """
+        objects, error = [], next((one.error for one in received if one.error), "")
+        if not error:
+            for one in received:
+                try:
+                    objects.append(pickle.loads(one.data))  # what a rank of this job has written
+                except Exception as caught:
+                    error = (
+                        f"the object of rank {one.rank} cannot be read back from its pickle on rank "
+                        f"{self.place.rank} ({one_line(caught)})"
+                    )
+                    break
+            failed = np.array([bool(error)], np.int64)
+            somewhere = np.zeros_like(failed)
+            self._objects.Allreduce(failed, somewhere, self._mpi.MAX)
+            if somewhere[0]:
+                error = next(filter(None, self._objects.allgather(error)))
+        if error:
+            raise TypeError(f"{function}: {error}. Send arrays, numbers, text, or objects whose class is in a module.")
+        return objects
 
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite a `[n]` uint8 array with that of rank `root`, in pieces that fit MPI's counts."""

@@ -26,14 +26,16 @@ def broadcast_object(obj: object, root: int = 0) -> Any:
 
     Raises:
       ValueError: root is not a rank.
-      TypeError: a root that is no Python int.
+      TypeError: a root that is no Python int; on every rank, an object that cannot be pickled, or not read back on a rank.
+      RankMismatchError: on every rank, if one of them calls something else or raises one of the errors above alone.
       RuntimeError: called in traced code.
 
     >>> broadcast_object({"lr": 0.1})
     {'lr': 0.1}
     """
-    untraced("broadcast_object")
-    session.check_root("broadcast_object", root)
+    backend = untraced("broadcast_object")
+    with compare.raising_on_all(backend, "broadcast_object"):
+        session.check_root("broadcast_object", root)
     return agreed(f"broadcast_object root={root}").broadcast_object(obj, root)
 
 
@@ -44,6 +46,8 @@ def allgather_object(obj: T) -> list[T]:
     **Communication:** every rank's pickled bytes to every other.
 
     Raises:
+      TypeError: on every rank, an object that cannot be pickled, or not read back on a rank.
+      RankMismatchError: on every rank, if one of them calls something else.
       RuntimeError: called in traced code.
 
     >>> allgather_object("a")

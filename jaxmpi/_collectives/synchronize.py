@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.objects import agreed, untraced
+from jaxmpi._consistency import compare
 from jaxmpi._consistency.identity import identity, same, structure_of
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, flatten_with_path, is_key, is_own, leaf_name
@@ -60,8 +61,8 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     >>> synchronize({"w": np.ones(2), "step": 3, "name": "mlp"})
     {'name': 'mlp', 'step': 3, 'w': array([1., 1.])}
     """
-    untraced("synchronize")
-    session.check_root("synchronize", root)
+    with compare.raising_on_all(untraced("synchronize"), "synchronize"):
+        session.check_root("synchronize", root)
     backend = agreed(f"synchronize root={root} strict={strict}")
     # of simulated ranks, what differs between them is stacked
     paths, treedef = flatten_with_path(tree, is_leaf=_is_per_rank if backend.simulates else None)

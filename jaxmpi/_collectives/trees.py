@@ -8,6 +8,7 @@ containers are structure and send nothing.
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 
 import jax
@@ -20,7 +21,7 @@ from jaxmpi._axis import AXIS, Axis
 from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._collectives import arrays, exact_counts
 from jaxmpi._collectives.arrays import check_axis
-from jaxmpi._consistency.compare import raise_on_all
+from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, check_fits, check_rows, is_key, leaf_name, shard_axis
@@ -69,7 +70,6 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
     >>> tree_allreduce({"loss": 2.0}, op="sum")
     {'loss': Array(2., dtype=float32, weak_type=True)}
     """
-    check_op("tree_allreduce", op)
     return Caller("tree_allreduce").allreduce(tree, op, axis=axis)
 
 
@@ -87,8 +87,7 @@ def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> PyTree:
       ValueError: root is not a rank, or of no group; an unknown axis.
       TypeError: a leaf that is no array, with its path; a root that is no Python int.
     """
-    _check_root("tree_bcast", root, axis)
-    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree, axis)
+    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree, axis, root=root)
 
 
 def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = AXIS) -> PyTree:
@@ -103,9 +102,7 @@ def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = A
       ValueError: an unknown op, or root is not a rank.
       TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
     """
-    _check_root("tree_reduce", root, axis)
-    check_op("tree_reduce", op)
-    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op)
+    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op, root=root)
 
 
 def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
@@ -135,7 +132,6 @@ def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) ->
       ValueError: an unknown op, or a leaf whose first axis is not size, with its path.
       TypeError: a leaf that cannot be reduced so, with its path.
     """
-    check_op("tree_reduce_scatter", op)
     return Caller("tree_reduce_scatter").reduce_scatter(tree, op, axis=axis)
 
 
@@ -207,45 +203,39 @@ def refuse_stray(function: str, tree: PyTree, backend: Backend) -> None:
 # from trees to lists of arrays
 
 
-def _check_root(function: str, root: object, axis: Axis) -> None:
-    backend = session.current(function)
-    check_axis(function, axis, backend)
-    session.check_root(function, root, arrays.axis_size(axis, backend))
-
-
 def _apply(
-    function: str, work: partial[list[jax.Array]], tree: PyTree, axis: Axis, *, op: str | None = None, rows: bool = False
+    function: str,
+    work: partial[list[jax.Array]],
+    tree: PyTree,
+    axis: Axis,
+    *,
+    op: str | None = None,
+    rows: bool = False,
+    root: int | None = None,
 ) -> PyTree:
-    """Check every leaf, then apply `work` to the list of those that hold numbers."""
+    """Check the arguments, then apply `work` to the list of the leaves that hold numbers.
+
+    Called eagerly on several ranks, it is a program that calls this function again, in traced code.
+    """
     backend = session.current(function)
-    check_axis(function, axis, backend)
     outside = (backend.place.size > 1 or backend.simulates) and not _jaxcompat.tracing()
+    with raising_on_all(backend, function) if outside else nullcontext():
+        check_axis(function, axis, backend)
+        if root is not None:
+            session.check_root(function, root, arrays.axis_size(axis, backend))
+        if op is not None:
+            check_op(function, op)
+        if outside and backend.simulates:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank
+                check_fits(function, path, leaf)
+            if op in ("sum", "mean"):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
+                    exact_counts.check_simulated_sum(function, path, leaf, backend.place.size)
+        else:
+            paths, treedef, leaves = _checked_leaves(function, tree, axis, op, rows, backend)
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank
-            check_fits(function, path, leaf)
-        if op in ("sum", "mean"):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
-                exact_counts.check_simulated_sum(function, path, leaf, backend.place.size)
         return run(tree)
-    refuse_stray(function, tree, backend)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    cuts = [(path, cut) for path, _ in paths if op and (cut := shard_axis(path)) is not None]
-    if refused := [path for path, cut in cuts if rows or _axis.overlap(axis, cut)]:
-        raise ValueError(
-            f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank has another part. Its "
-            "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
-        )
-    try:
-        leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
-    except OverflowError as error:  # of a value, so perhaps on this rank alone
-        if not run:
-            raise
-        raise_on_all(backend, function, error)
-    if rows:
-        size = arrays.axis_size(axis, backend)
-        for (path, _), x in zip(paths, leaves, strict=True):
-            check_rows(function, path, x, size)
     counts = [i for i, (_, leaf) in enumerate(paths) if op in ("sum", "mean") and exact_counts.is_count(leaf)]
     if run and counts:
         return _with_exact_counts(function, work, paths, leaves, counts, run, axis, treedef)
@@ -268,6 +258,26 @@ def _apply(
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
     return treedef.unflatten(leaves)
+
+
+def _checked_leaves(
+    function: str, tree: PyTree, axis: Axis, op: str | None, rows: bool, backend: Backend
+) -> tuple[list[tuple[KeyPath, ArrayLike]], PyTreeDef, list[jax.Array]]:
+    """Return the paths, the structure and the leaves as arrays; raise an error that names a leaf that is refused."""
+    refuse_stray(function, tree, backend)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    cuts = [(path, cut) for path, _ in paths if op and (cut := shard_axis(path)) is not None]
+    if refused := [path for path, cut in cuts if rows or _axis.overlap(axis, cut)]:
+        raise ValueError(
+            f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank has another part. Its "
+            "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
+        )
+    leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
+    if rows:
+        size = arrays.axis_size(axis, backend)
+        for (path, _), x in zip(paths, leaves, strict=True):
+            check_rows(function, path, x, size)
+    return paths, treedef, leaves
 
 
 def _with_exact_counts(

@@ -6,9 +6,9 @@ where the transport compares what it carries, with the messages of the program i
 has to trace and compile first is waited for.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
@@ -32,6 +32,7 @@ __all__ = [
     "outliers",
     "raise_mismatch",
     "raise_on_all",
+    "raising_on_all",
     "register_program",
     "set_mismatch_handler",
 ]
@@ -94,9 +95,31 @@ def raise_on_all(backend: Backend, function: str, error: Exception) -> NoReturn:
     """
     if backend.place.size > 1 and not backend.simulates:
         text = f"{type(error).__name__}: {error}"
-        with suppress(RankMismatchError):  # which is for the others
+        with contextlib.suppress(RankMismatchError):  # which is for the others
             check_consistent(backend, Statement.of(function, f"{function} {text}"), lambda: {"sent": [f"nothing: {text}"]})
     raise error
+
+
+@contextlib.contextmanager
+def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
+    """Check the arguments of a collective in a `with` block, before anything is sent.
+
+    A rank that refuses its arguments must not go on alone: if it catches the error, its next
+    collective would meet the one that the others are in. So it takes part in their comparison, with a
+    fingerprint that no call has.
+
+    Args:
+      backend: the ranks.
+      function: the collective, which all of them call outside of traced code.
+    """
+    try:
+        yield
+    except RuntimeError:  # of the ranks or of XLA: this rank has taken part
+        raise
+    except Exception as error:
+        if backend.forked:
+            raise
+        raise_on_all(backend, function, error)
 
 
 def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jaxmpi import _jaxcompat
+from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._jit.function import Function, Leaf, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
@@ -98,27 +99,39 @@ def local(tree: PyTree) -> PyTree:
     return jax.tree.map(backend.unwrap, tree) if backend.global_arrays else tree
 
 
-def eager(fun: Callable[..., T], name: str, **jit_kwargs: object) -> Callable[..., T]:
-    """A function of this module's callers as a step of its own: compiled once for each kind of arguments.
+def eager(fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs: object) -> Callable[..., T]:
+    """Make a step of a function of this module's callers: compiled once for each kind of arguments.
 
-    What it returns are arrays of this rank alone, on every backend.
+    Args:
+      fun: the function.
+      name: for errors.
+      sends: whether it communicates whatever its arguments are: arguments that one rank refuses are
+        an error on all ranks then.
+      **jit_kwargs: of `jax.jit`.
+
+    Returns:
+      The function; what it returns are arrays of this rank alone, on every backend.
     """
     fun.__name__ = name
     step = Step(replace(describe(fun, (), (), jit_kwargs), of_user=False), jit_kwargs)
 
     def call(*args: PyTree) -> T:
-        session.current(name)  # for an error that names the function
-        return local(step(*args))
+        backend = session.current(name)  # for an error that names the function
+        if not sends:
+            return local(step(*args))
+        with raising_on_all(backend, name):
+            return local(step(*args))
 
     return call
 
 
-def anywhere(fun: Callable[..., T], name: str) -> Callable[..., T]:
+def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callable[..., T]:
     """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
 
-    Keep what this returns: it holds what was compiled, and another one compiles again.
+    Keep what this returns: it holds what was compiled, and another one compiles again. `sends` is as in
+    `eager`.
     """
-    step = eager(fun, name)
+    step = eager(fun, name, sends=sends)
 
     def call(*args: PyTree) -> T:
         backend = session.current(name)

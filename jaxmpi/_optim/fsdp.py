@@ -173,7 +173,7 @@ def _wholes(dtype: np.dtype | None) -> Callable[[list[ShardedArray], Weight | No
             wholes.update(zip(along, arrays, strict=True))
         return [wholes[i] for i in range(len(shards))]
 
-    return anywhere(whole, "unshard")
+    return anywhere(whole, "unshard", sends=True)
 
 
 class Layout(NamedTuple):

@@ -37,7 +37,7 @@ def any_rank(flag: ArrayLike) -> jax.Array:
     return _vote(flag)
 
 
-@partial(anywhere, name="any_rank")
+@partial(anywhere, name="any_rank", sends=True)
 def _vote(flag: ArrayLike) -> jax.Array:
     return Caller("any_rank").allreduce(jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean") > 0
 

@@ -248,7 +248,7 @@ def _is_unit(x: object) -> bool:
     return _is_shards(x) or isinstance(x, PerRank)
 
 
-@partial(anywhere, name="unshard")
+@partial(anywhere, name="unshard", sends=True)
 def _whole(state: ShardedState) -> ShardedState:
     nodes, treedef = jax.tree.flatten(state.parts, is_leaf=is_sharded_array)
     cuts = {i: x for i, x in enumerate(nodes) if is_sharded_array(x)}

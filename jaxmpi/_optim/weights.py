@@ -82,7 +82,7 @@ def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable
         total, means = over_ranks(function, (w, scaled(function, tree, w)))
         return total, divided(function, means, total, empty)
 
-    return anywhere(mean, function)
+    return anywhere(mean, function, sends=True)
 
 
 def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, str]:
