@@ -19,6 +19,7 @@ ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number o
 collect_ignore = [
     "tests/monitor/busy_script.py",
     "tests/monitor/fault_script.py",
+    "tests/optim/strict_script.py",
     "tests/pmap_programs",
     "tests/process/exit_script.py",
     "tests/smoke.py",

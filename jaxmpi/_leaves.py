@@ -31,6 +31,7 @@ __all__ = [
     "marks_of",
     "per_rank_variables",
     "shard_axis",
+    "widest",
 ]
 
 
@@ -292,6 +293,16 @@ def check_fits(function: str, path: KeyPath, leaf: object) -> None:
         f"{function}: leaf {leaf_name(path)} is {wrong}, which {kind} cannot hold. To keep it, {remedy}set the option "
         "jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
     )
+
+
+def widest(*values: Any) -> np.dtype:
+    """Return the dtype for sums of arrays, numbers or dtypes: that of the widest, 32 bits at least.
+
+    The choice is made here, so it does not depend on `jax_numpy_dtype_promotion`, which is for the
+    arithmetic of the user.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(jnp.float32, *values))
 
 
 def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
-from jaxmpi._leaves import PyTree, as_array, check_fits
+from jaxmpi._leaves import PyTree, as_array, check_fits, widest
 from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import Weight, weighted_mean
 from jaxmpi._process import settings
@@ -196,7 +196,7 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
                 check_fits("average_metrics", path, leaf)
             else:
                 as_array("average_metrics", path, leaf, "max")
-    dtype = jnp.result_type(jnp.float32, *leaves)
+    dtype = widest(*leaves)
     floats = treedef.unflatten([jnp.asarray(x, dtype) for x in leaves])
     return weighted_mean("average_metrics", floats, weight, empty=jnp.nan)
 

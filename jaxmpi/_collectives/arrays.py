@@ -183,5 +183,6 @@ def _nonlinear_jvp(
 
 def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
     """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
-    mine = jnp.arange(ranks.size).reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
+    numbers = jnp.arange(ranks.size, dtype=jnp.int32)  # as `axis_index` is, also where integers have 64 bits
+    mine = numbers.reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
     return jnp.prod(jnp.where(mine, 1, stack), axis=0, dtype=stack.dtype)

@@ -19,7 +19,7 @@ from jaxmpi._consistency.compare import outliers
 from jaxmpi._consistency.identity import structure_of
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, widest
 from jaxmpi._world import session
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> ja
     """The sum, maximum or minimum of all ranks' values, in their dtype."""
     stack = jnp.stack(values)
     if op == "sum" and jnp.issubdtype(stack.dtype, jnp.inexact):
-        wide = jnp.promote_types(stack.dtype, jnp.float32)
+        wide = widest(stack.dtype)
         return jnp.sum(stack.astype(wide), 0).astype(stack.dtype)
     if op == "sum" and not isinstance(stack, jax.core.Tracer):
         total = np.sum(np.asarray(stack), 0, dtype=np.int64)
@@ -236,7 +236,7 @@ def _merge_welford(copies: list[Any], where: str) -> None:
     means = jnp.stack([x.mean.get_value() for x in copies])
     m2s = jnp.stack([x.m2.get_value() for x in copies])
     some = counts > 0  # a rank without samples may have computed NaN
-    n = counts.astype(jnp.promote_types(means.dtype, jnp.float32))
+    n = counts.astype(widest(means.dtype))
     mean = jnp.sum(jnp.where(some, n * means, 0), 0) / jnp.maximum(jnp.sum(n, 0), 1)
     m2 = jnp.sum(jnp.where(some, m2s + n * jnp.square(means - mean), 0), 0)
     first.count.set_value(_reduced("sum", list(counts), f"{where}.count"))

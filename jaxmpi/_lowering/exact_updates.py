@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._leaves import widest
 from jaxmpi._lowering.classify import map_subjaxprs, subjaxprs
 
 __all__ = ["apply_exactly", "update_to"]
@@ -38,7 +39,7 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, guess: jax.Array) -> jax.Arra
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(_jaxmpi_update_to(x.real, to.real, guess.real), _jaxmpi_update_to(x.imag, to.imag, guess.imag))
     dtype, info = x.dtype, jnp.finfo(x.dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = widest(dtype)
     x, to, guess = x.astype(wide), to.astype(wide), guess.astype(wide)
 
     def rounded(y: jax.Array) -> jax.Array:
@@ -148,4 +149,5 @@ def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
 def _loses_nothing(eqn: JaxprEqn) -> bool:
     """Whether it converts floats to floats of as many bits or more."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
-    return bool(jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new)
+    with jax.numpy_dtype_promotion("standard"):  # as in `widest`
+        return bool(jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new)

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
+from jaxmpi._leaves import widest
 
 __all__ = ["BatchNorm", "Moments", "moments", "normalized", "split_axes", "updated"]
 
@@ -90,7 +91,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
         bias = None if self.bias is None else self.bias[...]
         arrays = (x, self.mean[...], self.var[...], scale, bias)
         x, _, _, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
-        dtype = jnp.promote_types(x.dtype if self.dtype is None else self.dtype, jnp.float32)
+        dtype = widest(x.dtype if self.dtype is None else self.dtype)
         axis, groups = self.axis_name, self.axis_index_groups
         now = moments(x.astype(dtype), mask, reduced, axis, groups, fast=self.use_fast_variance)
         # a Variable that is a reference keeps no derivative; Flax stops it there, too

@@ -22,7 +22,7 @@ from jaxmpi._collectives.trees import Caller, refuse_stray
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, leaf_name
+from jaxmpi._leaves import PyTree, as_array, leaf_name, widest
 from jaxmpi._optim.weights import Weight, as_weight, check_total
 from jaxmpi._world import session
 
@@ -539,7 +539,7 @@ def _put_back(
 
 def _wide(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(widest(x.dtype))
 
 
 def _norm(arrays: Sequence[ArrayLike]) -> jax.Array:

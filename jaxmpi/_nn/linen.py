@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxmpi._axis import AXIS, Axis
+from jaxmpi._leaves import widest
 from jaxmpi._nn.batch_norm import moments, normalized, split_axes, updated
 
 __all__ = ["BatchNorm"]
@@ -56,7 +57,7 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         var = self.variable("batch_stats", "var", jnp.ones, shape, wide)
         dtype = jnp.result_type(x) if self.dtype is None else self.dtype
         if self.force_float32_reductions:
-            dtype = jnp.promote_types(dtype, jnp.float32)
+            dtype = widest(dtype)
         x = jnp.asarray(x)
         axis, groups = self.axis_name, self.axis_index_groups
         now = moments(x.astype(dtype), mask, reduced, axis, groups, fast=self.use_fast_variance)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi._axis import equal_on_all_ranks
-from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._leaves import PerRankState, PyTree, widest
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, map_floats, wide
 from jaxmpi._optim.weights import Weight, as_weight, scaled
 
@@ -59,7 +59,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
         return inner
 
     def init(params: PyTree) -> AccumulateState:
-        total = jnp.result_type(jnp.float32, *(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
+        total = widest(*(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)
         return AccumulateState(jnp.zeros((), jnp.int32), PerRankState((zeros, jnp.zeros((), total))), inner.init(params))
 

@@ -7,7 +7,7 @@ import optax
 from jaxmpi._axis import Axis, as_whole, with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import map_floats, wide
+from jaxmpi._optim.float_leaves import map_floats, sum_of, wide
 from jaxmpi._optim.sharded_array import check_ranks, is_sharded_array
 from jaxmpi._optim.shards import masked
 
@@ -50,20 +50,20 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def _sum_of_squares(tree: PyTree) -> jax.Array:
     """That of all numbers, on whatever ranks they are."""
     check_ranks("clip_by_global_norm", tree)
-    total = jnp.zeros((), jnp.float32)
-    here: dict[Axis, jax.Array] = {}
+    squares: list[jax.Array] = []
+    here: dict[Axis, list[jax.Array]] = {}  # of the shards over an axis
     leaves = jax.tree.leaves(tree, is_leaf=is_sharded_array)
     for x in leaves:
         if is_sharded_array(x) and x.of:  # a scalar is whole on every rank
             square = _square(masked(x.shard, x.of, 0, len(x.stack), axis=x.axis))
-            here[x.axis] = here.get(x.axis, jnp.zeros((), jnp.float32)) + square
+            here.setdefault(x.axis, []).append(square)
         elif is_sharded_array(x):
-            total += _square(as_whole(x.shard, x.axis))
+            squares.append(_square(as_whole(x.shard, x.axis)))
         elif x.dtype != jax.dtypes.float0:
-            total += _square(x)
-    for axis, squares in here.items():
-        total += as_whole(Caller("clip_by_global_norm").allreduce(squares, op="sum", axis=axis), axis)
-    return total
+            squares.append(_square(x))
+    for axis, of_shards in here.items():
+        squares.append(as_whole(Caller("clip_by_global_norm").allreduce(sum_of(of_shards), op="sum", axis=axis), axis))
+    return sum_of(squares)
 
 
 def _square(x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The leaves that the transforms of this folder compute with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._leaves import PyTree, leaf_name, widest
 from jaxmpi._world import session
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "floats",
     "made_of",
     "map_floats",
+    "sum_of",
     "wide",
 ]
 
@@ -88,7 +89,17 @@ def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:
 
 def wide(dtype: DTypeLike) -> np.dtype:
     """The dtype that sums of numbers of this one are formed in: 32 bits at least."""
-    return jnp.promote_types(dtype, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # as in `widest`
+        return jnp.promote_types(dtype, jnp.float32)
+
+
+def sum_of(squares: Iterable[jax.Array]) -> jax.Array:
+    """Return the sum of real scalars, in the widest of their dtypes, 32 bits at least."""
+    total = jnp.zeros((), jnp.float32)
+    for x in squares:
+        dtype = widest(total, x)
+        total = total.astype(dtype) + x.astype(dtype)
+    return total
 
 
 def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import wide
+from jaxmpi._optim.float_leaves import sum_of, wide
 from jaxmpi._optim.weights import Weight
 from jaxmpi._world import session
 
@@ -78,7 +78,7 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
         mean, small = Caller("measure_noise_scale").allreduce((updates, _square(updates)), op="mean")
         large = _square(mean)
         signal, noise = (size * large - small) / (size - 1), (small - large) * size / (size - 1)
-        rate = jnp.maximum(1 - state.decay, 1 / (state.steps + 1.0))  # a plain mean at first
+        rate = jnp.maximum(1 - state.decay, 1 / (state.steps.astype(jnp.float32) + 1))  # a plain mean at first
         signal, noise = (old + rate * (new - old) for old, new in ((state.signal, signal), (state.noise, noise)))
         return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
 
@@ -87,4 +87,4 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
 
 def _square(tree: PyTree) -> jax.Array:
     leaves = [jnp.abs(x) for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
-    return sum((jnp.sum(jnp.square(x.astype(wide(x.dtype)))) for x in leaves), jnp.zeros((), jnp.float32)).astype(jnp.float32)
+    return sum_of(jnp.sum(jnp.square(x.astype(wide(x.dtype)))) for x in leaves).astype(jnp.float32)

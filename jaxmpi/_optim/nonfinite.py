@@ -79,7 +79,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         bad = computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
         out, after = inner.update(updates, state.inner, params, **extra_args)
         out, after = _unless(bad, out, after, state.inner)
-        return out, SkipState(after, state.skipped + bad, bad)
+        return out, SkipState(after, state.skipped + bad.astype(jnp.int32), bad)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -136,7 +136,7 @@ def dynamic_loss_scale(
         updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, LossScaleState]:
         updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
-        plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale, updates)
+        plain = map_floats("dynamic_loss_scale", lambda x: x.astype(wide(x.dtype)) / state.scale.astype(wide(x.dtype)), updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
         out, (after, skipped, bad) = guarded.update(plain, before, params, **extra_args)
         good = jnp.where(bad, 0, state.good + 1)

@@ -145,7 +145,8 @@ def masked(value: jax.Array, shape: tuple[int, ...], fill: ArrayLike, stacked: i
     if columns * size == numbers:
         return value
     valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[_index_along(axis)]
-    return jnp.where(lax.broadcasted_iota(jnp.int32, value.shape, stacked) < valid, value, fill)
+    here = lax.broadcasted_iota(jnp.int32, value.shape, stacked) < valid
+    return jnp.where(here, value, jnp.asarray(fill).astype(value.dtype))
 
 
 def _columns(shape: tuple[int, ...], size: int) -> int:

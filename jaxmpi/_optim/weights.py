@@ -29,7 +29,7 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, widest
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
@@ -91,7 +91,7 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     Raises:
       ValueError: it is wrong, where no other rank has to be told: on one rank, and in traced code.
     """
-    dtype = jnp.result_type(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
+    dtype = widest(*(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
     problem = _problem(weight)
     if problem and (session.size() == 1 or _jaxcompat.tracing()):
         raise ValueError(_message(function, problem))

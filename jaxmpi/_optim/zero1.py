@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, widest
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.average import mean, mean_of_all
-from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats, wide
+from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array, refuse_shards
@@ -123,7 +123,7 @@ def sharded(
 
         def to_master(x: jax.Array, to: jax.Array) -> jax.Array:
             # in the dtype of the masters, so that the sum is exact for short floats wherever it is computed
-            dtype = wide(jnp.promote_types(x.dtype, master_dtype))
+            dtype = widest(x.dtype, master_dtype)
             return update_to(x.astype(dtype), to.astype(dtype))
 
         out = map_floats("sharded", to_master, params, _meant(there, axis))
