@@ -16,7 +16,7 @@ _VERDICT = (
 )
 _KILLED = (
     r"process rank \d+ with PID \d+ on node (\S+) (?:exited|exiting)",
-    r"RUNNING AT (\S+)",
+    r"RUNNING AT (\S+) = EXIT CODE",  # Intel MPI lists hosts whose ranks it has killed itself
 )
 
 

@@ -3,23 +3,28 @@
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxmpi._process.run_dir import Member
 from jaxmpi._run.hosts import same_host
 
-__all__ = ["End", "describe_failure"]
+__all__ = ["End", "Failure", "find_failure"]
 
-# What the launchers say when a job fails, white space collapsed; the first pattern that matches counts.
+# What the launchers say of the rank that ended the job, white space collapsed; the first that matches counts.
 _VERDICTS = (
     r"MPI_ABORT was invoked on rank .{1,200}? Proc: \[\[\d+,\d+\],(?P<rank>\d+)\] Errorcode: (?P<abort>-?\d+)",
+    # Open MPI 4; in another communicator the rank has another number
+    r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator MPI_COMM_WORLD with errorcode (?P<abort>-?\d+)",
+    r"MPI_ABORT was invoked on rank \d+ in communicator .{1,200}? with errorcode (?P<abort>-?\d+)",
     r"Abort\((?P<abort>-?\d+)\) on node (?P<rank>\d+)",
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exited on signal (?P<signal>\d+)",
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exiting improperly",
     r"Process name: \[\S+,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
     r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) = EXIT CODE: (?P<code>\d+)(?:.{1,2000}? \(signal (?P<signal>\d+)\))?",
 )
+# Intel MPI lists all ranks that a signal has ended, in no order: also those that it has killed for the sake of another.
+_KILLED = r"RANK (?P<rank>\d+) PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) = KILLED BY SIGNAL: (?P<signal>\d+)"
 
 
 class End(NamedTuple):
@@ -29,57 +34,107 @@ class End(NamedTuple):
     status: int | None
 
 
-def describe_failure(text: str, joined: Sequence[Member], ended: Sequence[End], code: int) -> str:
-    """Say which rank failed, and how.
+class Failure(NamedTuple):
+    """What is known of the rank that ended the job; None and "" where something is not known."""
+
+    rank: int | None = None
+    pid: int | None = None
+    host: str = ""
+    signal: int | None = None  # that has killed it
+    code: int | None = None  # that it has exited with
+    abort: int | None = None  # that it has called MPI_Abort with
+    joined: bool = False  # whether it has come as far as `init`
+    others: tuple[Member, ...] = ()  # if nothing is known: the ranks that did not end in order
+
+    def exit_code(self, code: int) -> int:
+        """Return the exit code of the job; `code` is that of the launcher.
+
+        It is the same whichever MPI runs: 128 + n of a rank that signal n has killed (MPICH: n, Intel MPI: 255), and
+        that of a rank that has exited (Intel MPI: 255).
+        """
+        return 128 + self.signal if self.signal else self.code or code or 1
+
+    def describe(self, code: int) -> str:
+        """Say which rank failed, and how; `code` is the exit code of the launcher."""
+        if self.rank is None and self.pid is None and self.abort is None:
+            listed = ", ".join(f"{m.rank} (pid {m.pid} on {m.host})" for m in self.others)
+            return f"the launcher ended with code {code}" + (f"; these ranks did not end in order: {listed}" if listed else "")
+        who = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.pid is not None:
+            who = f"{who} (pid {self.pid} on {self.host})" if self.host else f"the rank with pid {self.pid}"
+        return f"{who} {self._how()}" + ("" if code else ", though the launcher reported success")
+
+    def _how(self) -> str:
+        if self.abort is not None:
+            return f"called MPI_Abort with code {self.abort}"
+        if self.signal is not None:
+            names = {int(number): number.name for number in signal.Signals}
+            return f"was killed by signal {self.signal} ({names.get(self.signal, 'unnamed')})"
+        if self.code is not None:
+            return f"exited with code {self.code}" + ("" if self.code else ", and not in order")
+        return "ended first, and not in order" if self.joined else "has ended, and has not joined the others in jaxmpi.init"
+
+
+def find_failure(text: str, joined: Sequence[Member], ended: Sequence[End]) -> Failure:
+    """Find the rank that ended the job.
 
     Args:
         text: The last of what the launcher and the ranks wrote.
         joined: The ranks that joined on this host.
         ended: Those of them that were seen to end, in that order.
-        code: The exit code of the launcher.
     """
-    matches = (re.search(pattern, " ".join(text.split())) for pattern in _VERDICTS)
-    groups = next((m.groupdict() for m in matches if m), {})
-    host = groups.pop("host", None)  # MPICH says on which host one ended first, if not which rank it is
-    said = {key: int(value) for key, value in groups.items() if value is not None}
-    missing = {m.pid: m for m in joined if not m.left}
+    flat = " ".join(text.split())
+    missing = {member.pid: member for member in joined if not member.left}
     first = next((end for end in ended if end.member.pid in missing), None)
-    elsewhere = bool(host and joined and said["pid"] not in missing and not same_host(host, joined[0].host))
-    if elsewhere:
-        if reported := re.search(rf"\[rank (\d+)/\d+ on \S+\] was the first to end \(pid {said['pid']}\)", text):
+    said = _said(flat, joined, first)
+    host, rank, pid = str(said.pop("host", "")), said.get("rank"), said.get("pid")
+
+    # MPICH says on which host a rank ended first, if not which rank it is.
+    if host and joined and pid not in missing and not same_host(host, joined[0].host):
+        if reported := re.search(rf"\[rank (\d+)/\d+ on \S+\] was the first to end \(pid {pid}\)", text):
             said["rank"] = int(reported[1])
-    elif first and said.get("rank", first.member.rank) == first.member.rank:
-        # MPICH names no rank, and the pid of any of the dead: what it says counts when that is this one's.
+        return Failure(**said, host=host, joined=True)
+
+    # On this host the order in which the ranks ended is known. What the launcher says of another pid is about one
+    # that it has killed itself; who has called MPI_Abort is killed with the others, in any order.
+    if first and ("rank" in said or "abort" not in said) and said.get("rank", first.member.rank) == first.member.rank:
         confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
-        said = {**confirmed, **_outcome(first.status), "rank": first.member.rank}
-    if not said:
-        listed = ", ".join(f"{m.rank} (pid {m.pid} on {m.host})" for m in missing.values())
-        return f"the launcher ended with code {code}" + (f"; these ranks did not end in order: {listed}" if listed else "")
+        said = {**confirmed, **_outcome(first.status)}
+        rank, pid = first.member.rank, first.member.pid
 
-    rank, pid = said.get("rank"), said.get("pid")
     member = next((m for m in joined if m.rank == rank or m.pid == pid), None)
-    if elsewhere:
-        who = f"a rank (pid {pid} on {host})" if rank is None else f"rank {rank} (pid {pid} on {host})"
-    elif member:
-        who = f"rank {member.rank} (pid {member.pid} on {member.host})"
+    if member:
+        said.update(rank=member.rank, pid=member.pid)
+    elif rank is not None:
+        said.pop("pid", None)
+    others = tuple(missing.values())
+    return Failure(**said, host=member.host if member else "", joined=bool(member), others=others)
+
+
+def _said(flat: str, joined: Sequence[Member], first: End | None) -> dict[str, Any]:
+    """Return what the launcher says of a rank: fields of `Failure`; `flat` has its white space collapsed."""
+    killed = [match.groupdict() for match in re.finditer(_KILLED, flat)]
+    if killed:
+        # Intel MPI kills with SIGKILL: another signal is that of the first. Otherwise it is the one that was seen to
+        # end first, if all were on this host.
+        mine = [groups for groups in killed if first and int(groups["pid"]) == first.member.pid]
+        others = [groups for groups in killed if int(groups["signal"]) != signal.SIGKILL]
+        here = all(same_host(groups["host"], joined[0].host) for groups in killed) if joined else False
+        found = (others or (mine if here else []))[:1]
+        groups = found[0] if found else {}
     else:
-        who = f"the rank with pid {pid}" if rank is None else f"rank {rank}"
-    how = _how(said) if member or said.keys() != {"rank", "pid"} else "has ended, and has not joined the others in jaxmpi.init"
-    return f"{who} {how}" + ("" if code else ", though the launcher reported success")
-
-
-def _how(said: Mapping[str, int]) -> str:
-    if "abort" in said:
-        return f"called MPI_Abort with code {said['abort']}"
-    if "signal" in said:
-        names = {int(number): number.name for number in signal.Signals}
-        return f"was killed by signal {said['signal']} ({names.get(said['signal'], 'unnamed')})"
-    if "code" in said:
-        return f"exited with code {said['code']}" + ("" if said["code"] else ", and not in order")
-    return "ended first, and not in order"
+        matches = (re.search(pattern, flat) for pattern in _VERDICTS)
+        groups = next((match.groupdict() for match in matches if match), {})
+    said: dict[str, Any] = {}
+    for name, value in groups.items():
+        # Open MPI 4 calls the process 0 that it does not know
+        if value is not None and (name, value) != ("pid", "0"):
+            said[name] = value if name == "host" else int(value)
+    return said
 
 
 def _outcome(status: int | None) -> dict[str, int]:
+    """Return a wait status as fields of `Failure`."""
     if status is None:
         return {}
     return {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}

@@ -7,7 +7,7 @@ import select
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MpiDaemons"]
+__all__ = ["MpiDaemons", "children"]
 
 _LOST = r"control_cb .{0,200}assert \(!closed\) failed"  # what mpiexec says, and ends; then the ranks of all hosts are killed
 _NUMBER = re.compile(rb"--proxy-id[\0 ](\d+)")
@@ -27,7 +27,7 @@ class MpiDaemons:
     def look(self, launcher: int) -> None:
         """See who has come and who has ended; `launcher`: its process."""
         if len(self._number) < len(self._hosts):
-            for pid in _children(launcher) - self._number.keys():
+            for pid in children(launcher) - self._number.keys():
                 with contextlib.suppress(OSError):  # it is gone already, or the kernel has no pidfd
                     if found := _NUMBER.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
                         self._follow(os.pidfd_open(pid), pid, int(found[1]))
@@ -58,7 +58,8 @@ class MpiDaemons:
         self._epoll.register(fd, select.EPOLLIN)
 
 
-def _children(pid: int) -> set[int]:
+def children(pid: int) -> set[int]:
+    """Return the processes that a process has started, and that live."""
     with contextlib.suppress(OSError):
         return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
     return set()

@@ -1,14 +1,24 @@
-"""The mpirun or mpiexec that belongs to this environment, and whether mpi4py loads the same MPI."""
+"""The mpirun or mpiexec that belongs to this environment, how those of the MPIs differ, and whether mpi4py fits it."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-__all__ = ["LaunchError", "Launcher", "check_library", "find_launcher", "identify", "library"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LaunchError",
+    "Launcher",
+    "check_library",
+    "environment",
+    "find_launcher",
+    "identify",
+    "library",
+]
 
 # Importing mpi4py.MPI loads the library; without initialize it starts nothing.
 _PROBE = """
@@ -26,12 +36,97 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True)
+class Family:
+    """Launchers that take the same options and behave alike.
+
+    In an option, `{share}` stands for the cores of a rank and `{bind}` for what ranks are bound to.
+    """
+
+    vendor: str  # of the MPI library, as mpi4py names it
+    banner: str  # pattern of what the launcher answers to --version
+    as_root: tuple[str, ...] = ()
+    crowded: tuple[str, ...] = ()  # there are more ranks than cores
+    share: tuple[str, ...] = ()  # each rank has cores of its own
+    bind: tuple[str, ...] = ()  # ranks are bound to something else, or not bound
+    bind_crowded: tuple[str, ...] = ()  # ranks are bound to cores that others have, too
+    export: str = ""  # the option that passes a variable to other hosts; "" where all are passed
+    variables: tuple[tuple[str, str], ...] = ()  # for the ranks
+    variables_crowded: tuple[tuple[str, str], ...] = ()  # where there are more ranks than cores
+    scratch: str = ""  # the variable for where the launcher keeps a job's files on its own host
+    scratch_excludes: str = ""  # pattern of parameters that a user may have set instead
+    scratch_hidden: bool = False  # whether no rank may see the variable
+    parameters: tuple[str, ...] = ()  # the program that lists such parameters, and its options
+    needs_path: bool = False  # whether the launcher looks for its own programs on PATH
+    names_lost_host: bool = True  # whether it says which host does not answer
+
+
+# By default Open MPI keeps the files of a job in a folder of /tmp that is named after the process id
+# of the launcher: what a killed job has left there lets a job fail that has the same id, days later.
+FAMILIES = (
+    Family(
+        vendor="Open MPI",
+        banner=r"\(Open MPI\) [1-4]\.|OpenRTE",
+        as_root=("--allow-run-as-root",),
+        crowded=("--map-by", "slot:OVERSUBSCRIBE"),
+        share=("--map-by", "slot:PE={share}", "--bind-to", "core"),
+        bind=("--bind-to", "{bind}"),
+        bind_crowded=("--bind-to", "{bind}:overload-allowed"),
+        export="-x",
+        variables_crowded=(("OMPI_MCA_mpi_yield_when_idle", "1"),),
+        # mpirun sets orte_tmpdir_base for the ranks, and a process that sees both does not start
+        scratch="OMPI_MCA_orte_local_tmpdir_base",
+        scratch_excludes=r"orte_(?:local_|remote_)?tmpdir_base",
+        scratch_hidden=True,
+        parameters=("ompi_info", "--all"),
+    ),
+    Family(
+        vendor="Open MPI",
+        banner=r"\(Open MPI\)|prterun|PRRTE",
+        as_root=("--allow-run-as-root",),
+        crowded=("--map-by", "slot:OVERSUBSCRIBE"),
+        share=("--map-by", "slot:PE={share}", "--bind-to", "core"),
+        bind=("--bind-to", "{bind}"),
+        bind_crowded=("--bind-to", "{bind}:overload-allowed"),
+        export="-x",
+        variables_crowded=(("OMPI_MCA_mpi_yield_when_idle", "1"),),
+        scratch="PRTE_MCA_prte_local_tmpdir_base",
+        scratch_excludes=r"prte_(?:local_|remote_)?tmpdir_base",
+        parameters=("prte_info", "--all"),
+    ),
+    # Without a pseudo-terminal for the ranks, which Open MPI gives them, Python would keep their lines.
+    Family(
+        vendor="Intel MPI",
+        banner=r"Intel\(R\) MPI",
+        variables=(("PYTHONUNBUFFERED", "1"),),
+        needs_path=True,  # its mpirun is a script, which starts the first mpiexec.hydra
+    ),
+    Family(
+        vendor="MPICH",
+        banner=r"HYDRA|MPICH",
+        share=("-bind-to", "core:{share}"),
+        bind=("-bind-to", "{bind}"),
+        bind_crowded=("-bind-to", "{bind}"),
+        variables=(("PYTHONUNBUFFERED", "1"),),
+        names_lost_host=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
 class Launcher:
     """An mpirun or mpiexec, and whose it is: "Open MPI", "MPICH" or "Intel MPI"."""
 
     path: str
     vendor: str
     version: str
+    says: str = field(default="", compare=False, repr=False)  # its answer to --version
+
+    @property
+    def family(self) -> Family:
+        """The launchers that behave as this one."""
+        text = self.says or f"({self.vendor}) {self.version}"
+        families = [family for family in FAMILIES if family.vendor == self.vendor]
+        return next((family for family in families if re.search(family.banner, text)), families[-1])
 
 
 def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
@@ -53,20 +148,65 @@ def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
 def identify(path: str) -> Launcher:
     """Ask a launcher whose it is."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        command = [path, "--version"]
+        environ = {**os.environ, "PATH": _path_from(path, os.environ)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
         text = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         text = str(error)
-    known = {"Open MPI": r"Open MPI|prterun|PRRTE", "Intel MPI": r"Intel\(R\) MPI", "MPICH": r"HYDRA|MPICH"}
-    vendor = next((name for name, pattern in known.items() if re.search(pattern, text)), None)
-    if vendor is None:
+    family = next((family for family in FAMILIES if re.search(family.banner, text)), None)
+    if family is None:
         line = (text.strip().splitlines() or ["nothing"])[0]
         raise LaunchError(
             f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
             "Give --mpiexec the path of one of theirs, or start the ranks with that program yourself."
         )
     version = re.search(r"\d+\.\d+[\w.]*", text)
-    return Launcher(path, vendor, version.group() if version else "of unknown version")
+    return Launcher(path, family.vendor, version.group() if version else "of unknown version", text)
+
+
+def environment(launcher: Launcher, environ: Mapping[str, str], options: Sequence[str], scratch: str) -> dict[str, str]:
+    """Return the variables that the launcher itself needs, `scratch` being a folder for its files.
+
+    Args:
+        launcher: The launcher.
+        environ: The variables of the user.
+        options: The options of MPI that the user gave.
+        scratch: A folder on this host that is removed after the job.
+    """
+    family, own = launcher.family, dict[str, str]()
+    if family.needs_path:
+        own["PATH"] = _path_from(launcher.path, environ)
+    if family.scratch and not _has_scratch(launcher, environ, options):
+        own[family.scratch] = scratch
+    return own
+
+
+def _path_from(path: str, environ: Mapping[str, str]) -> str:
+    """PATH with the folder of a program first."""
+    return f"{os.path.dirname(path)}{os.pathsep}{environ.get('PATH', os.defpath)}"
+
+
+def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequence[str]) -> bool:
+    """Whether the user, or who administers this host, has said where the files of jobs are kept.
+
+    Open MPI starts no job where two of its parameters say so. They may stand in the environment, on
+    the command line, or in files whose places are known to Open MPI alone: it is asked for its values.
+    """
+    family = launcher.family
+    if any(re.search(family.scratch_excludes, word) for word in (*options, *environ)):
+        return True
+    program, *words = family.parameters
+    folders = (os.path.dirname(launcher.path), os.path.dirname(os.path.realpath(launcher.path)))
+    found = next(filter(None, (shutil.which(program, path=folder) for folder in folders)), None)
+    if found is None:
+        return True  # nothing is known: such files may then stay after a job that was killed
+    try:
+        done = subprocess.run([found, *words], env=dict(environ), capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    values = re.findall(rf'"{family.scratch_excludes}" \(current value: "([^"]*)"', " ".join(done.stdout.split()))
+    return not values or any(values)
 
 
 def library() -> tuple[str, str, str]:

@@ -138,15 +138,15 @@ def _layout(request: Request, machine: Machine, environ: Mapping[str, str]) -> _
 def _flags(layout: _Layout, launcher: Launcher, machine: Machine) -> list[str]:
     """The launcher's options."""
     share, crowded, hosts, placed, bind, per_core = layout
-    flags: list[str] = []
-    if launcher.vendor == "Open MPI":
-        flags += ["--allow-run-as-root"] * machine.root
-        if not placed and not hosts:
-            flags += ["--map-by", "slot:OVERSUBSCRIBE"] * crowded + ["--map-by", f"slot:PE={share}"] * per_core
-        if bind:
-            flags += ["--bind-to", f"{bind}:overload-allowed" if crowded and bind != "none" else bind]
-    elif launcher.vendor == "MPICH" and bind:
-        flags += ["-bind-to", f"core:{share}" if per_core else bind]  # Intel MPI binds each rank to its share by itself
+    family = launcher.family
+    flags = [*family.as_root] if machine.root else []
+    if crowded and not placed and not hosts:
+        flags += family.crowded
+    if per_core:
+        flags += [word.format(share=share) for word in family.share]
+    elif bind:
+        words = family.bind_crowded if crowded and bind != "none" else family.bind
+        flags += [word.format(bind=bind) for word in words]
     return flags
 
 
@@ -172,17 +172,18 @@ def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
 
 def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
     """The variables that an MPI wants."""
-    if launcher.vendor != "Open MPI":
-        return {"PYTHONUNBUFFERED": "1"}  # Open MPI gives ranks a pseudo-terminal, where whole lines come at once and untorn
-    return {"OMPI_MCA_mpi_yield_when_idle": "1"} if layout.crowded else {}
+    family = launcher.family
+    return dict(family.variables + (family.variables_crowded if layout.crowded else ()))
 
 
 def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
     """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
+    family = launcher.family
     given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
-    exports = [word for name in exported if name not in given for word in ("-x", name)]
-    exports = exports if launcher.vendor == "Open MPI" else []  # the others export all
-    mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
+    exports = [word for name in exported if name not in given for word in (family.export, name)]
+    mpi = [launcher.path, "-n", str(request.ranks), *flags, *(exports if family.export else []), *request.mpi_options]
+    if family.scratch_hidden:
+        mpi += ["env", "-u", family.scratch]
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
         return [*mpi, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
     return [*mpi, sys.executable, *request.program]

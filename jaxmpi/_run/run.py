@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxmpi._process import compiled_files, settings
 from jaxmpi._run.environment import prepare
 from jaxmpi._run.hosts import named_hosts, on_other_nodes
-from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, find_launcher, identify
+from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, environment, find_launcher, identify
 from jaxmpi._run.options import Request, parse
 from jaxmpi._run.output import open_streams, say
 from jaxmpi._run.placement import check_counts, command, plan, survey
@@ -19,10 +19,6 @@ from jaxmpi._run.scaling import Point, picture, table
 from jaxmpi._run.supervisor import Outcome, supervise
 
 __all__ = ["run"]
-
-# Where Open MPI 5 and 4 put the files of a job on the launcher's host. By default that is a folder in /tmp named after the
-# launcher's process id: one that a killed job has left makes the job fail that has the same id, days later.
-_SESSIONS = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
 
 PICTURE = "scaling.svg"  # of --scaling, in the working directory
 
@@ -92,11 +88,9 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
     if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
         added["JAXMPI_CACHE_DIR"] = kept
-    environ = {**os.environ, **added}
-    for name in _SESSIONS:
-        environ.setdefault(name, run_dir)
+    environ = {**os.environ, **added, **environment(launcher, os.environ, request.mpi_options, run_dir)}
     exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
-    hosts = [*named_hosts(request.mpi_options)] if launcher.vendor == "MPICH" else []
+    hosts = [*named_hosts(request.mpi_options)] if not launcher.family.names_lost_host else []
     return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
 
 

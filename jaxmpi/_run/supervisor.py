@@ -12,14 +12,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi._process import run_dir as registry
 from jaxmpi._process import settings
 from jaxmpi._run.failed_host import failed_host
-from jaxmpi._run.failure_report import describe_failure
+from jaxmpi._run.failure_report import find_failure
 from jaxmpi._run.host_ranks import HostRanks
-from jaxmpi._run.mpi_daemons import MpiDaemons
+from jaxmpi._run.mpi_daemons import MpiDaemons, children
 from jaxmpi._run.output import Relay, say
 
 __all__ = ["Outcome", "say", "supervise"]
@@ -45,8 +46,9 @@ class Outcome(NamedTuple):
 def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()) -> Outcome:
     """Run MPI's launcher until it ends, and return how; `hosts` are those that its options name.
 
-    The exit code is the launcher's own, but 1 where it is 0 and a rank never left in order, or the end of the output could not
-    be written, and 128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM:
+    The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is known. Otherwise it is the
+    launcher's own, but 1 where it is 0 and a rank never left in order, or the end of the output could not be written. It is
+    128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM:
     then it is 0. Afterwards neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
     """
     started = time.time()
@@ -77,9 +79,10 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str, 
         if ranks.refused_count:
             say(f"the job does not work on this number of ranks: {ranks.refused_count}")
             return Outcome(code or 1, failed=True, refused_count=ranks.refused_count)
-        why = ranks.verdict or daemons.lost(text) or describe_failure(text, joined, ended, code)
+        failure = find_failure(text, joined, ended)
+        why = ranks.verdict or daemons.lost(text) or failure.describe(code)
         say(f"the job failed: {why}")
-        return Outcome(code or 1, failed=True, host=failed_host(text, why))
+        return Outcome(failure.exit_code(code), failed=True, host=failed_host(text, why))
     lost = [missing for relay in relays if (missing := relay.missing())]
     for missing in lost:
         say(missing)
@@ -152,12 +155,37 @@ def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemon
             continue
         if step == 0:
             if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
-                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                _kill(_launchers(process.pid), signal.SIGTERM if number == signal.SIGHUP else number)
         elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
             _kill(pid for pid, environ in registry.processes(ranks.run_dir).items() if _RANK.search(environ))
         else:
             _kill([process.pid, *registry.processes(ranks.run_dir)])
         step, due = step + 1, time.monotonic() + GRACE_SECONDS
+
+
+def _launchers(pid: int) -> list[int]:
+    """Return the processes to send a signal to that is meant for MPI's launcher, `pid` being that of what we have started.
+
+    The mpirun of Intel MPI, and of sites with a wrapper of their own, is a script. A shell that waits for a command
+    passes no signal on, and dies of it while the job lives: what it has started gets the signal in its place.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return [pid]
+    # the interpreter's name, at most one option of it, the script
+    if not any(_is_script(word) for word in words[1:3]):
+        return [pid]
+    started: list[int] = []
+    for child in children(pid):
+        started += _launchers(child)
+    return started or [pid]
+
+
+def _is_script(path: bytes) -> bool:
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        return file.read(2) == b"#!"
+    return False
 
 
 def _kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
