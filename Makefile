@@ -4,6 +4,7 @@
 # make test-exhaustive   every number of ranks, every optimizer of optax: three quarters of an hour
 # make test-examples  the examples and benchmarks, from beginning to end: about ten minutes
 # make test-mpi4jax   the tests on the other transport
+# make test-mpis   the quick tests and those of launchers on Debian's Open MPI 4.1 and MPICH 4.0, on Intel MPI, and under srun
 # make test-loaders   the recipes of docs/data.md with every loader: installs PyTorch, TensorFlow and datasets, gigabytes
 # make matrix  every optimizer in every combination, on 1 to 4 ranks, each transport and backend: half an hour
 # make disagreements  300 random programs of which one rank deviates, on 2 and 3 ranks, each transport and backend: ten minutes
@@ -24,7 +25,7 @@
 # make clean   remove .venv and what the tools left
 #
 # PYTHON=python3.12 takes another Python, VENV=DIR another environment, MPI=mpich the other MPI (in a VENV of its own),
-# MPI=system that of this machine, whose mpicc is MPICC,
+# MPI=system that of this machine, whose compiler is MPICC=mpicc (mpi4py is compiled against it),
 # LOCKED=1 installs the versions in requirements/ for train and test, and compares their hashes; make lock makes these files anew.
 # JAX is the newest that the Python has, but where mpi4jax is installed, too, which its targets do: that wants jax below 0.12.
 # CUDA_PATH=/usr/local/cuda builds mpi4jax's CUDA part, too.
@@ -39,13 +40,15 @@ CUDA_PATH ?= $(abspath $(VENV))/no-cuda
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 HASHED := $(PIP) --require-hashes --no-deps
-COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(BIN)/mpicc" CUDA_PATH="$(CUDA_PATH)"
-# with MPI=system, mpi4py is compiled against the MPI of this machine
-SYSTEM_MPI := MPICC="$(or $(MPICC),mpicc)" $(PIP) --no-cache-dir --no-binary mpi4py --force-reinstall --no-deps mpi4py
+# the compiler of the MPI: with MPI=system, that of this machine, and mpi4py is compiled, too
+MPICC := $(if $(filter system,$(MPI)),$(or $(MPICC),mpicc),$(BIN)/mpicc)
+COMPILING := PATH="$(BIN):$$PATH" MPI4JAX_BUILD_MPICC="$(MPICC)" CUDA_PATH="$(CUDA_PATH)"
+MPI4PY = mpi4py==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("mpi4py"))')
+SYSTEM_MPI = MPICC="$(MPICC)" $(PIP) --no-cache-dir --no-binary mpi4py --force-reinstall --no-deps $(MPI4PY)
 # two at a time: a test of several ranks waits for most of its time
 SUITE := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help check tables train test test-slow test-exhaustive test-examples test-mpi4jax test-loaders matrix disagreements faults environments soak bench parity bench-hosts gpu package wheels test-wheels docs lint lock clean
+.PHONY: help check tables train test test-slow test-exhaustive test-examples test-mpi4jax test-mpis test-loaders matrix disagreements faults environments soak bench parity bench-hosts gpu package wheels test-wheels docs lint lock clean
 .SUFFIXES:
 
 help:
@@ -83,6 +86,9 @@ test-examples: $(VENV)/.test-installed
 test-mpi4jax: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== running the tests on mpi4jax, the other transport"
 	@JAXMPI_TRANSPORT=mpi4jax $(SUITE) $(TESTS)
+
+test-mpis:
+	@TESTS="$(TESTS)" tests/mpis.sh $(MPIS)
 
 test-loaders: $(VENV)/.test-installed
 	@echo "== installing the loaders that docs/data.md has recipes for; the tests skip those that are not there"

@@ -15,6 +15,7 @@ from programs import ROOT, on_ranks, run_all
 from jaxmpi._run import mpiexec
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_quickstart_ends_with_the_same_loss_however_it_is_started():
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))

@@ -47,6 +47,7 @@ CELLS = [(kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks i
 FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode", "ranks", "way"), [pytest.param(*c, marks=[] if c in FEW else pytest.mark.faults) for c in CELLS]

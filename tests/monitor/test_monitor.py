@@ -82,6 +82,7 @@ def left(marker):
     return found
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "ranks"), [(mpirun, 3), (jaxmpi_run, 2)], ids=["mpirun-3", "jaxmpi-run-2"])
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
@@ -127,6 +129,7 @@ def test_a_rank_that_goes_ends_the_job_on_xla(what, words, tmp_path, monkeypatch
     assert re.search(words, output), output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_killed_rank_0_is_named_too(tmp_path):
     script = tmp_path / "script.py"
@@ -136,6 +139,7 @@ def test_a_killed_rank_0_is_named_too(tmp_path):
     assert re.search(r"(?i)rank 0\b.*signal 9", output.replace("\n", " ")), output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_killed_rank_is_named_where_the_launcher_is_slow(tmp_path):
     """The others find out first, and end: they are not the cause."""
@@ -192,6 +196,7 @@ jaxmpi.print("end of", rank)
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_an_interrupt_that_the_script_handles_is_its_own(tmp_path):
     script = tmp_path / "script.py"
@@ -201,6 +206,7 @@ def test_an_interrupt_that_the_script_handles_is_its_own(tmp_path):
     assert "caught" in output and "end of 0" in output and "end of 1" in output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
     script = tmp_path / "script.py"
@@ -249,6 +255,7 @@ print("not reached")
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -293,6 +300,7 @@ print("to the end", flush=True)
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["watcher", "signals"])
 def test_the_watch_is_watched(tmp_path, what):

@@ -110,6 +110,7 @@ def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what)
     assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
     code, output, seconds, left = stalled(tmp_path, monkeypatch, "stop", 0)
@@ -270,6 +271,7 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "whom"),
@@ -375,6 +377,7 @@ print(f"rank {rank} stops at {step}", flush=True)
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
@@ -388,6 +391,7 @@ def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     assert len(set(re.findall(r"stops at (\d+)", out))) == 1 and out.count("stops at") == 2, out
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_stopping_together_after_a_second_init(tmp_path):
     (tmp_path / "script.py").write_text(WAITS)
@@ -395,6 +399,7 @@ def test_stopping_together_after_a_second_init(tmp_path):
     assert not code and output.count("stops at") == 2 and "SIGUSR1: this rank is" in output, output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(WAITS)
@@ -460,6 +465,7 @@ def undisturbed(tmp_path_factory):
     return re.search(r"final \S+ 2", output)[0]
 
 
+@pytest.mark.launcher
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["kill", "raise", "exit 3"])
 def test_a_job_that_has_failed_goes_on_as_if_nothing_had_happened(tmp_path, kind, undisturbed):
@@ -467,6 +473,7 @@ def test_a_job_that_has_failed_goes_on_as_if_nothing_had_happened(tmp_path, kind
     assert not code and "restart 1 of 2" in output and re.search(r"final \S+ 2", output)[0] == undisturbed, output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_fewer_ranks_after_a_failure(tmp_path):
     options = ["--restarts", "1", "--min-ranks", "2"]
@@ -474,6 +481,7 @@ def test_fewer_ranks_after_a_failure(tmp_path):
     assert not code and re.search(r"final \S+ 2", output), output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_what_fails_each_time_fails(tmp_path):
     (tmp_path / "script.py").write_text("import jaxmpi; jaxmpi.init(); raise ValueError('again')")

@@ -45,6 +45,7 @@ def joined(tmp_path, monkeypatch, launch, ranks, what):
 STATES = {"sleep": "runs", "stop": r"is stopped \(SIGSTOP, or a debugger\)", "exit": "has ended", "MPI, raise": "runs"}
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "ranks", "what"),
@@ -67,6 +68,7 @@ def test_a_rank_that_does_not_come_to_init_ends_the_job(tmp_path, monkeypatch, l
         assert re.search(f"jaxmpi run: the job failed: {who}$", output.strip()), output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_rank_that_comes_late_to_init_is_waited_for(tmp_path, monkeypatch):
     code, output, _, _ = joined(tmp_path, monkeypatch, jaxmpi_run, 2, "late")
@@ -74,6 +76,7 @@ def test_a_rank_that_comes_late_to_init_is_waited_for(tmp_path, monkeypatch):
     assert len(re.findall(r"rank 0/2 on \S+\] stalled: has waited \d s in jaxmpi.init", output)) == 1, output
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "said"),
@@ -138,6 +141,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "backend"),
@@ -169,6 +173,7 @@ jaxmpi.barrier()
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.slow
 def test_a_job_within_a_rank_has_ranks_of_its_own(tmp_path):
     script = tmp_path / "script.py"

@@ -61,6 +61,7 @@ echo "srun ended with $? at $(date +%s.%N)" >> {folder}/out
 """
 
 pytestmark = [
+    pytest.mark.launcher,
     pytest.mark.slow,
     pytest.mark.skipif(
         bool(os.geteuid()) or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "srun"))),
