@@ -1,4 +1,4 @@
-"""The mpirun or mpiexec that belongs to this environment, how those of the MPIs differ, and whether mpi4py fits it."""
+"""The mpirun or mpiexec of this environment, what sets those of each MPI apart, and its library."""
 
 import os
 import re
@@ -60,8 +60,8 @@ class Family:
     names_lost_host: bool = True  # whether it says which host does not answer
 
 
-# By default Open MPI keeps the files of a job in a folder of /tmp that is named after the process id
-# of the launcher: what a killed job has left there lets a job fail that has the same id, days later.
+# By default Open MPI keeps the files of a job in a folder of /tmp that is named after the process
+# id of the launcher: what a killed job has left there fails a job that has the same id, days later.
 FAMILIES = (
     Family(
         vendor="Open MPI",
@@ -93,7 +93,7 @@ FAMILIES = (
         scratch_excludes=r"prte_(?:local_|remote_)?tmpdir_base",
         parameters=("prte_info", "--all"),
     ),
-    # Without a pseudo-terminal for the ranks, which Open MPI gives them, Python would keep their lines.
+    # Open MPI gives the ranks a pseudo-terminal. Without one, Python would hold their lines back.
     Family(
         vendor="Intel MPI",
         banner=r"Intel\(R\) MPI",
@@ -126,7 +126,8 @@ class Launcher:
         """The launchers that behave as this one."""
         text = self.says or f"({self.vendor}) {self.version}"
         families = [family for family in FAMILIES if family.vendor == self.vendor]
-        return next((family for family in families if re.search(family.banner, text)), families[-1])
+        same = (family for family in families if re.search(family.banner, text))
+        return next(same, families[-1])
 
 
 def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
@@ -162,17 +163,18 @@ def identify(path: str) -> Launcher:
             "Give --mpiexec the path of one of theirs, or start the ranks with that program yourself."
         )
     version = re.search(r"\d+\.\d+[\w.]*", text)
-    return Launcher(path, family.vendor, version.group() if version else "of unknown version", text)
+    number = version.group() if version else "of unknown version"
+    return Launcher(path, family.vendor, number, text)
 
 
 def environment(launcher: Launcher, environ: Mapping[str, str], options: Sequence[str], scratch: str) -> dict[str, str]:
-    """Return the variables that the launcher itself needs, `scratch` being a folder for its files.
+    """Return the variables that the launcher itself needs.
 
     Args:
         launcher: The launcher.
         environ: The variables of the user.
         options: The options of MPI that the user gave.
-        scratch: A folder on this host that is removed after the job.
+        scratch: A folder on this host for its files, which is removed after the job.
     """
     family, own = launcher.family, dict[str, str]()
     if family.needs_path:
@@ -188,24 +190,27 @@ def _path_from(path: str, environ: Mapping[str, str]) -> str:
 
 
 def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequence[str]) -> bool:
-    """Whether the user, or who administers this host, has said where the files of jobs are kept.
+    """Whether the user, or the site, has said where the files of jobs are kept.
 
     Open MPI starts no job where two of its parameters say so. They may stand in the environment, on
-    the command line, or in files whose places are known to Open MPI alone: it is asked for its values.
+    the command line, or in files that only Open MPI knows the places of: it is asked for its values.
     """
     family = launcher.family
     if any(re.search(family.scratch_excludes, word) for word in (*options, *environ)):
         return True
     program, *words = family.parameters
-    folders = (os.path.dirname(launcher.path), os.path.dirname(os.path.realpath(launcher.path)))
-    found = next(filter(None, (shutil.which(program, path=folder) for folder in folders)), None)
+    found = None
+    for path in (os.path.realpath(launcher.path), launcher.path):
+        found = shutil.which(program, path=os.path.dirname(path)) or found
     if found is None:
         return True  # nothing is known: such files may then stay after a job that was killed
+    command = [found, *words]
     try:
-        done = subprocess.run([found, *words], env=dict(environ), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return True
-    values = re.findall(rf'"{family.scratch_excludes}" \(current value: "([^"]*)"', " ".join(done.stdout.split()))
+    said = " ".join(done.stdout.split())
+    values = re.findall(rf'"{family.scratch_excludes}" \(current value: "([^"]*)"', said)
     return not values or any(values)
 
 

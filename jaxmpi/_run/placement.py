@@ -181,7 +181,9 @@ def command(request: Request, launcher: Launcher, flags: Sequence[str], exported
     family = launcher.family
     given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
     exports = [word for name in exported if name not in given for word in (family.export, name)]
-    mpi = [launcher.path, "-n", str(request.ranks), *flags, *(exports if family.export else []), *request.mpi_options]
+    if not family.export:
+        exports = []
+    mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
     if family.scratch_hidden:
         mpi += ["env", "-u", family.scratch]
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):

@@ -88,9 +88,10 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
     if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
         added["JAXMPI_CACHE_DIR"] = kept
-    environ = {**os.environ, **added, **environment(launcher, os.environ, request.mpi_options, run_dir)}
+    own = environment(launcher, os.environ, request.mpi_options, run_dir)
+    environ = {**os.environ, **added, **own}
     exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
-    hosts = [*named_hosts(request.mpi_options)] if not launcher.family.names_lost_host else []
+    hosts = [] if launcher.family.names_lost_host else [*named_hosts(request.mpi_options)]
     return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
 
 

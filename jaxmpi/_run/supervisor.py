@@ -164,10 +164,11 @@ def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemon
 
 
 def _launchers(pid: int) -> list[int]:
-    """Return the processes to send a signal to that is meant for MPI's launcher, `pid` being that of what we have started.
+    """Return the processes that a signal for MPI's launcher goes to; `pid` is what we have started.
 
-    The mpirun of Intel MPI, and of sites with a wrapper of their own, is a script. A shell that waits for a command
-    passes no signal on, and dies of it while the job lives: what it has started gets the signal in its place.
+    The mpirun of Intel MPI is a script, as is that of a site with a wrapper of its own. A shell that
+    waits for a command passes no signal on, and dies of it while the job lives: what the shell has
+    started gets the signal in its place.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

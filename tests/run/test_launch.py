@@ -426,8 +426,8 @@ def test_identify_refuses_what_it_does_not_know(tmp_path):
 
 # What the programs that list the parameters of Open MPI say: that of 5 breaks its lines.
 LISTS = {
-    "4.1.4": """           MCA orte base: parameter "orte_tmpdir_base" (current value: "{}", data source: file (x), type: string)
-           MCA orte base: parameter "orte_local_tmpdir_base" (current value: "", data source: default, type: string)""",
+    "4.1.4": """           MCA orte base: parameter "orte_tmpdir_base" (current value: "{}", data source: file (x))
+           MCA orte base: parameter "orte_local_tmpdir_base" (current value: "", data source: default)""",
     "5.0.11": """                MCA prte: "prte_tmpdir_base" (current value:
                           "{}", data
                           source: environment, type: string)
@@ -599,7 +599,14 @@ NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, cras
             RANKS,
             {0: 9},
             255,
-            "rank 0 (pid 500 on vm) was killed by signal 9 (SIGKILL)",
+            "the launcher ended with code 255; these ranks did not end in order: {}, 2 (pid 502 on vm)",
+        ),
+        (
+            intel((0, "vm", 9), (1, "there", 6)),
+            RANKS[:1],
+            {0: 9},
+            255,
+            "rank 1 (pid 501 on there) was killed by signal 6 (SIGABRT)",
         ),
         (intel((0, "vm", 9), (1, "vm", 11)), [], {}, 255, "rank 1 was killed by signal 11 (SIGSEGV)"),
         (intel((0, "vm", 9)), RANKS, {1: None, 0: None}, 255, "rank 1 (pid 501 on vm) ended first, and not in order"),
