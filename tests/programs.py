@@ -48,7 +48,9 @@ def segments_left(before):
     """
 
     def unmapped():
-        names = {name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|jaxmpi", name)}
+        names = {
+            name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi", name)
+        }
         return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in run_dir.segments(entry.name)}
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 from programs import ROOT, on_ranks, run_all
+from test_monitor import crowded
 
 from jaxmpi._run import mpiexec
 
@@ -19,11 +20,10 @@ from jaxmpi._run import mpiexec
 @pytest.mark.slow
 def test_quickstart_ends_with_the_same_loss_however_it_is_started():
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
-    flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
     commands = {
         1: on_ranks(1, "examples/quickstart.py"),
         2: on_ranks(2, "examples/quickstart.py"),
-        3: [launcher.path, *flags, "-n", "3", sys.executable, "examples/quickstart.py"],
+        3: [launcher.path, *crowded(launcher), "-n", "3", sys.executable, "examples/quickstart.py"],
     }
     losses = []
     for ranks, output in zip(commands, run_all(commands.values()), strict=True):

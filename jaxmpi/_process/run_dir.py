@@ -37,7 +37,7 @@ VERDICT, RATES, REFUSED = "verdict", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
-_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|jaxmpi)[._-][^\s/]+")
+_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi)[._-][^\s/]+")
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,14 @@ def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
 def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
     """The variables that an MPI wants."""
     family = launcher.family
-    return dict(family.variables + (family.variables_crowded if layout.crowded else ()))
+    wanted = dict(family.variables)
+    if layout.crowded:
+        wanted |= dict(family.variables_crowded)
+    if layout.bind == "none":
+        wanted |= dict(family.variables_unbound)
+    elif layout.bind and not layout.per_core:
+        wanted |= {name: value.format(bind=layout.bind) for name, value in family.variables_bind}
+    return wanted
 
 
 def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:

@@ -39,10 +39,17 @@ for i in range(10_000):
 """
 
 
+def crowded(launcher):
+    """The options of a launcher that runs more ranks than there are cores."""
+    if launcher.vendor == "Open MPI":
+        return ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
+    # waiting ranks sleep, as they do under `jaxmpi run`
+    return ["-genv", "I_MPI_THREAD_YIELD", "3"] if launcher.vendor == "Intel MPI" else []
+
+
 def mpirun(ranks, *args):
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
-    flags = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0) if launcher.vendor == "Open MPI" else []
-    return [launcher.path, *flags, "-n", str(ranks), sys.executable, *args]
+    return [launcher.path, *crowded(launcher), "-n", str(ranks), sys.executable, *args]
 
 
 def jaxmpi_run(ranks, *args):

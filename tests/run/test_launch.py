@@ -271,6 +271,25 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
     assert "oversubscribed" not in plan.summary and ("threads not set" in plan.summary) == (threads is None)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "request_", "environ"),
+    [
+        (2, {}, {}),  # Intel MPI binds each rank to its share by itself
+        (8, {}, {"I_MPI_THREAD_YIELD": "3", "I_MPI_PIN": "off"}),
+        (2, {"bind_to": "none"}, {"I_MPI_PIN": "off"}),
+        (2, {"bind_to": "numa"}, {"I_MPI_PIN_DOMAIN": "numa"}),
+        (8, {"bind_to": "core"}, {"I_MPI_THREAD_YIELD": "3", "I_MPI_PIN_DOMAIN": "core"}),
+        (2, {"bindable": False}, {"I_MPI_PIN": "off"}),
+        (2, {"mpi_options": ("-hosts", "a,b")}, {"I_MPI_PIN": "off"}),
+        (2, {"mpi_options": ("-ppn", "1")}, {}),
+    ],
+)
+def test_plan_binds_ranks_of_intel_mpi_by_variables(ranks, request_, environ):
+    plan = planned(INTEL, ranks, 4, **request_)
+    assert {name: value for name, value in plan.environ.items() if name.startswith("I_MPI")} == environ
+    assert ("not bound" in plan.summary) == ("I_MPI_PIN" in environ)
+
+
 def test_plan_keeps_variables_that_are_set():
     plan = planned(MPICH, 2, 16, threads=3, environ={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""})
     assert plan.environ == {"NPROC": "3"}
@@ -710,6 +729,22 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
     finally:
         foreign.unlink()
     assert exist == {"old", "busy", "foreign"}
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("vader_segment.vm.0.63b00001.1", True),  # Open MPI 4
+        ("sm_segment.vm.0.c9b60001.0", True),  # Open MPI 5
+        ("mpich_shm_AbCdEf", True),
+        ("Intel_MPI_V2h3CF", True),
+        ("jaxmpi-1", True),
+        ("psm_14e192bf", False),  # Python's
+        ("sem.mp-0b8r35", False),
+    ],
+)
+def test_files_in_shared_memory_that_are_those_of_a_job(name, known):
+    assert bool(registry._SEGMENT.fullmatch(f"/dev/shm/{name}")) == known
 
 
 def test_remove_segments_without_shared_memory(tmp_path, monkeypatch):
