@@ -485,14 +485,15 @@ def console():
 # the job
 
 
-@row("init", "initialized", "World", "rank", "size", "local_rank", "local_size", "preempted")
+@row("init", "initialized", "World", "rank", "size", "local_rank", "local_size", "preempted", "busy")
 def worlds():
     def call():
         world = jaxmpi.init()
         assert isinstance(world, jaxmpi.World) and jaxmpi.initialized()
         assert (world.rank, world.size) == (jaxmpi.rank(), jaxmpi.size())
         assert (world.local_rank, world.local_size) == (jaxmpi.local_rank(), jaxmpi.local_size())
-        assert jaxmpi.preempted() is False
+        with jaxmpi.busy("asking"):
+            assert jaxmpi.preempted() is False
 
     return call
 
@@ -508,9 +509,15 @@ def launches():
     return call
 
 
-@row("CheckpointError", "MPIError", "NotInitializedError", "RankMismatchError", "testing.RankFailure")
+@row("CheckpointError", "MPIError", "NotInitializedError", "RankCountError", "RankMismatchError", "testing.RankFailure")
 def errors():
-    kinds = (jaxmpi.CheckpointError, jaxmpi.MPIError, jaxmpi.RankMismatchError, jaxmpi.testing.RankFailure)
+    kinds = (
+        jaxmpi.CheckpointError,
+        jaxmpi.MPIError,
+        jaxmpi.RankCountError,
+        jaxmpi.RankMismatchError,
+        jaxmpi.testing.RankFailure,
+    )
     return lambda: [str(kind("text")) for kind in kinds]
 
 

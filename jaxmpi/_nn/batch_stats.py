@@ -23,6 +23,7 @@ from jaxmpi._consistency.compare import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name, widest
+from jaxmpi._optim.float_leaves import sum_of
 from jaxmpi._optim.weights import Weight, as_weight, check_total
 from jaxmpi._world import session
 
@@ -532,7 +533,11 @@ def _put_back(
         "squares": [own.samples * next(left) for _ in group["squares"]],
     }
     k = hidden[0] / jnp.where(hidden[1] == 0, 1, hidden[1])
-    new["hidden"] = [k * x for x in (mean, *new["variance"])] if group["hidden"] else []
+    new["hidden"] = []
+    if group["hidden"]:
+        for x in (mean, *new["variance"]):
+            dtype = widest(k, x)
+            new["hidden"].append(k.astype(dtype) * x.astype(dtype))
     old = {name: [group["mean"]] if name == "mean" else group[name] for name in new}
     return jax.tree.map(lambda x, y: x.astype(jnp.result_type(y)), new, old)
 
@@ -543,7 +548,7 @@ def _wide(x: ArrayLike) -> jax.Array:
 
 
 def _norm(arrays: Sequence[ArrayLike]) -> jax.Array:
-    return sum((jnp.sum(jnp.abs(_wide(x))) for x in arrays), start=jnp.zeros(()))
+    return sum_of(jnp.sum(jnp.abs(_wide(x))) for x in arrays)
 
 
 def _count_of(count: Sequence[ArrayLike], dtype: np.dtype) -> jax.Array | None:
