@@ -1,7 +1,7 @@
 """Arrays that are cut over the ranks, as leaves of the trees that users hold: parameters, gradients, states of optimizers."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeGuard
+from typing import NoReturn, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,22 @@ class ShardedArray:
     def __repr__(self) -> str:
         over = f", axis={self.axis!r}" if self.axis != AXIS else ""
         return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
+
+    __array_ufunc__ = None  # NumPy leaves arithmetic to the methods below
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        what = f"This is one rank's shard of an array {list(self.of)}, which would broadcast against whole arrays"
+        if self.ranks == 1:
+            what = f"This is a ShardedArray of the array {list(self.of)}"
+        raise TypeError(
+            f"{what}, and nothing to compute with. Take jaxmpi.unshard of it, or, in the state of jaxmpi.sharded, "
+            "jaxmpi.unshard(state).inner."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
+    __bool__ = __float__ = __int__ = __array__ = __jax_array__ = _refuse
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "Layout"]:
         return ((MarkKey(Mark.of_shard(self.of, self.ranks, self.axis)), self.shard),), (self.of, self.ranks, self.axis)
