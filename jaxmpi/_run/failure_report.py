@@ -55,10 +55,14 @@ class Failure(NamedTuple):
     def exit_code(self, code: int) -> int:
         """Return the exit code of the job; `code` is that of the launcher.
 
-        It is the same whichever MPI runs: 128 + n where signal n has killed the rank (MPICH's
-        launcher says n, Intel's 255), and else the code that the rank has exited with (Intel's: 255).
+        It is the same whichever MPI runs: 128 + n where signal n has killed the rank, and else the
+        code that the rank has exited with. Open MPI's launcher says the same, MPICH's n in the place
+        of 128 + n, and Intel's 255 for both. Another code is that of a rank that has ended the job:
+        the signal is the launcher's own.
         """
-        return 128 + self.signal if self.signal else self.code or code or 1
+        if self.signal and code in (0, self.signal, 255):
+            return 128 + self.signal
+        return self.code or code or 1
 
     def describe(self, code: int) -> str:
         """Say which rank failed, and how; `code` is the exit code of the launcher."""
@@ -126,7 +130,8 @@ def find_failure(text: str, joined: Sequence[Member], ended: Sequence[End]) -> F
     named = "rank" in said or "abort" not in said
     if first and named and said.get("rank", first.member.rank) == first.member.rank:
         confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
-        said = {**confirmed, **_outcome(first.status)}
+        # the launcher has killed a rank that has called MPI_Abort
+        said = confirmed if "abort" in confirmed else {**confirmed, **_outcome(first.status)}
         rank, pid = first.member.rank, first.member.pid
 
     member = next((m for m in joined if m.rank == rank or m.pid == pid), None)

@@ -660,11 +660,14 @@ def test_blame_names_the_rank(text, joined, ended, code, said):
         (OPEN_MPI_KILLED, {}, 137, 137),
         (OPEN_MPI_CODE, {}, 3, 3),
         (OPEN_MPI_ABORT, {0: 9, 1: 9}, 3, 3),
+        (MPICH_ABORT, {1: 9}, 3, 3),  # the launcher has killed it afterwards
+        (OPEN_MPI_4_ABORT.format("MPI_COMM_WORLD"), {1: 9, 0: 9}, 3, 3),
         (MPICH_KILLED, {1: None}, 9, 137),
         (MPICH_CODE, {1: None}, 3, 3),
         (INTEL_KILLED, {1: None}, 255, 137),
         (intel((0, "vm", 9)), {1: 3 << 8}, 255, 3),
         (intel((0, "vm", 9)), {1: None}, 255, 255),
+        ("", {1: 9}, 3, 3),  # Open MPI 4 has lost what it says of MPI_Abort
         ("", {}, 0, 1),
     ],
 )
