@@ -532,9 +532,10 @@ def _put_back(
         "deviation": [jnp.sqrt(next(left)) for _ in group["deviation"]],
         "squares": [own.samples * next(left) for _ in group["squares"]],
     }
-    k = hidden[0] / jnp.where(hidden[1] == 0, 1, hidden[1])
     new["hidden"] = []
     if group["hidden"]:
+        dtype = widest(*hidden)
+        k = hidden[0].astype(dtype) / jnp.where(hidden[1] == 0, 1, hidden[1]).astype(dtype)
         for x in (mean, *new["variance"]):
             dtype = widest(k, x)
             new["hidden"].append(k.astype(dtype) * x.astype(dtype))
