@@ -223,7 +223,7 @@ def _apply(
         check_axis(function, axis, backend)
         if root is not None:
             session.check_root(function, root, arrays.axis_size(axis, backend))
-        if op is not None:
+        if "op" in work.keywords:
             check_op(function, op)
         if outside and backend.simulates:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank

@@ -85,7 +85,7 @@ class busy(ContextDecorator):
     ... def evaluate():
     ...     return sum(tokens)
     >>> evaluate()
-    905
+    917
     """
 
     def __init__(self, what: str, *, limit_seconds: float | None = None) -> None:

@@ -42,6 +42,7 @@ def averaged_loss(x):
     return jax.grad(jaxmpi.average_loss(lambda w: (w * w).sum()))(x)
 
 
+mapped = jaxmpi.pmap(lambda x: lax.pmean(x, "batch"), axis_name="batch")
 step, averaged, nn_step = jaxmpi.jit(program), jaxmpi.jit(averaged_loss), jaxmpi.nn.jit(lambda x: lax.pmax(x, jaxmpi.AXIS))
 
 CALLS = {
@@ -53,6 +54,7 @@ CALLS = {
     "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(rows()),
     "jit": lambda: step(X),
     "nn.jit": lambda: nn_step(X),
+    "pmap": lambda: mapped(X[None]),
     "average_loss": lambda: averaged(X),
     "average_metrics": lambda: jaxmpi.average_metrics({"loss": 1.0}),
     "any_rank": lambda: jaxmpi.any_rank(True),
