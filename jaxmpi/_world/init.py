@@ -115,6 +115,7 @@ def init(
         if backend == "auto":
             backend = _choose(launched, devices)
         chosen: Any = _start(backend, launched, devices, parent, jax_processes)
+        _keep_compiled(chosen.place)
         chosen.name_axes(named)
         place: Place = chosen.place
         world = World(*place, backend=backend, axes=named)
@@ -126,7 +127,6 @@ def init(
             session.watch(chosen)
             chosen.turn.release()  # any thread may be the one that communicates
             notice_pmaps()
-        _keep_compiled(place)
     if verbose and world.rank == 0:
         details = [f"transport {chosen.transport}", chosen.description] if backend == "mpi" else []
         about = ", ".join(filter(None, [str(world), f"device {world.device}", *details]))

@@ -2,7 +2,7 @@
 
 import warnings
 
-from jaxmpi import _jaxcompat
+from jaxmpi import _axis, _jaxcompat
 from jaxmpi._world import session
 
 __all__ = ["notice_pmaps"]
@@ -15,7 +15,7 @@ def notice_pmaps() -> None:
 
 def _warn() -> None:
     """Warn on rank 0 of the call that runs now, where the ranks are processes that JAX does not know of."""
-    if (here := session.ranks_unknown_to_jax()) is None:
+    if _axis.bound() or (here := session.ranks_unknown_to_jax()) is None:  # `jaxmpi.jit` refuses it itself
         return
     frame = _jaxcompat.caller()
     file, line = frame.f_code.co_filename, frame.f_lineno

@@ -13,6 +13,9 @@ from jax import lax
 import jaxmpi
 from jaxmpi import codecs
 
+jaxmpi.init()
+RANK, N = jnp.float32(jaxmpi.rank()), jaxmpi.size()
+
 
 def gradients(rank):
     w = jnp.asarray(np.arange(24, dtype=np.float32).reshape(6, 4) / 24) + rank
@@ -52,8 +55,8 @@ def fsdp():
 
 
 def micro():
-    tx = jaxmpi.distributed(optax.sgd(0.1, momentum=0.9), micro_batches=4)
-    grads = jaxmpi.micro_batch_grads(jax.grad(lambda p, x: jnp.mean((x @ p["w"].T + p["b"]) ** 2)), 4)
+    tx = jaxmpi.distributed(optax.sgd(0.1, momentum=0.9), micro_batches=4 * N)
+    grads = jaxmpi.micro_batch_grads(jax.grad(lambda p, x: jnp.mean((x @ p["w"].T + p["b"]) ** 2)), 4 * N)
 
     def step(params, state, x):
         updates, state = tx.update(grads(params, x), state, params)
@@ -161,8 +164,6 @@ def outcome(case, promotion):
             return [], f"{type(error).__name__}: {str(error)[:300]} {where[-3:]}"
 
 
-jaxmpi.init()
-RANK, N = jnp.float32(jaxmpi.rank()), jaxmpi.size()
 for name, case in CASES.items():
     if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
         continue

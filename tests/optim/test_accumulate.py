@@ -80,7 +80,7 @@ def test_weights_are_exact_and_zero_counts_for_nothing():
 def test_bad_weights():
     tx = jaxmpi.distributed(optax.sgd(1.0))
     state = tx.init(jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"weight is -1.0. Pass the number of samples"):
+    with pytest.raises(ValueError, match=r"weight is -1(\.0)?\. Pass the number of samples"):
         tx.update(jnp.ones(2), state, weight=-1)
     with pytest.raises(ValueError, match=r"weight has shape \[2\]"):
         tx.update(jnp.ones(2), state, weight=jnp.ones(2))
