@@ -405,6 +405,8 @@ ROWS = {
 }
 ACROSS = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "uint64", "rbg", "float0")  # of the quick tests
 QUICK_ROWS = ("2 simulated", "one rank", "native on 3")
+# what the rows before them show on fewer ranks, or on another transport
+EXHAUSTIVE_ROWS = ("6 simulated in groups of 3", "mpi4jax on 3", "xla on 3", "xla on 4 in groups of 2")
 
 
 @pytest.fixture(scope="module")
@@ -439,6 +441,8 @@ def parts():
     for row in ROWS:
         for dtype, name in keys:
             marks = () if row in QUICK_ROWS and dtype in ACROSS else (pytest.mark.slow,)
+            if row in EXHAUSTIVE_ROWS:
+                marks = (pytest.mark.exhaustive,)
             where = f"{dtype} in jit" if dtype else f"{name} eagerly"
             yield pytest.param(row, dtype, name, marks=marks, id=f"{row} {where}".replace(" ", "_"))
 
