@@ -406,7 +406,16 @@ ROWS = {
 ACROSS = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "uint64", "rbg", "float0")  # of the quick tests
 QUICK_ROWS = ("2 simulated", "one rank", "native on 3")
 # what the rows before them show on fewer ranks, or on another transport
-EXHAUSTIVE_ROWS = ("6 simulated in groups of 3", "mpi4jax on 3", "xla on 3", "xla on 4 in groups of 2")
+EXHAUSTIVE_ROWS = (
+    "1 simulated",
+    "3 simulated",
+    "6 simulated in groups of 3",
+    "mpi4jax on 2",
+    "mpi4jax on 3",
+    "native on 4 in groups of 2",
+    "xla on 3",
+    "xla on 4 in groups of 2",
+)
 
 
 @pytest.fixture(scope="module")
