@@ -30,6 +30,9 @@ ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether
 _UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
 _ABANDONED = "abandoned-"
 
+_begun = time.monotonic()  # this job, to the precision of its imports
+_written: set[tuple[int, int]] = set()  # the folders of checkpoints of this process, by device and inode
+
 
 def begin(directory: Path) -> tuple[Path, BufferedWriter]:
     """A new folder to write into, and its lock: an open file, to be closed in the end.
@@ -71,7 +74,7 @@ def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None 
         (folder / _LOCK).unlink(missing_ok=True)
         _to_disk(folder)
         # before the new checkpoint is there: a job that is killed in between goes on from an older one of its own
-        set_aside(folder.parent, manifest.step, base)
+        set_aside(folder, manifest.step, base)
         there = _name(folder, manifest.step)
         _to_disk(folder.parent)
     except OSError as error:
@@ -83,14 +86,16 @@ def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None 
             _delete(old.rename(old.with_name(f"{_REMOVED}{uuid.uuid4().hex}")))
 
 
-def set_aside(directory: Path, step: int, base: int | None) -> None:
-    """Rename the checkpoints that a run which now saves `step` has not come from, so that no job goes on from them.
+def set_aside(folder: Path, step: int, base: int | None) -> None:
+    """Rename the checkpoints that a run which now saves `step` in `folder` has not come from, so that no job goes on from them.
 
     These are the later ones, of a run that went further and was left; and those between the step that was restored, `base`,
-    and this one.
+    and this one. What another job writes into the same directory while this one runs is left alone.
     """
+    directory = folder.parent
     least = step if base is None else min(base, step)
-    left = [old for old in found(directory) if step_of(old) > least and step_of(old) != step]
+    beside = _of_jobs_beside(folder)
+    left = [old for old in found(directory) if step_of(old) > least and step_of(old) != step and old not in beside]
     for old in left:
         with contextlib.suppress(OSError):  # another job has removed it
             name = f"{_ABANDONED}{old.name}"
@@ -106,6 +111,22 @@ def set_aside(directory: Path, step: int, base: int | None) -> None:
         )
 
 
+def _of_jobs_beside(folder: Path) -> set[Path]:
+    """The checkpoints beside `folder` that were written since this job began, and not by it.
+
+    Both times are of the file system's clock, which may be another machine's: `folder` was changed just now.
+    """
+    now = folder.stat().st_mtime
+    begun = now - (time.monotonic() - _begun)
+    beside = set()
+    for old in found(folder.parent):
+        with contextlib.suppress(OSError):  # another job has removed it
+            status = old.stat()
+            if status.st_mtime > begun and (status.st_dev, status.st_ino) not in _written:
+                beside.add(old)
+    return beside
+
+
 def _name(folder: Path, step: int) -> Path:
     """Rename the folder of a step; what has the name already stays beside it."""
     name = folder.parent / f"step-{step:012}"
@@ -115,6 +136,8 @@ def _name(folder: Path, step: int) -> Path:
         try:
             if not os.path.lexists(there):
                 folder.rename(there)
+                status = there.stat()
+                _written.add((status.st_dev, status.st_ino))
                 return there
         except OSError as error:  # another job was faster
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
