@@ -9,7 +9,7 @@ whose sums over the ranks fit, and are put together in Python. Every rank gets t
 where it does not fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._leaves import leaf_name
+from jaxmpi._leaves import PyTree, as_array, leaf_name
 
-__all__ = ["check_simulated_sum", "halves", "is_count", "total"]
+__all__ = ["halves", "is_count", "simulated", "total"]
 
 
 def is_count(leaf: object) -> bool:
@@ -42,7 +42,7 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def total(
-    function: str, path: KeyPath, leaf: ArrayLike, dtype: np.dtype, sums: Sequence[jax.Array], op: str, size: int
+    function: str, path: KeyPath, leaf: ArrayLike, dtype: np.dtype, sums: Sequence[jax.Array], op: str, size: int | np.ndarray
 ) -> jax.Array:
     """Return the sum, or the mean rounded down, from the sums of the halves.
 
@@ -53,7 +53,7 @@ def total(
       dtype: of the result.
       sums: of `halves`, over the ranks.
       op: "sum" or "mean".
-      size: the number of ranks.
+      size: the number of ranks in the sum; an array of the shape of the sums where it differs.
 
     Raises:
       OverflowError: the result does not fit the dtype.
@@ -65,20 +65,42 @@ def total(
     for number in exact.reshape(-1):
         if not limits.min <= number <= limits.max:
             raise OverflowError(_too_large(function, path, number, dtype))
-    return jnp.asarray(int(exact)) if isinstance(leaf, int) else jnp.asarray(exact.astype(dtype))
+    return jnp.asarray(int(exact)) if isinstance(leaf, int) and not exact.shape else jnp.asarray(exact.astype(dtype))
 
 
-def check_simulated_sum(function: str, path: KeyPath, leaf: object, size: int) -> None:
-    """Raise an OverflowError if integers of simulated ranks may have a sum beyond their dtype."""
-    x = leaf.stack if isinstance(leaf, PerRank) else leaf
-    if not is_count(x):
-        return
-    host = np.abs(np.asarray(x).astype(object))
-    largest = host.sum(0) if isinstance(leaf, PerRank) else host * size
-    dtype = jax.dtypes.canonicalize_dtype(int if isinstance(x, int) else np.asarray(x).dtype)
-    number = max(np.asarray(largest, object).reshape(-1), default=0)
-    if number > np.iinfo(dtype).max:
-        raise OverflowError(_too_large(function, path, number, dtype))
+def simulated(
+    function: str,
+    leaves: Sequence[tuple[KeyPath, ArrayLike | PerRank]],
+    op: str,
+    sum_of: Callable[[PyTree], PyTree],
+) -> list[jax.Array | PerRank]:
+    """Reduce integers of Python and NumPy under `simulate`, where each may be a `PerRank` of them.
+
+    Args:
+      function: the caller, for the error.
+      leaves: the integers, with their paths.
+      op: "sum" or "mean".
+      sum_of: the collective that was called, on pytrees and with op "sum".
+
+    Raises:
+      OverflowError: a result does not fit its dtype.
+    """
+    arrays = [as_array(function, path, _stack(leaf), op) for path, leaf in leaves]
+    sent = []
+    for (_, leaf), x in zip(leaves, arrays, strict=True):
+        # the sum of ones is the number of ranks in it, which is 1 where a reduce leaves a rank its own
+        parts = (*halves(x), jnp.ones(x.shape, jnp.int32))
+        sent.append([PerRank(part) if isinstance(leaf, PerRank) else part for part in parts])
+    outs: list[jax.Array | PerRank] = []
+    for (path, leaf), x, sums in zip(leaves, arrays, sum_of(sent), strict=True):
+        high, low, ranks = map(_stack, sums)
+        out = total(function, path, _stack(leaf), x.dtype, (high, low), op, np.asarray(ranks).astype(object))
+        outs.append(PerRank(out) if isinstance(sums[0], PerRank) else out)
+    return outs
+
+
+def _stack(leaf: ArrayLike | PerRank) -> ArrayLike:
+    return leaf.stack if isinstance(leaf, PerRank) else leaf
 
 
 def _too_large(function: str, path: KeyPath, number: int, dtype: np.dtype) -> str:

@@ -228,14 +228,11 @@ def _apply(
         if outside and backend.simulates:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank
                 check_fits(function, path, leaf)
-            if op in ("sum", "mean"):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_rank):
-                    exact_counts.check_simulated_sum(function, path, leaf, backend.place.size)
         else:
             paths, treedef, leaves = _checked_leaves(function, tree, axis, op, rows, backend)
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
-        return run(tree)
+        return _simulated(function, work, tree, axis, rows, run) if op in ("sum", "mean") else run(tree)
     counts = [i for i, (_, leaf) in enumerate(paths) if op in ("sum", "mean") and exact_counts.is_count(leaf)]
     if run and counts:
         return _with_exact_counts(function, work, paths, leaves, counts, run, axis, treedef)
@@ -307,6 +304,28 @@ def _with_exact_counts(
             x = x[place]
         outs[i] = leaves[i] if options.get("root", place) != place else x
     return treedef.unflatten(outs)
+
+
+def _simulated(
+    function: str,
+    work: partial[list[jax.Array]],
+    tree: PyTree,
+    axis: Axis,
+    rows: bool,
+    run: Callable[[PyTree], PyTree],
+) -> PyTree:
+    """Reduce a tree under `simulate`, integers of Python and NumPy by `exact_counts`, and all else by `run`."""
+    op = work.keywords["op"]
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_rank)
+    exact = [exact_counts.is_count(leaf.stack if is_per_rank(leaf) else leaf) for _, leaf in paths]
+    reduced = run(treedef.unflatten([None if known else leaf for known, (_, leaf) in zip(exact, paths, strict=True)]))
+    if not any(exact):
+        return reduced
+    keywords = tuple(sorted({**work.keywords, "op": "sum"}.items()))
+    sum_of = _program_of(function, work.func, keywords, axis, "sum", rows)
+    counts = iter(exact_counts.simulated(function, [p for p, known in zip(paths, exact, strict=True) if known], op, sum_of))
+    others = iter(jax.tree.leaves(reduced, is_leaf=is_per_rank))
+    return treedef.unflatten([next(counts) if known else next(others) for known in exact])
 
 
 def _call_of(work: partial[list[jax.Array]]) -> Collective:

@@ -142,6 +142,74 @@ def test_simulated_ranks_refuse_sums_beyond_32_bits():
         np.testing.assert_allclose(jaxmpi.average_metrics(jaxmpi.PerRank(np.asarray([LARGE, 0, 0]))), LARGE / 3)
 
 
+MOST = 2**31 - 1
+OF_TWO_RANKS = [  # what ranks 0 and 1 add up
+    np.int32([MOST, -MOST]),
+    np.int32([-MOST - 1, 0]),
+    np.int32([2**30, 2**30]),
+    np.int32([-(2**30), -(2**30)]),
+    np.int32([-(2**30) - 5, -(2**30) - 5]),
+    np.int8([-64, -64]),
+    np.int8([64, 64]),
+    np.uint8([200, 56]),
+    np.int16([[1, -9], [2, 32767]]),
+]
+REDUCTIONS = {
+    "tree_allreduce": lambda x, op: jaxmpi.tree_allreduce(x, op),
+    "tree_reduce": lambda x, op: jaxmpi.tree_reduce(x, op, root=1),
+    "tree_reduce_scatter": lambda x, op: jaxmpi.tree_reduce_scatter(x, op),
+}
+
+
+def reduction_of(name, stack, op):
+    """Return what each of two ranks passes and should get, by Python's integers; and a number that the dtype cannot hold."""
+    exact = stack.astype(object).sum(0)
+    exact = np.asarray(exact // 2 if op == "mean" else exact, object)
+    limits = np.iinfo(stack.dtype)
+    too_large = [x for x in exact.reshape(-1) if not limits.min <= x <= limits.max]
+    passed = [np.stack([x, x]) if name == "tree_reduce_scatter" else x for x in stack]
+    wanted = [stack[0] if name == "tree_reduce" else exact, exact]
+    return passed, wanted, too_large[0] if too_large else None
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_sums_are_those_of_exact_integers(name):
+    rank = jaxmpi.rank()
+    for stack in OF_TWO_RANKS:
+        for op in ("sum", "mean"):
+            passed, wanted, too_large = reduction_of(name, stack, op)
+            if too_large is None:
+                out = REDUCTIONS[name]({"n": passed[rank]}, op)["n"]
+                np.testing.assert_array_equal(out, wanted[rank].astype(stack.dtype))
+                assert out.dtype == stack.dtype
+                continue
+            with pytest.raises(OverflowError, match=rf"{name}: the sum of leaf \['n'\] over the ranks is {too_large}, which"):
+                REDUCTIONS[name]({"n": passed[rank]}, op)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_sums_of_simulated_ranks_are_those_of_exact_integers(name):
+    with jaxmpi.simulate(2):
+        for stack in OF_TWO_RANKS:
+            for op in ("sum", "mean"):
+                passed, wanted, too_large = reduction_of(name, stack, op)
+                n = jaxmpi.PerRank(np.stack(passed))
+                if too_large is None:
+                    out = REDUCTIONS[name]({"n": n, "x": jnp.ones((2, 3))}, op)
+                    assert np.asarray(out["x"]).max() == (2 if op == "sum" else 1)
+                    n = out["n"] if isinstance(out["n"], jaxmpi.PerRank) else [out["n"]] * 2
+                    for rank in range(2):
+                        np.testing.assert_array_equal(n[rank], wanted[rank].astype(stack.dtype))
+                        assert n[rank].dtype == stack.dtype
+                    continue
+                with pytest.raises(OverflowError, match=rf"{name}: the sum of leaf .* is {too_large}, which"):
+                    REDUCTIONS[name]({"n": n}, op)
+        assert jaxmpi.tree_allreduce(np.int32(2**30), "mean") == 2**30
+        with pytest.raises(OverflowError, match="is -2147483650, which int32"):
+            jaxmpi.tree_allreduce(np.int32(-(2**30) - 1), "sum")
+
+
 def test_metrics_log_keeps_integers(tmp_path):
     jaxmpi.init()
     log = jaxmpi.MetricsLog(tmp_path)
