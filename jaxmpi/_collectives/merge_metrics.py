@@ -60,7 +60,8 @@ def merge_metrics(metrics: PyTree) -> PyTree:
     Raises:
       TypeError: something that is no metric, or an `nnx.Metric` of which nobody can tell how it is
         merged, with its path.
-      ValueError: an `op` that is unknown; a sum of integers that its dtype cannot hold.
+      ValueError: an `op` that is unknown; outside of a step, a sum of integers that its dtype cannot
+        hold. In a step, integers wrap.
       RankMismatchError: the metrics of the ranks differ in structure or, in a step, in shapes.
 
     >>> from flax import nnx
@@ -217,12 +218,14 @@ def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> ja
         wide = widest(stack.dtype)
         return jnp.sum(stack.astype(wide), 0).astype(stack.dtype)
     if op == "sum" and not isinstance(stack, jax.core.Tracer):
-        total = np.sum(np.asarray(stack), 0, dtype=np.int64)
-        if stack.dtype == np.bool_ or np.any(total > jnp.iinfo(stack.dtype).max):
-            raise ValueError(
-                f"{FUNCTION}: variable {text} adds up to {np.max(total)} over the ranks, which "
-                f"{stack.dtype} cannot hold. Accumulate it in a wider dtype."
-            )
+        totals = np.asarray(np.asarray(stack).astype(object).sum(0), object).reshape(-1)
+        limits = None if stack.dtype == np.bool_ else jnp.iinfo(stack.dtype)
+        for total in totals:
+            if limits is None or not limits.min <= total <= limits.max:
+                raise ValueError(
+                    f"{FUNCTION}: variable {text} adds up to {total} over the ranks, which "
+                    f"{stack.dtype} cannot hold. Accumulate it in a wider dtype."
+                )
     return OPS[op](stack, 0).astype(stack.dtype)
 
 

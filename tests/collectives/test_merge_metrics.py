@@ -272,3 +272,8 @@ def test_merge_metrics_refuses_what_it_cannot_merge():
         full.hits.set_value(jnp.array(2**31 - 1))
         with pytest.raises(ValueError, match=r"variable .hits adds up to 4294967294 over the ranks, which int32 cannot"):
             jaxmpi.merge_metrics(full)
+        full.hits.set_value(jnp.array(-(2**30) - 5))
+        with pytest.raises(ValueError, match=r"variable .hits adds up to -2147483658 over the ranks, which int32 cannot"):
+            jaxmpi.merge_metrics(full)
+        full.hits.set_value(jnp.array(-(2**30)))
+        assert int(jaxmpi.merge_metrics(full).hits[...]) == -(2**31)
