@@ -240,8 +240,18 @@ class LoaderFeed(Feed):
                 f"prefetch: the state is {state!r}, and one of this loader has the keys {sorted(keys)}. "
                 "Pass the state of a run with the same loader."
             )
-        source = state["source"].per_rank if "source" in state else None
+        for key in ("epoch", "batches"):
+            if int(state[key]) < 0:
+                raise ValueError(f"prefetch: {key!r} of the state is {state[key]}. It counts from 0.")
         epoch, count = int(state["epoch"]), int(state["batches"])
+        source = state.get("source")
+        if isinstance(source, PerRankState):
+            source = source.per_rank
+        if not isinstance(source, str | None):
+            raise ValueError(
+                f"prefetch: 'source' of the state is a {type(source).__name__}, and not the text that this loader gave. "
+                "Pass `state` as it was."
+            )
         if not self.stream or source is not None:
             self._to(epoch, count, source)
             return None

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read
 from jaxmpi._data.per_rank import PerRankBatches
-from jaxmpi._leaves import PyTree
+from jaxmpi._leaves import PyTree, check_fits, leaf_name
 from jaxmpi._process.at_exit import start_thread
 
 __all__ = ["Prefetched", "Reading", "prefetch"]
@@ -52,7 +53,9 @@ def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = N
 
     Raises:
         ValueError: `ahead` is below 1; `read` has not returned one batch for each; a state belongs to something else.
-        TypeError: `read` without `jaxmpi.batches`; a loader's state holds what cannot go into a checkpoint.
+        TypeError: `read` without `jaxmpi.batches`; `batches` cannot be iterated; a loader's state holds what cannot go into a
+            checkpoint; a batch holds text or objects as an array, with its path.
+        OverflowError: A batch holds numbers that 32 bits cannot hold, without the option jax_enable_x64, with their path.
         RuntimeError: An iterator that has ended is iterated again. What reading raises is raised here, too.
 
     >>> import jaxmpi, numpy as np
@@ -62,12 +65,16 @@ def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = N
     >>> loader.state
     {'epoch': 1, 'position': 0, 'order': '8 samples in order'}
     """
+    if isinstance(ahead, bool) or not isinstance(ahead, int):
+        raise TypeError(f"prefetch: ahead is {ahead!r}. It is a number of batches: an int of 1 or more.")
     if ahead < 1:
         raise ValueError(f"prefetch: ahead is {ahead}. It is a number of batches: 1 or more.")
     if isinstance(batches, Prefetched | PerRankBatches):
         if read is not None:
             raise TypeError("prefetch: read needs jaxmpi.batches, and was given with what is read ahead. Pass the batches.")
         return batches
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"prefetch: batches is a {type(batches).__name__}. Pass a loader, an iterator or a list of batches.")
     return Prefetched(_reading(batches, ahead, read))
 
 
@@ -265,15 +272,24 @@ class Reading:
         assert self._items is not None
         try:
             batch, mark = next(self._items)
-            return "batch", jax.tree.map(_on_device, batch), mark
+            return "batch", jax.tree_util.tree_map_with_path(_on_device, batch), mark
         except StopIteration:
             return "end", None, None
         except BaseException as error:
             return "error", error, None
 
 
-def _on_device(x: Any) -> Any:
-    return jax.device_put(x, may_alias=False) if isinstance(x, np.ndarray) else x
+def _on_device(path: KeyPath, x: Any) -> Any:
+    """Copy a NumPy array to the device; leave all else as it is."""
+    if not isinstance(x, np.ndarray):
+        return x
+    check_fits("prefetch", path, x)
+    if x.dtype.kind in "USO":
+        raise TypeError(
+            f"prefetch: leaf {leaf_name(path)} of a batch has dtype {x.dtype}, which no device holds. Take it out of "
+            "the batch, make numbers of it, or pass it as a list."
+        )
+    return jax.device_put(x, may_alias=False)
 
 
 # Streams, by the identity of the iterator, so that a second `prefetch` of one goes on with what the first

@@ -592,3 +592,13 @@ def test_prefetch_raises_what_reading_raises():
     assert len(seen) == 1
     with pytest.raises(ValueError, match="ahead is 0"):
         jaxmpi.prefetch(source(), ahead=0)
+    for ahead in (2.5, "2", True):
+        with pytest.raises(TypeError, match=f"ahead is {ahead!r}. It is a number of batches: an int"):
+            jaxmpi.prefetch(source(), ahead=ahead)
+    with pytest.raises(TypeError, match=r"batches is a int. Pass a loader"):
+        jaxmpi.prefetch(3)
+    with pytest.raises(OverflowError, match=r"prefetch: leaf \['id'\] is 1099511627783, which int32 cannot hold"):
+        list(jaxmpi.prefetch([{"id": np.array([1, 2**40 + 7])}]))
+    for labels in (np.array(["cat"]), np.array([None])):
+        with pytest.raises(TypeError, match=rf"prefetch: leaf \['label'\] of a batch has dtype {labels.dtype}, which no"):
+            list(jaxmpi.prefetch([{"label": labels}]))

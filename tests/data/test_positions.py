@@ -315,6 +315,8 @@ def test_an_error_of_reading_leaves_the_place():
         (LOADERS["batches"], {"epoch": 0, "batches": 3}, r"batches: the state is .* has the keys \['epoch', 'order'"),
         (LOADERS["counted"], {"epoch": 0, "position": 3, "order": ""}, r"prefetch: the state is .*keys \['batches', 'epoch'\]"),
         (LOADERS["grain dataset"], {"epoch": 0, "batches": 3}, r"keys \['batches', 'epoch', 'source'\]"),
+        (LOADERS["counted"], {"epoch": 0, "batches": -1}, "'batches' of the state is -1. It counts from 0"),
+        (LOADERS["grain dataset"], {"epoch": 0, "batches": 1, "source": 7}, "'source' of the state is a int, and not the text"),
         (LOADERS["prefetch"], {"epoch": 0, "position": 99, "order": "14 samples shuffled by seed 2"}, "start is 99"),
         (LOADERS["prefetch"], {"epoch": -1, "position": 0, "order": "14 samples shuffled by seed 2"}, "epoch is -1"),
         (
