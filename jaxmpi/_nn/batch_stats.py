@@ -66,6 +66,10 @@ def _words(words: Iterable[str]) -> re.Pattern[str]:
 
 
 SPREAD, MEAN = _words(SPREADS), _words(MEANS)
+# functions of a spread: "log_var", "logvar", "inv_std", "rstd"
+FUNCTION_OF_SPREAD = re.compile(
+    rf"(?<![a-z])(?:log|ln|inv|inverse|r|rsqrt|recip|reciprocal)_?(?:{'|'.join(SPREADS)})(?![a-z])", re.IGNORECASE
+)
 COUNTS = ("count", "counts", "n", "num", "num_samples", "n_samples")
 SUMS = ("total", "sum")
 # beside a mean, what is averaged as it is: second moments, other averages
@@ -119,7 +123,8 @@ def average_batch_stats(
 
     Raises:
       ValueError: a variance without a mean of its shape beside it; a float beside a mean that may
-        or may not be its variance; floats without any name; a sum of squares without a count, or
+        or may not be its variance; a logarithm or an inverse of a variance; floats without any
+        name; a sum of squares without a count, or
         with the count 0 on some ranks only; on all ranks, a weight or count of any rank that is
         no such number.
       TypeError: a leaf that is no array or number, with its path.
@@ -287,7 +292,15 @@ def _pair_up(named: Sequence[_Leaf], *, weighted: bool, momentum: float | None) 
     groups: dict[int, _Group] = {}  # by the number of the mean
     done: set[int] = set()
     for i, leaf in enumerate(named):
-        if not leaf.is_float or (found := _spread(leaf.name)) is None:
+        if not leaf.is_float:
+            continue
+        last = _last(leaf.name)
+        if last >= 0 and FUNCTION_OF_SPREAD.search(str(leaf.name[last])):
+            raise ValueError(
+                f"{FUNCTION}: leaf {leaf.text} is the logarithm or the inverse of a spread by its name. Pass the "
+                "variance itself, as 'var' beside the 'mean', and take the logarithm or the inverse of the result."
+            )
+        if (found := _spread(leaf.name)) is None:
             continue
         k, match = found
         name = leaf.name
@@ -295,7 +308,13 @@ def _pair_up(named: Sequence[_Leaf], *, weighted: bool, momentum: float | None) 
         mean = next((j for other in means if _fits(named, j := at.get(other, -1), leaf)), None)
         if mean is None:
             # a layer may be called "var", and the "sigma" of Flax's SpectralNorm is no deviation
-            if k == _last(name) and match.group().lower() != "sigma":
+            if k == last and match.group().lower() != "sigma":
+                beside = next((named[at[other]] for other in means if other in at), None)
+                if beside is not None:
+                    raise ValueError(
+                        f"{FUNCTION}: leaf {leaf.text} is a spread of shape {list(leaf.shape)}, and the mean beside it, "
+                        f"{beside.text}, is {beside.dtype} of shape {list(beside.shape)}. Pass floats of one shape."
+                    )
                 raise ValueError(
                     f"{FUNCTION}: leaf {leaf.text} is a spread by its name, and no mean of shape "
                     f"{list(leaf.shape)} stands beside it. Pass it with its mean, as "

@@ -321,8 +321,22 @@ UNKNOWN = {
         {"var": np.ones(2)},
         r"leaf \['var'\] is a spread .* no mean of shape \[2\].* as 'mean'",
     ),
-    "of another shape": ({"mean": np.ones(3), "var": np.ones(2)}, r"leaf \['var'\] is a spread"),
-    "covariance": ({"mean": np.ones(2), "cov": np.ones((2, 2))}, r"leaf \['cov'\] is a spread"),
+    "of another shape": (
+        {"mean": np.ones(3), "var": np.ones(2)},
+        r"leaf \['var'\] is a spread of shape \[2\], and the mean beside it, \['mean'\], is float32 of shape \[3\]",
+    ),
+    "mean of integers": (
+        {"mean": np.int32([1]), "var": np.ones(1)},
+        r"leaf \['var'\] .* the mean beside it, \['mean'\], is int32 of shape \[1\]. Pass floats",
+    ),
+    "logarithms": (
+        {"log_mean": np.ones(1), "log_var": np.ones(1)},
+        r"leaf \['log_var'\] is the logarithm or the inverse of a spread .* Pass the variance itself",
+    ),
+    "logvar": ({"mean": np.ones(1), "bn/logvar": np.ones(1)}, r"leaf \['bn/logvar'\] is the logarithm"),
+    "inverse": ({"mean": np.ones(1), "inv_std": np.ones(1)}, r"leaf \['inv_std'\] is the logarithm or the inverse"),
+    "rstd": ({"mean": np.ones(1), "rstd": np.ones(1)}, r"leaf \['rstd'\] is the logarithm or the inverse"),
+    "covariance": ({"mean": np.ones(2), "cov": np.ones((2, 2))}, r"leaf \['cov'\] is a spread of shape \[2, 2\]"),
     "no count": (
         {"mean": np.ones(2), "m2": np.ones(2)},
         r"leaf \['m2'\] is a sum over samples, .* as 'count', or as weight=",
