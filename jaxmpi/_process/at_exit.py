@@ -11,6 +11,7 @@ import ctypes
 import enum
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 __all__ = ["Step", "at_exit", "forget", "start_thread"]
@@ -41,7 +42,7 @@ def at_exit(step: Step, call: Callable[[], object]) -> Callable[[], None]:
 
     Args:
       step: when to make the call.
-      call: what to call; an exception is printed, and the next steps follow.
+      call: what to call; an exception is printed, and the other calls and steps follow.
 
     Returns:
       A function that takes the call back.
@@ -93,16 +94,25 @@ def _register() -> None:
 
 def _run(step: Step) -> None:
     for call in [*_calls.get(step, ())]:
+        _try(call)
+
+
+def _try(call: Callable[[], object]) -> None:
+    """Make a call; an exception is printed, as `atexit` would, and does not keep the rest from being done."""
+    try:
         call()
+    except Exception:
+        traceback.print_exc()
 
 
 def _end_threads() -> None:
     """Wait for the threads; for those that can be told to stop, some seconds at most."""
+    for stop in [*_threads.values()]:
+        if stop is not None:
+            _try(stop)
     for thread, stop in [*_threads.items()]:
         if stop is None:
             thread.join()
-        else:
-            stop()
     running = _join([*_threads], STOP_SECONDS)
     # Such a thread stands in code of the user, an iterator that waits or computes. An exception ends
     # it at its next instruction of Python.

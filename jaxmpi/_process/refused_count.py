@@ -28,11 +28,15 @@ def note_at_exceptions() -> None:
 def note_refused_count(error: BaseException) -> None:
     """Note in the directory of the run that this rank ends because of the number of ranks, if it does.
 
-    A program may have raised an error of its own from ours.
+    A program may have raised an error of its own from ours, or while it handled ours.
     """
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, RankCountError):
-        cause = cause.__cause__
-    if cause is not None:
-        with contextlib.suppress(KeyError, OSError):
-            run_dir.refuse_count(os.environ["JAXMPI_RUN_DIR"], str(cause))
+    seen: list[BaseException] = []
+    while cause is not None and not any(cause is other for other in seen):  # a chain may lead back to itself
+        if isinstance(cause, RankCountError):
+            with contextlib.suppress(KeyError, OSError):
+                run_dir.refuse_count(os.environ["JAXMPI_RUN_DIR"], str(cause))
+            return
+        seen.append(cause)
+        # as Python shows them: `raise ... from None` hides what was handled
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
