@@ -20,6 +20,8 @@ __all__ = [
     "library",
 ]
 
+PROBE_SECONDS = 120  # for a Python that imports mpi4py, from a file system of many nodes too
+
 # Importing mpi4py.MPI loads the library; without initialize it starts nothing.
 _PROBE = """
 import mpi4py
@@ -155,14 +157,13 @@ def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Launcher:
-    """Ask a launcher whose it is."""
+    """Ask a launcher for its version; raises a LaunchError if it cannot be run, or is of an MPI that is not known here."""
+    environ = {**os.environ, "PATH": _path_from(path, os.environ)}
     try:
-        command = [path, "--version"]
-        environ = {**os.environ, "PATH": _path_from(path, os.environ)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-        text = done.stdout + done.stderr
+        done = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        text = str(error)
+        raise LaunchError(f"{path} --version cannot be run: {error}. Give --mpiexec the path of another launcher.") from None
+    text = done.stdout + done.stderr
     family = next((family for family in FAMILIES if re.search(family.banner, text)), None)
     if family is None:
         line = (text.strip().splitlines() or ["nothing"])[0]
@@ -225,7 +226,14 @@ def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequen
 def library() -> tuple[str, str, str]:
     """Vendor, version and path of the MPI library that mpi4py loads; raises a LaunchError if there is none."""
     # -P: not what the working directory holds, which the ranks of a script do not import from, either
-    probe = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-P", "-c", _PROBE]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s. Look whether the file system that it lies "
+            "on answers, and try again."
+        ) from None
     found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
     if found:
         return found[1], found[2], found[3]

@@ -443,6 +443,15 @@ def test_identify_refuses_what_it_does_not_know(tmp_path):
         mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
 
+def test_a_launcher_or_a_python_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    with pytest.raises(LaunchError, match=r"nobody --version cannot be run: .*No such file.* Give --mpiexec"):
+        mpiexec.identify(str(tmp_path / "nobody"))
+    monkeypatch.setattr(mpiexec, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(mpiexec, "_PROBE", "import time; time.sleep(20)")
+    with pytest.raises(LaunchError, match=r"importing mpi4py took .*python.* more than 0.2 s. Look whether"):
+        mpiexec.library()
+
+
 # What the programs that list the parameters of Open MPI say: that of 5 breaks its lines.
 LISTS = {
     "4.1.4": """           MCA orte base: parameter "orte_tmpdir_base" (current value: "{}", data source: file (x))
