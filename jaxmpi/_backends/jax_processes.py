@@ -30,10 +30,17 @@ def join_jax_processes(rank: int, size: int, one_host: bool, from_rank_0: Callab
       from_rank_0: returns rank 0's argument on every rank.
 
     Raises:
-      RuntimeError: JAX has started already, or the processes do not reach each other.
+      RuntimeError: JAX has started already; `jax.distributed.initialize` was called with other numbers; the processes do
+        not reach each other.
     """
-    if jax.distributed.is_initialized() and (jax.process_index(), jax.process_count()) == (rank, size):
-        return
+    if jax.distributed.is_initialized():
+        index, count = jax.process_index(), jax.process_count()
+        if (index, count) == (rank, size):
+            return
+        raise RuntimeError(
+            f"init: jax.distributed.initialize has made this process {index} of {count}, and it is rank {rank} of {size} in "
+            "MPI. Leave that call out: jaxmpi.init() makes it, on the mpi backend with jax_processes=True."
+        )
     if _jaxcompat.backends_started():
         raise RuntimeError(
             "init: JAX has started already, and its processes join before that. Call jaxmpi.init() before anything that "

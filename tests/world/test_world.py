@@ -447,6 +447,15 @@ def test_an_array_before_init_on_xla_is_an_error_that_says_so():
     assert re.search("init: JAX has started already.* before anything that makes an array", done.stdout + done.stderr)
 
 
+def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    jax_processes.join_jax_processes(1, 2, True, lambda obj: obj)  # they are
+    with pytest.raises(RuntimeError, match=r"made this process 1 of 2, and it is rank 0 of 2 in MPI. Leave that call out"):
+        jax_processes.join_jax_processes(0, 2, True, lambda obj: obj)
+
+
 @pytest.mark.parametrize(
     ("local_size", "named", "own", "address", "bind", "gloo", "nccl"),
     [
