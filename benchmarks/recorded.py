@@ -54,13 +54,15 @@ def holds_objects(tree):
 
 
 def hashed(tree):
-    """The first 16 digits of SHA-256 over the bytes of all arrays."""
+    """The first 16 digits of SHA-256 over the dtypes, shapes and bytes of all arrays."""
     digest = hashlib.sha256()
     tree = jax.tree.map(lambda x: nnx.state(x) if is_object(x) else x, tree, is_leaf=is_object)
     for leaf in jax.tree.leaves(jaxmpi.local(tree)):
         if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        digest.update(np.asarray(leaf).tobytes())
+        array = np.asarray(leaf)
+        digest.update(f"{array.dtype}{list(array.shape)}".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()[:16]
 
 

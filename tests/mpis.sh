@@ -44,7 +44,7 @@ make_environment() {
 
 # Sets one of them up, and sets the variables with which its programs run.
 set_up() {
-  local name=$1 venv=$PWD/.venv-$1
+  local name=$1 venv=$PWD/.venv-$1 provider
   case $name in
     openmpi4)
       install_packages openmpi-bin libopenmpi-dev slurm-wlm munge &&
@@ -62,7 +62,9 @@ set_up() {
       make_environment impi MPI=impi-rt || return
       # what Intel's vars.sh sets, which PyPI's package does not have; its libraries have moved between versions
       export I_MPI_ROOT=$venv PATH=$venv/bin:$PATH LD_LIBRARY_PATH=$venv/lib:$venv/lib/libfabric
-      FI_PROVIDER_PATH=$(dirname "$(find "$venv/lib" -name 'libtcp-fi.so' -print -quit)")
+      provider=$(find "$venv/lib" -name 'libtcp-fi.so' -print -quit)
+      [[ -n $provider ]] || { echo "There is no libtcp-fi.so in $venv/lib" >&2; return 1; }
+      FI_PROVIDER_PATH=$(dirname "$provider")
       export FI_PROVIDER_PATH
       ;;
     *)
