@@ -140,7 +140,8 @@ bench: $(VENV)/.installed $(VENV)/.mpi4jax
 	  "$(BIN)/jaxmpi run -n 4 benchmarks/first_call.py --out $(BENCH)" \
 	  "env JAXMPI_BACKEND=xla $(BIN)/jaxmpi run -n 2 benchmarks/first_call.py --out $(BENCH)" \
 	  "$(BIN)/jaxmpi run -n 2 benchmarks/fsdp.py --out $(BENCH)" \
-	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)"; do \
+	  "$(BIN)/python benchmarks/scaling.py --out $(BENCH)" \
+	  "$(BIN)/python benchmarks/restart.py --out $(BENCH)"; do \
 	  echo "== $$command"; $$command || failed=1; done; exit $$failed
 
 parity: $(VENV)/.installed $(VENV)/.mpi4jax

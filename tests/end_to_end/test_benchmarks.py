@@ -79,6 +79,16 @@ def test_scaling_runs_on_every_number_of_ranks(tmp_path):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_restart_times_each_part_of_a_restart(tmp_path):
+    output = run(on_ranks(1, "benchmarks/restart.py", "--quick", "--ranks", "2", "--out", str(tmp_path)))
+    found = json.loads((tmp_path / "restart.json").read_text())
+    seconds = {row["contender"]: row["median_us"] / 1e6 for row in found["rows"]}
+    assert list(seconds) == ["end", "init", "restore", "step", "restart", "start"]
+    assert all(0 < seconds[part] < seconds["restart"] for part in ("end", "init", "restore", "step"))
+    assert len(re.findall(r"^2 ranks .*, at most [\d.]+: (?:holds|MISSED)", output, re.MULTILINE)) == 3
+    assert (tmp_path / "restart.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_optimizers_compares_the_transforms():
     output = run(on_ranks(2, "benchmarks/optimizers.py", "--quick", "--transforms", "codec int8"))
     assert re.search(r"^MLP 10M +sharded / distributed +[\d.]+, rounds", output, re.MULTILINE)
