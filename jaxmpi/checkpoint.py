@@ -25,7 +25,15 @@ __all__ = ["latest", "restore", "save"]
 TRIES = 3  # to read a checkpoint, where another job removes old ones
 
 
-def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | None = 3, background: bool = True) -> None:
+def save(
+    directory: str | os.PathLike,
+    step: int,
+    tree: PyTree,
+    *,
+    keep: int | None = 3,
+    background: bool = True,
+    in_memory: bool = False,
+) -> None:
     """Save everything that a run goes on from: parameters, optimizer state, model state, keys, where it is in the data.
 
     The arrays are copied, and written while the training goes on. The checkpoint is there as a whole or not at all, however
@@ -48,6 +56,9 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
       tree: any pytree of arrays, PRNG keys, Python numbers and text.
       keep: how many checkpoints to keep, this one included; None for all.
       background: whether to return before it is written.
+      in_memory: whether to write it into the memory of the host (/dev/shm) rather than to `directory`, for a restart of a job
+        that fails while its host goes on. `latest` and `restore` of `directory` find it. Only the newest one is kept there, and
+        none once a later one is in `directory`: end a run with one of these. All ranks must be on one host.
 
     Raises:
       CheckpointError: on every rank, if this save cannot begin, or if the one before could not be written; this one is then
@@ -61,7 +72,8 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     backend = untraced("save")
     found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.axes))
     leaves, step = [leaf for leaf, _ in found], operator.index(step)
-    check_call(backend, "save", leaves, f"step {step}, keep {keep}, background {background}")
+    options = f"step {step}, keep {keep}, background {background}" + in_memory * ", in memory"
+    check_call(backend, "save", leaves, options)
     check_equal(backend, found)
     leaves = each_ranks_values(backend, leaves)
     earlier = Save.finished(backend)
@@ -69,12 +81,13 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
     here = [rank for rank in ranks_here(backend) if rank in writers]
     arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     place = Path(directory).absolute()
-    folder = begin(backend, place, len(writers) > 1)
+    folder = begin(backend, place, len(writers) > 1, in_memory)
     base = Save.restored.pop(place, None)
 
     def finish(written: Parts) -> None:
         sizes, members = zip(*(written[rank] for rank in writers), strict=True)
-        commit(folder[0], Manifest(step, len(writers), [*sizes], [*members], leaves), keep, base)
+        manifest = Manifest(step, len(writers), [*sizes], [*members], leaves)
+        commit(place, folder[0], manifest, 1 if in_memory else keep, base)
 
     Save.last = Save(backend, folder, step, arrays, writers, finish)
     if not background:
@@ -84,7 +97,7 @@ def save(directory: str | os.PathLike, step: int, tree: PyTree, *, keep: int | N
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """The step of the newest checkpoint that is whole; None if there is none.
+    """The step of the newest checkpoint that is whole, in the folder or in memory; None if there is none.
 
     Every file is read and its checksums compared; those that are damaged are warned of and passed over.
 

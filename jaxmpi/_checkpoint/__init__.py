@@ -11,6 +11,7 @@
 | files | a rank's file: written in pieces; read and verified, as it may be damaged |
 | commit | a folder that is begun, locked, and renamed when it is whole |
 | folders | the folders of checkpoints: found, and checked |
+| memory | the folder in the memory of the host that belongs to such a folder |
 | rank_checks | what the ranks say to each other about it |
 | writing | a save in the background |
 | reading | on the ranks that there are now |

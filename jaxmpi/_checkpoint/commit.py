@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
 
+from jaxmpi._checkpoint import memory
 from jaxmpi._checkpoint.files import advice, create, open_regular
 from jaxmpi._checkpoint.folders import MANIFEST, MANIFEST_BYTES, found, step_of
 from jaxmpi._checkpoint.manifest import Manifest
@@ -34,17 +35,21 @@ _begun = time.monotonic()  # this job, to the precision of its imports
 _written: set[tuple[int, int]] = set()  # the folders of checkpoints of this process, by device and inode
 
 
-def begin(directory: Path) -> tuple[Path, BufferedWriter]:
+def begin(directory: Path, in_memory: bool = False) -> tuple[Path, BufferedWriter]:
     """A new folder to write into, and its lock: an open file, to be closed in the end.
 
     What jobs that were killed have left is removed.
+
+    Args:
+      directory: of the checkpoints of a run.
+      in_memory: whether to write into the folder in memory that belongs to `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"{_REMOVED}*"):
-        _delete(left)
-    for left in directory.glob(f"{_UNFINISHED}*"):
-        if _abandoned(left):
+    if in_memory:
+        for left in memory.forgotten(directory):
             _delete(left)
+        directory = memory.begin(directory)
+    _remove_left(directory)
     folder = directory / f"{_UNFINISHED}{uuid.uuid4().hex}-{_machine()}-{os.getpid()}"
     folder.mkdir()
     lock = create(folder / f"{_LOCK}.new")
@@ -54,14 +59,15 @@ def begin(directory: Path) -> tuple[Path, BufferedWriter]:
     return folder, lock
 
 
-def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None = None) -> None:
+def commit(directory: Path, folder: Path, manifest: Manifest, keep: int | None, base: int | None = None) -> None:
     """Give a folder, in which all ranks have written, its name; remove the checkpoints beyond `keep`, as in `jaxmpi.save`.
 
     Args:
-      folder: as `begin` has made it.
+      directory: of the checkpoints of the run.
+      folder: as `begin` has made it, in `directory` or in memory.
       manifest: what is in it.
       keep: how many checkpoints to keep.
-      base: the step that was restored from this directory since its last save, if any.
+      base: the step that was restored from `directory` since its last save, if any.
     """
     try:
         text = format_manifest(manifest)
@@ -74,7 +80,7 @@ def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None 
         (folder / _LOCK).unlink(missing_ok=True)
         _to_disk(folder)
         # before the new checkpoint is there: a job that is killed in between goes on from an older one of its own
-        set_aside(folder, manifest.step, base)
+        set_aside(directory, folder, manifest.step, base)
         there = _name(folder, manifest.step)
         _to_disk(folder.parent)
     except OSError as error:
@@ -82,20 +88,31 @@ def commit(folder: Path, manifest: Manifest, keep: int | None, base: int | None 
     twice = [old for old in found(folder.parent) if step_of(old) == manifest.step and old != there]
     older = [old for old in found(folder.parent) if step_of(old) < manifest.step]
     for old in {*twice, *(older[keep - 1 :] if keep is not None else ())}:
-        with contextlib.suppress(OSError):  # another job has removed it
-            _delete(old.rename(old.with_name(f"{_REMOVED}{uuid.uuid4().hex}")))
+        _remove(old)
+    in_memory = memory.existing(directory)
+    if in_memory is not None and folder.parent == directory:
+        _empty(in_memory)
 
 
-def set_aside(folder: Path, step: int, base: int | None) -> None:
+def set_aside(directory: Path, folder: Path, step: int, base: int | None) -> None:
     """Rename the checkpoints that a run which now saves `step` in `folder` has not come from, so that no job goes on from them.
 
     These are the later ones, of a run that went further and was left; and those between the step that was restored, `base`,
-    and this one. What another job writes into the same directory while this one runs is left alone.
+    and this one. What another job writes into the same directory while this one runs is left alone. Of those in memory, nothing
+    is kept.
     """
-    directory = folder.parent
-    least = step if base is None else min(base, step)
-    beside = _of_jobs_beside(folder)
-    left = [old for old in found(directory) if step_of(old) > least and step_of(old) != step and old not in beside]
+
+    def of_another_run(there: Path, now: float) -> list[Path]:
+        least = step if base is None else min(base, step)
+        beside = _of_jobs_beside(there, now)
+        return [old for old in found(there) if step_of(old) > least and step_of(old) != step and old not in beside]
+
+    if in_memory := memory.existing(directory):
+        for old in of_another_run(in_memory, time.time()):
+            _remove(old)
+    # the folder was changed just now
+    now = folder.stat().st_mtime if folder.parent == directory else memory.present_time(directory)
+    left = of_another_run(directory, now)
     for old in left:
         with contextlib.suppress(OSError):  # another job has removed it
             name = f"{_ABANDONED}{old.name}"
@@ -111,15 +128,25 @@ def set_aside(folder: Path, step: int, base: int | None) -> None:
         )
 
 
-def _of_jobs_beside(folder: Path) -> set[Path]:
-    """The checkpoints beside `folder` that were written since this job began, and not by it.
+def _empty(in_memory: Path) -> None:
+    """Remove the checkpoints in memory, as there is a newer one on the disk; not those that another job writes there."""
+    beside = _of_jobs_beside(in_memory, time.time())
+    for old in found(in_memory):
+        if old not in beside:
+            _remove(old)
+    _remove_left(in_memory)
+    with contextlib.suppress(OSError):  # another job uses it
+        in_memory.rmdir()
 
-    Both times are of the file system's clock, which may be another machine's: `folder` was changed just now.
+
+def _of_jobs_beside(directory: Path, now: float) -> set[Path]:
+    """The checkpoints that were written since this job began, and not by it.
+
+    `now` is the time of the file system's clock, which may be another machine's.
     """
-    now = folder.stat().st_mtime
     begun = now - (time.monotonic() - _begun)
     beside = set()
-    for old in found(folder.parent):
+    for old in found(directory):
         with contextlib.suppress(OSError):  # another job has removed it
             status = old.stat()
             if status.st_mtime > begun and (status.st_dev, status.st_ino) not in _written:
@@ -143,6 +170,20 @@ def _name(folder: Path, step: int) -> Path:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
         again += 1
+
+
+def _remove(checkpoint: Path) -> None:
+    with contextlib.suppress(OSError):  # another job has removed it
+        _delete(checkpoint.rename(checkpoint.with_name(f"{_REMOVED}{uuid.uuid4().hex}")))
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove what jobs that were killed have left."""
+    for left in directory.glob(f"{_REMOVED}*"):
+        _delete(left)
+    for left in directory.glob(f"{_UNFINISHED}*"):
+        if _abandoned(left):
+            _delete(left)
 
 
 def _abandoned(folder: Path) -> bool:

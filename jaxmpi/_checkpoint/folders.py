@@ -10,6 +10,7 @@ A folder that is being written has another name: see commit.py.
 import os
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi._checkpoint.files import PIECE_BYTES, Archive, open_regular
@@ -30,21 +31,28 @@ def found(directory: Path) -> list[Path]:
     """The folders of checkpoints, whatever is in them, from the newest to the oldest."""
     if not directory.is_dir():
         return []
-    names = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(names, key=lambda one: (int(one[0][1]), int(one[0][2] or 0)), reverse=True)]
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_order, reverse=True)
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(folder.name)
+    assert match
+    return int(match[1]), int(match[2] or 0)
 
 
 def step_of(folder: Path) -> int:
     """The step that the name of a checkpoint's folder says."""
-    match = _NAME.fullmatch(folder.name)
-    assert match
-    return int(match[1])
+    return _order(folder)[0]
 
 
-def newest(directory: Path, step: int | None = None) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    """The newest checkpoint that is whole, of a step or of any, with its manifest; and why newer ones are not."""
+def newest(directories: Sequence[Path], step: int | None = None) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+    """The newest checkpoint that is whole, of a step or of any, with its manifest; and why newer ones are not.
+
+    Of the same step, it is the one in the last directory.
+    """
     wrong: list[str] = []
-    for folder in found(directory):
+    everywhere = [folder for directory in reversed(directories) for folder in found(directory)]
+    for folder in sorted(everywhere, key=step_of, reverse=True):
         if step is not None and step_of(folder) != step:
             continue
         try:

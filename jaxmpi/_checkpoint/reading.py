@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmpi._backends.base import Backend, long_operation
-from jaxmpi._checkpoint import folders
+from jaxmpi._checkpoint import folders, memory
 from jaxmpi._checkpoint.compatibility import fitted
 from jaxmpi._checkpoint.files import Archive
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
@@ -19,13 +19,20 @@ __all__ = ["newest", "read"]
 
 
 def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[Path, Manifest] | None, str]:
-    """The folder of a checkpoint that is whole with its manifest, or None; and what is wrong with others."""
+    """The folder of a checkpoint that is whole with its manifest, or None; and what is wrong with others.
+
+    It may be in memory, if all ranks are on the host that has it there.
+    """
+    in_memory = backend.allgather_object(memory.existing(directory))
+    directories = [directory.absolute()]
+    if in_memory[0] is not None and len(set(in_memory)) == 1:
+        directories.append(in_memory[0])
 
     def look() -> tuple[tuple[Path, Manifest] | None, str] | None:
         if backend.place.rank:
             return None
         with long_operation(backend, f"reading the checkpoints in {directory}"):
-            whole, wrong = folders.newest(directory.absolute(), step)
+            whole, wrong = folders.newest(directories, step)
         for line in wrong:
             warnings.warn(f"a checkpoint is passed over: {line}", stacklevel=4)
         return whole, " ".join(wrong)

@@ -29,14 +29,23 @@ def arrays_of(described: list[tuple[Leaf, LeafValue]], rank: int) -> dict[str, n
     return {leaf.name: to_host(x[rank] if isinstance(x, PerRank) else x, copy=True) for leaf, x in mine}
 
 
-def begin(backend: Backend, directory: Path, shared: bool) -> tuple[Path, BufferedWriter | None]:
+def begin(backend: Backend, directory: Path, shared: bool, in_memory: bool) -> tuple[Path, BufferedWriter | None]:
     """The folder that is written, of rank 0's making, and on rank 0 its lock."""
+
+    def make() -> tuple[Path | None, BufferedWriter | None]:
+        return commit.begin(directory, in_memory) if backend.place.rank == 0 else (None, None)
+
     if watch := session.monitor():  # before any rank can have written its part
         watch.topics["saved"] = Save.on_saved
-    made, lock = run_on_all_or_raise(backend, lambda: commit.begin(directory) if backend.place.rank == 0 else (None, None))
+    made, lock = run_on_all_or_raise(backend, make)
     folder = backend.broadcast_object(made, 0)
 
     def look() -> None:
+        if in_memory and not folder.exists():
+            raise CheckpointError(
+                f"save: rank {backend.place.rank} on {os.uname().nodename} does not see {folder}, which rank 0 has made in the "
+                "memory of its host. With ranks on several hosts, save without in_memory=True."
+            )
         if shared and not folder.exists():
             raise CheckpointError(
                 f"save: rank {backend.place.rank} on {os.uname().nodename} does not see {folder}, which rank 0 has made. Save "

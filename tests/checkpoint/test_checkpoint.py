@@ -525,7 +525,7 @@ def test_any_flipped_bit_is_found(tmp_path):
         whole = file.read_bytes()
         for i in range(len(whole)):
             file.write_bytes(whole[:i] + bytes([whole[i] ^ (1 << i % 8)]) + whole[i + 1 :])
-            newest, _ = folders.newest(tmp_path)
+            newest, _ = folders.newest([tmp_path])
             if newest[0].name == "step-000000000002":  # a bit that nobody reads
                 assert_same(jaxmpi.restore(tmp_path, tree), tree)
         file.write_bytes(whole)
