@@ -12,7 +12,7 @@ from jaxlib import version as jaxlib_version
 
 from jaxmpi._errors import MPIError
 
-__all__ = ["check_ffi", "load", "rank_value", "sources_digest"]
+__all__ = ["check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
 
 INTERFACE = 9  # as in native/module.cc: another number for every change of what Python calls there
 ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
@@ -39,6 +39,14 @@ def load() -> ModuleType:
             f"install --no-build-isolation --no-deps -e {ROOT}."
         )
     return native
+
+
+def how_to_build() -> str:
+    """What to do where the extension is not built: a sentence. If its build fails, pip silently installs jaxmpi without it."""
+    options = "--no-cache-dir --force-reinstall jaxmpi"
+    if sources_digest(ROOT / "native"):
+        options = f"--no-build-isolation -e {ROOT}"
+    return f"Build it with a C++ compiler, and have pip show why a build fails: pip install -v --no-deps {options}"
 
 
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:

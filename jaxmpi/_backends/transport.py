@@ -50,15 +50,15 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
         return Native(launched)
     try:
         return Mpi(launched)
-    except MPIError as error:
+    except MPIError as error:  # of mpi4jax, which is needed only as the native transport is not there
         raise MPIError(
-            f"init: jaxmpi's own transport is not available. {obstacles[0]}. Install jaxmpi where there is a C++ compiler: pip "
-            f"hides why a build fails, and `pip install -v --no-cache-dir` shows it. mpi4jax would do in its place. {error}"
-        ) from error
+            "init: several ranks need jaxmpi's own transport, or mpi4jax in its place, and neither is available. jaxmpi's own: "
+            f"{obstacles[0]}. mpi4jax: {error}"
+        ) from None
 
 
 def why_not_native() -> str:
-    """Why this process cannot use the native transport, in words; "" if it can.
+    """Why this process cannot use the native transport, in words, and what to do; "" if it can.
 
     Raises:
       MPIError: the extension is there, but belongs to other sources, another version or another XLA FFI.
@@ -66,7 +66,8 @@ def why_not_native() -> str:
     try:
         native = extension.load()
     except ImportError as error:
-        return f"the extension is not built ({error})"
+        what = "is not built" if isinstance(error, ModuleNotFoundError) else "does not load"
+        return f"the extension {what} ({error}). {extension.how_to_build()}"
     if not native.can_reduce():
         return "the processor has no AVX2"
     on_cpu = on_host()

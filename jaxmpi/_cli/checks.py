@@ -117,7 +117,10 @@ def mpi() -> Iterator[Finding]:
         return
     text, advice = two(re.sub(r"^\S*MPIError: (MPI was asked for, but )?", "", said))
     without = "The native transport does without it."
-    if native().verdict != "ok":
+    transport = native()
+    if transport.verdict == "slow" and settings.get("JAXMPI_TRANSPORT") != "mpi4jax":
+        yield Finding("broken", "mpi4jax", text, f"Best build the native transport, which does without it: see below. {advice}")
+    elif transport.verdict != "ok":
         yield Finding("broken", "mpi4jax", text, advice)
     elif "No module named" in text:
         yield Finding("ok", "mpi4jax", f"not installed. {without}")
@@ -125,8 +128,8 @@ def mpi() -> Iterator[Finding]:
         yield Finding("slow", "mpi4jax", f"{text} {without}", advice)
 
 
-def native() -> Finding:
-    """Whether the native transport is there, and why not."""
+def native(instead: bool = True) -> Finding:
+    """Whether the native transport is there, and why not; mpi4jax does `instead`, where that works."""
     ok, said = ask("from jaxmpi._backends.transport import why_not_native; print(why_not_native())")
     if settings.get("JAXMPI_TRANSPORT") == "mpi4jax":
         return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
@@ -134,5 +137,7 @@ def native() -> Finding:
         return Finding("ok", "transport", "native")
     if not ok:
         return Finding("broken", "transport", *two(re.sub(r"^\S*MPIError: ", "", said)))
-    advice = "Install a C++ compiler, and jaxmpi again: pip install --force-reinstall --no-deps jaxmpi."
-    return Finding("slow", "transport", f"mpi4jax, as the native one cannot be used: {said}", advice)
+    why, advice = two(said)
+    if not instead:
+        return Finding("broken", "transport", f"none: neither the native one nor mpi4jax can be used. {why}", advice)
+    return Finding("slow", "transport", f"mpi4jax, as the native one cannot be used: {why}", advice)

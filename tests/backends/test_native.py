@@ -572,6 +572,16 @@ except (ValueError, jaxmpi.MPIError) as error:
 """
 
 
+HALTED = "import of jaxmpi._native halted; None in sys.modules"
+DOES_NOT_LOAD = """
+sys.modules["mpi4jax"] = None
+from jaxmpi._backends import extension
+def load():
+    raise ImportError("GLIBCXX_3.4.30 not found")
+extension.load = load
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "built", "said"),
@@ -581,7 +591,14 @@ except (ValueError, jaxmpi.MPIError) as error:
         ("native", True, "native 2.0"),
         ("", "of other sources", "MPIError: The extension"),
         ("mpi4jax", "of other sources", "mpi4jax 2.0"),
-        ("", "neither", "own transport is not available. rank 0: the extension is not built"),
+        (
+            "",
+            "neither",
+            f"neither is available. jaxmpi's own: rank 0: the extension is not built ({HALTED}). Build it with a C++ "
+            "compiler, and have pip show why a build fails: pip install -v --no-deps --no-build-isolation -e "
+            f"{extension.ROOT}. mpi4jax: ",
+        ),
+        ("", "does not load", "rank 0: the extension does not load (GLIBCXX_3.4.30 not found). Build it with a C++ compiler"),
         (
             "native",
             False,
@@ -593,6 +610,7 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
     before = {
         False: "sys.modules['jaxmpi._native'] = None",
         "neither": "sys.modules['jaxmpi._native'] = sys.modules['mpi4jax'] = None",
+        "does not load": DOES_NOT_LOAD,
         "of other sources": "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
     }
     code = CHOICE.format(before=before.get(built, ""))

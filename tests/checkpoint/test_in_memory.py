@@ -137,8 +137,8 @@ def test_no_job_goes_on_from_an_abandoned_run_in_the_other_folder(later_in_memor
 def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
     saved(directory, 5)
     saved(tmp_path / "other", 9)
-    prefix = memory._prefix(directory)
-    for name in (str(tmp_path / "other"), "../../" + str(tmp_path / "other"), f"{prefix}{'0' * 16}/..", "", "\0", "x" * 10**6):
+    prefix, kept, other = memory._prefix(directory), memory.begin(directory), f"../..{tmp_path}/other"
+    for name in (other[5:], other, f"{kept.name}/../{other}", f"{prefix}{'0' * 16}/..", "", "\0", "x" * 10**6):
         (directory / "in-memory").write_text(name)
         assert jaxmpi.latest(directory) == 5
     link = memory.MEMORY / f"{prefix}{secrets.token_hex(8)}"
@@ -150,6 +150,7 @@ def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
             saved(directory, 6, in_memory=True)
     finally:
         link.unlink()
+        kept.rmdir()
     assert restored(tmp_path / "other") == 9
 
 

@@ -153,7 +153,7 @@ import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name == "jaxmpi._native":
-            raise ImportError("No module named 'jaxmpi._native'")
+            raise ModuleNotFoundError("No module named 'jaxmpi._native'")
 
 sys.meta_path.insert(0, Missing())
 """
@@ -165,7 +165,20 @@ def test_without_the_extension(tmp_path):
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE)
     code, output = doctor("-n", "1", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     verdict, text = lines(output)["transport"]
-    assert code == 0 and verdict == "slow" and "the extension is not built" in text and "-> Install a C++ compiler" in text
+    assert code == 0 and verdict == "slow" and "the extension is not built" in text
+    assert "-> Build it with a C++ compiler" in text
+
+
+@pytest.mark.slow
+def test_without_the_extension_and_without_mpi4jax(tmp_path):
+    """As where pip has installed jaxmpi without the extension, silently: its build is what to mend."""
+    site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE + "sys.modules['mpi4jax'] = None\n")
+    code, output = doctor("-n", "2", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
+    said = lines(output)
+    assert code == 1 and said["transport"][0] == said["mpi4jax"][0] == "broken" and "a job" not in said, output
+    assert "neither the native one nor mpi4jax can be used. the extension is not built" in said["transport"][1]
+    assert "-> Build it with a C++ compiler" in said["transport"][1] and "pip install -v --no-deps" in said["transport"][1]
+    assert "-> Best build the native transport, which does without it: see below." in said["mpi4jax"][1]
 
 
 @pytest.mark.exhaustive
