@@ -102,7 +102,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     Every file is read and its checksums compared; those that are damaged are warned of and passed over.
 
     **Collective:** every rank calls it.
-    **Communication:** the number.
+    **Communication:** the number, and whether all ranks see the folder in memory.
 
     Raises:
       CheckpointError: on every rank, if the save before could not be written.
@@ -127,7 +127,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
     anew for another number of ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** what is equal on all ranks, from rank 0, which alone reads it.
+    **Communication:** what is equal on all ranks, from rank 0, which alone reads it; whether all see the folder in memory.
 
     Args:
       directory: that of `save`.
