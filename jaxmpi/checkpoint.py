@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxmpi._checkpoint import leaf_values, parts
-from jaxmpi._checkpoint.commit import commit
+from jaxmpi._checkpoint.commit import commit, note_restore
 from jaxmpi._checkpoint.compatibility import difference, only_common
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
@@ -181,6 +181,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
         warnings.warn(f"restore: {folder}: {missing}.", stacklevel=2)
     if not partial:  # what is restored in part is another run's beginning, or its end
         Save.restored[Path(directory).absolute()] = manifest.step
+        note_restore(Path(directory).absolute())
     restored = dict(zip([leaf.name for leaf in here], values, strict=True))
     return parts.put_back(like, [leaf_values.like(x, restored[leaf.name]) if leaf.name in restored else x for leaf, x in found])
 

@@ -67,7 +67,7 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
     "_run.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
     "_data.prefetch": {"_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"},
-    "_checkpoint.commit": {"_written": "the process wrote these folders, whatever the job"},
+    "_checkpoint.commit": {"_known": "checkpoints that the process has made or seen, whatever the job"},
     "_process.at_exit": {
         "_calls": "calls for the end of the process, not of the job",
         "_threads": "threads that end before the process does, in a job or not",

@@ -24,7 +24,7 @@ from jaxmpi._checkpoint.manifest_format import format_manifest
 from jaxmpi._errors import CheckpointError
 from jaxmpi._process import stderr
 
-__all__ = ["begin", "commit"]
+__all__ = ["begin", "commit", "note_restore"]
 
 ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
 
@@ -32,7 +32,7 @@ _UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
 _ABANDONED = "abandoned-"
 
 _begun = time.monotonic()  # this job, to the precision of its imports
-_written: set[tuple[int, int]] = set()  # the folders of checkpoints of this process, by device and inode
+_known: set[tuple[int, int, int]] = set()  # checkpoints that are of no job beside this one, by device, inode and time
 
 
 def begin(directory: Path, in_memory: bool = False) -> tuple[Path, BufferedWriter]:
@@ -128,6 +128,18 @@ def set_aside(directory: Path, folder: Path, step: int, base: int | None) -> Non
         )
 
 
+def note_restore(directory: Path) -> None:
+    """Note that a run goes on from a checkpoint of a directory: all that are there are its own, or of runs that it left."""
+    for there in (directory, memory.existing(directory)):
+        for old in found(there) if there else []:
+            with contextlib.suppress(OSError):  # another job has removed it
+                _known.add(_identity(old.stat()))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 def _empty(in_memory: Path) -> None:
     """Remove the checkpoints in memory, as there is a newer one on the disk; not those that another job writes there."""
     beside = _of_jobs_beside(in_memory, time.time())
@@ -140,7 +152,7 @@ def _empty(in_memory: Path) -> None:
 
 
 def _of_jobs_beside(directory: Path, now: float) -> set[Path]:
-    """The checkpoints that were written since this job began, and not by it.
+    """The checkpoints that were written since this job began, and that it has neither written nor restored beside.
 
     `now` is the time of the file system's clock, which may be another machine's.
     """
@@ -149,7 +161,7 @@ def _of_jobs_beside(directory: Path, now: float) -> set[Path]:
     for old in found(directory):
         with contextlib.suppress(OSError):  # another job has removed it
             status = old.stat()
-            if status.st_mtime > begun and (status.st_dev, status.st_ino) not in _written:
+            if status.st_mtime > begun and _identity(status) not in _known:
                 beside.add(old)
     return beside
 
@@ -163,8 +175,7 @@ def _name(folder: Path, step: int) -> Path:
         try:
             if not os.path.lexists(there):
                 folder.rename(there)
-                status = there.stat()
-                _written.add((status.st_dev, status.st_ino))
+                _known.add(_identity(there.stat()))
                 return there
         except OSError as error:  # another job was faster
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):

@@ -767,6 +767,18 @@ def test_two_jobs_save_into_one_folder(tmp_path):
     assert len([*tmp_path.iterdir()]) == 60
 
 
+def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path):
+    """As in a notebook, which goes back to a step of a job that has trained since the notebook was started."""
+    jaxmpi.init()
+    save = "import sys, jaxmpi; jaxmpi.init(); [jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None) for i in (10, 20, 30)]"
+    subprocess.run([sys.executable, "-c", save, tmp_path], check=True, timeout=120)
+    jaxmpi.save(tmp_path, 5, {"x": 5}, keep=None, background=False)
+    assert jaxmpi.latest(tmp_path) == 30  # it may run still
+    assert jaxmpi.restore(tmp_path, {"x": 0}, step=10) == {"x": 10}
+    jaxmpi.save(tmp_path, 11, {"x": 11}, keep=None, background=False)
+    assert [folders.step_of(path) for path in folders.found(tmp_path)] == [11, 10, 5]
+
+
 @pytest.mark.parametrize(
     ("code", "advice"),
     [(errno.ENOSPC, "Free some space"), (errno.EACCES, "Save to a folder that"), (errno.EIO, "Look at the disk")],
