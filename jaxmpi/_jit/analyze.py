@@ -147,7 +147,7 @@ def _with_statistics(
     """
     following: dict[int, list[int]] = {}
     for i, path in enumerate(ins):
-        if function.replicated.hold(path) and marks_of(path) == [STATISTIC]:
+        if function.replicates(path) and marks_of(path) == [STATISTIC]:
             name = leaf_name(path[2:])
             following[i] = [j for j, out in enumerate(outs) if leaf_name(out[1:]) == name]
     while True:
@@ -186,14 +186,13 @@ def _varies(
 
 
 def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
-    """Which arrays of the outputs `replicated_outnums` names."""
+    """Which arrays of the outputs must be equal on all ranks."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
-    asked = range(len(children)) if function.outputs is None else function.outputs
-    outputs = positions("replicated_outnums", asked, len(children), f"{function.title} returns")
+    outputs = positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     paths, _ = flatten_with_path(tree.unflatten(numbers))
-    return [number in outputs and not is_own(path) for path, number in paths]
+    return [(number in outputs or function.equal_output(path)) and not is_own(path) for path, number in paths]
 
 
 def _from_outside(x: ArrayLike) -> str:

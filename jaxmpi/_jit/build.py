@@ -73,7 +73,7 @@ def build_program(
         jaxpr, captured, parameters = trace(flat, backend.axes, avals)
         tree = flat.tree
     outs = paths_of(tree)
-    replicated = [function.replicated.hold(path) and not is_own(path) for path in ins]
+    replicated = [function.replicates(path) and not is_own(path) for path in ins]
     arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
     found = Analysis(jaxpr, replicated, [False] * len(outs), [], [])
     if size > 1:

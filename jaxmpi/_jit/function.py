@@ -34,6 +34,10 @@ class Arguments(NamedTuple):
         return first.key in self.names if kind else first.idx in self.nums
 
 
+def _never(path: KeyPath) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Function:
     """A Python function, and what is known of its arguments and outputs."""
@@ -42,7 +46,9 @@ class Function:
     static: Arguments  # that are no arrays, and compared by value
     donated: Arguments
     replicated: Arguments  # that are equal on all ranks
-    outputs: tuple[int, ...] | None  # positions of outputs that must be; None for all of them
+    outputs: tuple[int, ...]  # positions of outputs that must be
+    equal_leaf: Callable[[KeyPath], bool] = _never  # which leaves of (args, kwargs) are equal, too
+    equal_output: Callable[[KeyPath], bool] = _never  # which leaves of the outputs must be, too
     of_user: bool = True  # and no function of ours
     feeds_rows: bool = False  # whether each rank is to pass other rows, as it is in a pmap
 
@@ -50,6 +56,10 @@ class Function:
     def title(self) -> str:
         """What errors call it."""
         return title_of(self.fun)
+
+    def replicates(self, path: KeyPath) -> bool:
+        """Whether the leaf of (args, kwargs) at this path is equal on all ranks."""
+        return self.replicated.hold(path) or self.equal_leaf(path)
 
     def dynamic(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
         """The arguments with None in the place of static ones."""

@@ -23,7 +23,7 @@ from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.arguments import argument_name
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._leaves import PyTree, flatten_with_path, leaf_name
 from jaxmpi._world import session
 
 __all__ = ["pmap"]
@@ -62,9 +62,9 @@ def pmap(
       fun: the function, of one device's arrays.
       axis_name: any text that is no axis of `jaxmpi.init(axes=...)`.
       in_axes: for each positional argument, or for parts of it, the axis of length one that is
-        taken away; None for what has none: it must be equal on all ranks.
-      out_axes: where the results get that axis; None for results without it, which must be equal on
-        all ranks.
+        taken away; None, on any level, for what has none: it must be equal on all ranks.
+      out_axes: where the results get that axis; None, on any level, for results without it, which
+        must be equal on all ranks.
       static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
       devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one device.
       backend: that of this rank's device, which changes nothing either.
@@ -107,10 +107,13 @@ def pmap(
 
     named = next((f for f in (fun, getattr(fun, "func", fun)) if hasattr(f, "__name__")), type(fun))
     on_this_device.__name__ = named.__name__
-    replicated = {*_numbers(replicated_argnums), *_unmapped(in_axes, static)}
-    function = describe(on_this_device, tuple(sorted(replicated)), (), options)
-    outputs = None if out_axes is None else _unmapped(out_axes, ())
-    step = Step(replace(function, outputs=outputs, feeds_rows=True), options)
+    function = replace(
+        describe(on_this_device, _numbers(replicated_argnums), (), options),
+        equal_leaf=axes.argument_has_none,
+        equal_output=axes.output_has_none,
+        feeds_rows=True,
+    )
+    step = Step(function, options)
 
     @wraps(on_this_device)
     def pmapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -129,16 +132,29 @@ class Axes(NamedTuple):
     outs: Any
     static: frozenset[int]
 
+    def argument_has_none(self, path: KeyPath) -> bool:
+        """Whether the leaf of (args, kwargs) at this path has no mapped axis."""
+        by_name, argument, *rest = path
+        if by_name.idx:
+            return False
+        axes = self.ins[argument.idx] if isinstance(self.ins, tuple | list) else self.ins
+        return _has_none(axes, tuple(rest))
+
+    def output_has_none(self, path: KeyPath) -> bool:
+        """Whether the leaf of the results at this path gets no axis."""
+        return _has_none(self.outs, path)
+
 
 def _numbers(argnums: int | Iterable[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _unmapped(axes: Any, static: Sequence[int]) -> tuple[int, ...]:
-    """The positions of arguments, or results, that have no mapped axis at all."""
-    if not isinstance(axes, tuple | list):
-        return ()
-    return tuple(i for i, axis in enumerate(axes) if axis is None and i not in static)
+def _has_none(axes: Any, path: KeyPath) -> bool:
+    """Whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
+    for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
+        if axis is None and path[: len(above)] == above:
+            return True
+    return False
 
 
 def _check(

@@ -310,6 +310,65 @@ def test_branches_on_equal_arguments():
             jaxmpi.pmap(lambda x, y: lax.psum(x * y, "i"), "i", in_axes=(0, None))(x, np.float32(jaxmpi.rank()))
 
 
+@run_ranks(1, 2)
+@pytest.mark.parametrize("in_axes", [(0, {"often": None, "y": 0}), (0, [None, 0]), (0, jaxmpi.PerRankState(0), None)])
+def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
+    """A branch with a collective may depend on it, and its values are compared; its neighbor with an axis is per rank."""
+    n, x = jaxmpi.size(), jnp.asarray([jaxmpi.rank() + 1.0])
+
+    def f(x, *flags):
+        often, y = jax.tree.leaves(flags)[::-1] if len(flags) == 2 else jax.tree.leaves(flags[0])
+        return y + lax.cond(often > 0, lambda x: lax.psum(x, "i"), lambda x: x, x)
+
+    def arguments(often):
+        tree = in_axes[1]
+        if len(in_axes) == 3:
+            return jaxmpi.PerRankState(10 * x), often
+        return (jax.tree.map(lambda axis: often if axis is None else 10 * x, tree, is_leaf=lambda axis: axis is None),)
+
+    mapped = jaxmpi.pmap(f, "i", in_axes=in_axes)
+    np.testing.assert_allclose(mapped(x, *arguments(np.float32(1))), n * (n + 1) / 2 + 10 * x)
+    if n > 1:
+        added = jaxmpi.pmap(lambda x, *flags: lax.psum(x, "i") + f(x, *flags), "i", in_axes=in_axes)
+        with pytest.raises(jaxmpi.RankMismatchError, match=r"argument [12].* is named in replicated_argnums, and rank 1"):
+            added(x, *arguments(np.float32(1 + jaxmpi.rank())))
+
+
+@run_ranks(1, 2)
+def test_pmap_in_axes_none_for_all_arguments_is_replicated():
+    def f(often, x):
+        return lax.cond(often > 0, lambda x: lax.psum(x, "i"), lambda x: x, x)[None]
+
+    n = jaxmpi.size()
+    np.testing.assert_allclose(jaxmpi.pmap(f, "i", in_axes=None, out_axes=None)(np.float32(1), np.float32(3)), [3.0 * n])
+    if n > 1:  # an argument by name has an axis
+        with pytest.raises(ValueError, match=r"cond at .* contains a collective"):
+            jaxmpi.pmap(f, "i", in_axes=None)(x=np.float32([3]), often=np.float32([1]))
+
+
+OUT_AXES_WITH_NONE = {
+    "all": (lambda x: x, None, "output"),
+    "in a tuple": (lambda x: (x, x), (0, None), r"output \[1\]"),
+    "in a dict": (lambda x: {"x": x, "y": x}, {"x": None, "y": 0}, r"output \['x'\]"),
+    "in a dict in a tuple": (lambda x: (x, {"x": x}), (0, {"x": None}), r"output \[1\]\['x'\]"),
+    "above a dict": (lambda x: (x, {"x": x}), (0, None), r"output \[1\]\['x'\]"),
+    "in a list": (lambda x: [x, x], [0, None], r"output \[1\]"),
+}
+
+
+@run_ranks(1, 2)
+@pytest.mark.parametrize("name", OUT_AXES_WITH_NONE)
+def test_pmap_out_axes_none_is_equal_on_all_ranks(name):
+    make, out_axes, output = OUT_AXES_WITH_NONE[name]
+    n, x = jaxmpi.size(), jnp.asarray([jaxmpi.rank() + 1.0])
+    equal = jaxmpi.pmap(lambda x: make(lax.psum(x, "i")), "i", out_axes=out_axes)(x)
+    for leaf in jax.tree.leaves(equal):
+        np.testing.assert_array_equal(leaf.reshape(-1), [n * (n + 1) / 2])
+    if n > 1:
+        with pytest.raises(ValueError, match=rf"{output}.* of <lambda> is to be equal on all ranks"):
+            jaxmpi.pmap(lambda x: make(x), "i", out_axes=out_axes)(x)
+
+
 # errors
 
 
