@@ -8,7 +8,7 @@ from jax._src import core, effects, util
 from jax._src.interpreters import partial_eval
 from jax._src.state.types import AbstractRef
 from jax.core import AbstractValue, Atom
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "is_reference",
     "kept_with_jaxpr",
     "needs_one_device",
+    "new_variable",
     "parts",
     "scan_counts",
     "with_axis_renamed",
@@ -61,6 +62,11 @@ def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] |
     inner, _ = parts(jaxpr)
     edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))
     return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
+
+
+def new_variable(like: Var) -> Var:
+    """Return a variable of the type of another one."""
+    return Var(like.aval)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

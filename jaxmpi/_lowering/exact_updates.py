@@ -1,4 +1,4 @@
-"""Updates that lead to a given value: θ + u is that value, and not a rounding beside it.
+"""Make θ + u equal a given value q exactly, where u was made to lead from θ to q.
 
 Transforms that know where the parameters are to be after a step, such as the mean over the ranks, return u = q - θ, and the
 caller computes θ + u. In floats that is rounded twice, and ranks that come from different θ arrive a rounding apart.
@@ -8,9 +8,14 @@ No choice of u avoids it. Let δ be the gap between floats just above 1, θ = -1
 second values that lie between those: no value near q is in both sets. Where θ is large and q tiny, θ + u is a multiple of half
 the gap at θ, and q is not.
 
-So a program is edited: where it adds the u of `update_to(θ, q)` to θ, the sum is replaced by q. That
-holds for all floats. Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is the float
-that leads to q if there is one, and leads next to it if not.
+So a program is edited: where it adds the u of `update_to(θ, q)` to θ, the sum is replaced by q, for all floats. `trace` opens
+the calls of inner functions first, so that the sum and the update are on one level. Between them u may pass through
+
+- `select_n(p, 0, u)`, as of `jaxmpi.skip_nonfinite`: θ + u becomes `select_n(p, θ, q)`;
+- `cond`, as of `jaxmpi.accumulate`: θ + u is computed in the branches, in one of which it is q.
+
+Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is the float that leads to q if there is one, and leads
+next to it if not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Atom
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
@@ -28,7 +33,7 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import widest
 from jaxmpi._lowering.classify import map_subjaxprs, subjaxprs
 
-__all__ = ["apply_exactly", "update_to"]
+__all__ = ["apply_exactly", "has_updates", "is_update", "update_to"]
 
 IDENTITIES = ("name", "copy", "copy_p", "optimization_barrier")  # operand i is result i
 
@@ -82,56 +87,132 @@ def update_to(x: ArrayLike, to: ArrayLike, guess: ArrayLike | None = None) -> ja
 
 
 def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
-    """Return the program with x + u replaced by q wherever u is that of `update_to(x, q)`, in loops and calls, too."""
-    if not _has_updates(jaxpr):
+    """Return the program with x + u replaced by q wherever u is that of `update_to(x, q)`, in loops and branches, too.
+
+    The sum and the update are on one level, or u comes to the sum through `cond`s and `where`s: `trace` has opened
+    the calls of inner functions.
+    """
+    if not has_updates(jaxpr):
         return jaxpr
     inner, _ = _jaxcompat.parts(jaxpr)
-    made_by = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
-    stands: dict[Var, Atom] = {}  # what is in the place of a sum
-    eqns = []
-
-    def replaced(atoms: Sequence[Atom]) -> list[Atom]:
-        return [atom if isinstance(atom, Literal) else stands.get(atom, atom) for atom in atoms]
-
+    edited = _Edited(inner)
     for eqn in inner.eqns:
-        if (target := _target(eqn, made_by)) is not None:
-            stands[eqn.outvars[0]] = replaced([target])[0]
+        total = edited.exact_sum(eqn) if eqn.primitive.name == "add" else None
+        if total is not None:
+            edited.stands[eqn.outvars[0]] = total
             continue
-        if not _is_update(eqn) and any(map(_has_updates, subjaxprs(eqn))):
+        if not is_update(eqn) and any(map(has_updates, subjaxprs(eqn))):
             eqn = eqn.replace(params={**eqn.params, **map_subjaxprs(eqn, apply_exactly)})
-        eqns.append(eqn.replace(invars=replaced(eqn.invars)) if stands else eqn)
-    return _jaxcompat.with_equations(jaxpr, eqns, replaced(inner.outvars))
+        edited.append(eqn)
+    return _jaxcompat.with_equations(jaxpr, edited.eqns, edited.replaced(inner.outvars))
 
 
 @_jaxcompat.kept_with_jaxpr
-def _has_updates(jaxpr: AnyJaxpr) -> bool:
+def has_updates(jaxpr: AnyJaxpr) -> bool:
     """Whether a program has an update to a given value, in its loops and calls, too."""
     eqns = _jaxcompat.parts(jaxpr)[0].eqns
-    return any(_is_update(eqn) or any(map(_has_updates, subjaxprs(eqn))) for eqn in eqns)
+    return any(is_update(eqn) or any(map(has_updates, subjaxprs(eqn))) for eqn in eqns)
 
 
-def _is_update(eqn: JaxprEqn) -> bool:
+def is_update(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call of `update_to`."""
     return eqn.params.get("name") == NAME and "jaxpr" in eqn.params
 
 
-def _target(eqn: JaxprEqn, made_by: Mapping[Var, JaxprEqn]) -> Atom | None:
-    """Return the value that a sum is to be, if it adds x and an update of `update_to(x, value)`; None for all else."""
-    if eqn.primitive.name != "add":
+class _Edited:
+    """The equations of a program with exact sums, as far as they have been made.
+
+    Attributes:
+      eqns: the equations.
+      stands: for the result of each sum that was left out, the value in its place.
+    """
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.stands: dict[Var, Atom] = {}
+        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._index: dict[Var, int] = {}  # in `eqns`, of the equation that makes a variable
+
+    def append(self, eqn: JaxprEqn) -> None:
+        """Add an equation, with what stands in the place of its operands."""
+        for v in eqn.outvars:
+            self._index[v] = len(self.eqns)
+        self.eqns.append(eqn.replace(invars=self.replaced(eqn.invars)) if self.stands else eqn)
+
+    def replaced(self, atoms: Sequence[Atom]) -> list[Atom]:
+        """Return what stands in the place of each value."""
+        return [atom if isinstance(atom, Literal) else self.stands.get(atom, atom) for atom in atoms]
+
+    def exact_sum(self, add: JaxprEqn) -> Atom | None:
+        """Return the value of a sum of x and an update of `update_to(x, value)`; None for all other sums."""
+        for x, u in (add.invars, add.invars[::-1]):
+            if u.aval.dtype == x.aval.dtype and u.aval.shape == add.outvars[0].aval.shape:
+                total = self._total(add, x, u)
+                if total is not None:
+                    return total
         return None
-    for x, u in (eqn.invars, eqn.invars[::-1]):
-        update = None if isinstance(u, Literal) else made_by.get(_origin(u, made_by))
-        if update is None or not _is_update(update) or u.aval.dtype != x.aval.dtype:
-            continue
-        start, to = update.invars[:2]
-        if start.aval == x.aval and to.aval.shape == eqn.outvars[0].aval.shape and _same(x, start, made_by):
-            return to
-    return None
 
+    def _total(self, add: JaxprEqn, x: Atom, u: Atom) -> Atom | None:
+        """Return x + u if u leads to a given value, on this level, or through a `select_n` or a `cond`."""
+        if isinstance(x, Literal) or isinstance(u, Literal):
+            return None
+        u = _origin(u, self._made_by)
+        eqn = self._made_by.get(u)
+        if eqn is None:
+            return None
+        if is_update(eqn):
+            start, to = eqn.invars[:2]
+            return self.replaced([to])[0] if start.aval == x.aval and self._same(x, start) else None
+        if eqn.primitive.name == "select_n":
+            return self._selected(add, x, eqn)
+        if eqn.primitive.name == "cond" and any(map(has_updates, subjaxprs(eqn))):
+            return self._from_branches(add, x, u, eqn)
+        return None
 
-def _same(a: Atom, b: Atom, made_by: Mapping[Var, JaxprEqn]) -> bool:
-    if isinstance(a, Literal) or isinstance(b, Literal):
-        return False
-    return _origin(a, made_by) is _origin(b, made_by)
+    def _selected(self, add: JaxprEqn, x: Var, select: JaxprEqn) -> Atom | None:
+        """Return x + select_n(p, 0, u) as select_n(p, x, q), where u is that of `update_to(x, q)`."""
+        predicate, *cases = select.invars
+        # x + 0 is x, but for the sign of a zero, which no rank sees
+        totals = [x if self._is_zero(case) else self._total(add, x, case) for case in cases]
+        if any(total is None or total.aval.shape != add.outvars[0].aval.shape for total in totals):
+            return None
+        total = _jaxcompat.new_variable(add.outvars[0])
+        self.append(select.replace(invars=[predicate, *totals], outvars=[total]))
+        return total
+
+    def _from_branches(self, add: JaxprEqn, x: Var, u: Var, cond: JaxprEqn) -> Atom | None:
+        """Return x + u as another output of the `cond` that u comes from, if a branch makes it an update of x."""
+        position = self._index[u]
+        operand = next((i for i, v in enumerate(cond.invars) if i > 0 and v.aval == x.aval and self._same(x, v)), None)
+        if operand is None:
+            return None
+        branches, are_exact = [], []
+        for branch in self.eqns[position].params["branches"]:
+            inner, _ = _jaxcompat.parts(branch)
+            total = _jaxcompat.new_variable(add.outvars[0])
+            summed = add.replace(invars=[inner.invars[operand - 1], inner.outvars[cond.outvars.index(u)]], outvars=[total])
+            longer = _jaxcompat.with_equations(branch, [*inner.eqns, summed], [*inner.outvars, total])
+            branches.append(apply_exactly(longer))
+            are_exact.append(_jaxcompat.parts(branches[-1])[0].outvars[-1] is not total)
+        if not any(are_exact):
+            return None
+        total = _jaxcompat.new_variable(add.outvars[0])
+        edited = self.eqns[position]
+        self.eqns[position] = edited.replace(
+            params={**edited.params, "branches": tuple(branches)}, outvars=[*edited.outvars, total]
+        )
+        return total
+
+    def _is_zero(self, v: Atom) -> bool:
+        """Whether a value is a constant 0."""
+        if isinstance(v, Literal):
+            return bool(np.all(np.asarray(v.val) == 0))
+        maker = self._made_by.get(_origin(v, self._made_by))
+        return maker is not None and maker.primitive.name == "broadcast_in_dim" and self._is_zero(maker.invars[0])
+
+    def _same(self, x: Var, y: Atom) -> bool:
+        """Whether two values are one, before identities."""
+        return not isinstance(y, Literal) and _origin(x, self._made_by) is _origin(y, self._made_by)
 
 
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:

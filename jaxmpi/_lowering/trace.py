@@ -14,8 +14,8 @@ from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import callee, has_collective, kind, map_subjaxprs, subjaxprs
-from jaxmpi._lowering.exact_updates import apply_exactly
+from jaxmpi._lowering.classify import LOOPS, callee, has_collective, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 from jaxmpi._process.garbage import collection_paused
@@ -50,10 +50,11 @@ def prepared(traced: ClosedJaxpr, axes: Mapping[str, int]) -> tuple[ClosedJaxpr,
     notes = [*parameters(inner)]
     if not captured:
         traced = _without_notes(traced)
-    if captured or _needs_opening(traced):
+    updates = has_updates(traced)
+    if captured or updates or _needs_opening(traced):
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
         with collection_paused():
-            traced = make_jaxpr(lambda *args: _open(inner, axes, *args), axes[AXIS], arguments)
+            traced = make_jaxpr(lambda *args: _open(inner, axes, *args, jits=updates), axes[AXIS], arguments)
     return apply_exactly(traced), captured, notes
 
 
@@ -69,10 +70,10 @@ def _make_jaxpr(function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str,
     return jax.make_jaxpr(function, axis_env=[*axes.items()])(*structs)
 
 
-def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int]) -> ClosedJaxpr:
-    """The same program over AXIS alone and without calls around collectives, in its loops, too."""
+def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
+    """The same program over AXIS alone and without calls around collectives, in its loops, too; `jits` as in `_open`."""
     avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
-    return make_jaxpr(lambda *args: _open(jaxpr, axes, *args), axes[AXIS], avals)
+    return make_jaxpr(lambda *args: _open(jaxpr, axes, *args, jits=jits), axes[AXIS], avals)
 
 
 def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -111,7 +112,12 @@ def _needs_opening(jaxpr: AnyJaxpr) -> bool:
     return False
 
 
-def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike) -> list[ArrayLike]:
+def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False) -> list[ArrayLike]:
+    """Evaluate a program without its calls; `jits` opens those of `jax.jit` without a collective, too.
+
+    `apply_exactly` needs that: it finds a sum and its update where they are on one level.
+    """
+
     def step(eqn: JaxprEqn, xs: list[ArrayLike]) -> list[ArrayLike]:
         match kind(eqn):
             case "call":
@@ -119,9 +125,9 @@ def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike) -> list[Ar
                     xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
                 with _jaxcompat.at_source(eqn):
                     jaxpr, operands = callee(eqn, xs)
-                    return _open(jaxpr, axes, *operands)
+                    return _open(jaxpr, axes, *operands, jits=jits)
             case "loop":
-                inside = map_subjaxprs(eqn, lambda inner: opened(inner, axes))
+                inside = map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits))
                 if batched_predicate(eqn):
                     with _jaxcompat.at_source(eqn):
                         return with_scalar_predicate({**eqn.params, **inside}, xs)
@@ -134,6 +140,11 @@ def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike) -> list[Ar
                     return [named_axes.index(eqn, axes)]
             case "collective" | "ahead" if named_axes.has_groups(eqn):
                 return named_axes.collective(eqn, xs, axes)
+            case "" if jits and eqn.primitive.name in ("jit", "pjit") and not is_update(eqn):
+                with _jaxcompat.at_source(eqn):
+                    return _open(eqn.params["jaxpr"], axes, *xs, jits=jits)
+            case "" if jits and eqn.primitive.name in LOOPS and any(map(has_updates, subjaxprs(eqn))):
+                return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits)))
             case _:
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)
 

@@ -61,9 +61,14 @@ def local_sgd(
 
     Between meetings the ranks' parameters differ, so they are not a replicated output of a `jaxmpi.jit`. After a meeting
     without a delay they have the same bits on all ranks, if `optax.apply_updates` is in the same `jaxmpi.jit` as `update`:
-    evaluate and save there, or take the mean first. Applied elsewhere, they may be a rounding apart. With a delay each rank has
-    its own way on top of what all have agreed on, and the `anchor` of each fragment has the same bits on all ranks. The state
-    of `inner` stays each rank's own.
+    evaluate and save there, or take the mean first. Either may be in an inner `jax.jit`, and `local_sgd` in `skip_nonfinite` or
+    `accumulate`: between the two an update u may pass through `lax.cond` and `jnp.where(p, u, 0)`. The parameters may be a
+    rounding apart where the update is changed on its way (`optax.scale`, `optax.MultiSteps`), made outside of the branch or
+    loop that adds it, or made in a loop, `jax.checkpoint` or custom derivative that it leaves, and where it is applied outside
+    of the `jaxmpi.jit`.
+
+    With a delay each rank has its own way on top of what all have agreed on, and the `anchor` of each fragment has the same
+    bits on all ranks. The state of `inner` stays each rank's own.
 
     **Collective:** every rank calls `update` equally often, with parameters.
     **Communication:** a mean of the parameters every `every` calls: 1/every of the bytes of `distributed`; with a codec, its.

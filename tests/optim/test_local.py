@@ -190,6 +190,50 @@ def test_local_sgd_equal_bits_after_each_round_of_simulated_ranks():
             assert [len({row.tobytes() for row in x}) == 1 for x in rows] == [i % 2 == 0] * 3
 
 
+AROUND = {
+    "skip_nonfinite": (1, jaxmpi.skip_nonfinite),
+    "accumulate": (2, lambda tx: jaxmpi.accumulate(tx, 2)),
+    "accumulate in accumulate": (4, lambda tx: jaxmpi.accumulate(jaxmpi.accumulate(tx, 2), 2)),
+    "accumulate in skip_nonfinite": (2, lambda tx: jaxmpi.skip_nonfinite(jaxmpi.accumulate(tx, 2))),
+}
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("name", AROUND)
+def test_local_sgd_equal_bits_after_each_round_inside_of_other_transforms(name):
+    """Their updates come out of a `lax.cond` or a `where`, and the sum with the parameters stands outside of it."""
+    calls, around = AROUND[name]
+    for i, params, _ in rounds(around(jaxmpi.local_sgd(optax.sgd(1.0), 2)), 4 * calls, 2):
+        assert bits_equal(params) == [i // calls % 2 == 0] * len(DTYPES), i
+
+
+INNER_JITS = {
+    "update": (jax.jit, lambda f: f),
+    "apply_updates": (lambda f: f, jax.jit),
+    "both": (jax.jit, jax.jit),
+    "jit in jit": (lambda f: f, lambda f: jax.jit(lambda p, u: jax.jit(f)(p, u))),
+}
+
+
+@run_ranks(2)
+@pytest.mark.parametrize("name", INNER_JITS)
+def test_local_sgd_equal_bits_after_each_round_with_an_inner_jit(name):
+    around_update, around_apply = INNER_JITS[name]
+    tx = jaxmpi.local_sgd(optax.sgd(1.0), 2)
+    update, apply_updates = around_update(tx.update), around_apply(optax.apply_updates)
+    params = spread(9, (-12, 8))
+    state = tx.init(params)
+
+    @jaxmpi.jit
+    def step(params, state, grads):
+        updates, state = update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    for i in range(1, 5):
+        params, state = step(params, state, spread([jaxmpi.rank(), i], (-12, 8)))
+        assert bits_equal(params) == [i % 2 == 0] * len(DTYPES), i
+
+
 @run_ranks(2, 3)
 def test_local_sgd_parameters_after_a_round_are_the_mean():
     n, start = jaxmpi.size(), spread(9, (-12, 8))
@@ -300,6 +344,47 @@ def test_update_to_is_replaced_where_a_program_adds_it():
         step = jaxmpi.jit(lambda x, to: (optax.apply_updates(x, update_to(x, to)), jaxmpi.tree_allreduce(to.sum())))
         got, _ = step(x, to)
         assert np.asarray(got).tobytes() == np.asarray(to).tobytes()
+
+
+def through_cond(x, to, flag):
+    u, _ = jax.lax.cond(flag > 0, lambda: (update_to(x, to), 1.0), lambda: (jnp.zeros_like(x), 2.0))
+    return x + u
+
+
+def through_cond_and_where(x, to, flag):
+    u = jax.lax.cond(flag > 0, lambda: jnp.where(flag > 2, 0, update_to(x, to)), lambda: jnp.zeros_like(x))
+    return jnp.where(flag == -1, 0.0, u) + x
+
+
+def another_start(x, to, flag):
+    """The update leads from 2 x: the sum stays as it is."""
+    return x + jax.lax.cond(flag > 0, lambda: update_to(2 * x, to), lambda: jnp.zeros_like(x))
+
+
+PATHS = {
+    "update in a jit": lambda x, to, flag: x + jax.jit(update_to)(x, to),
+    "sum in a jit": lambda x, to, flag: jax.jit(optax.apply_updates)(x, update_to(x, to)),
+    "sum in a jit in a jit": lambda x, to, flag: jax.jit(lambda x, u: jax.jit(jnp.add)(x, u))(x, update_to(x, to)),
+    "where": lambda x, to, flag: x + jnp.where(flag > 0, update_to(x, to), 0),
+    "select": lambda x, to, flag: x + jax.lax.select(flag > 0, update_to(x, to), jnp.zeros_like(x)),
+    "cond": through_cond,
+    "cond and where": through_cond_and_where,
+    "in a scan": lambda x, to, flag: jax.lax.scan(lambda c, _: (through_cond(c, to, flag), None), x, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_update_to_is_replaced_on_its_way_to_the_sum(name):
+    delta = float(np.spacing(np.float32(1)))
+    x = jnp.asarray([-1.0, -(1 + delta), 1e8, 3.0], jnp.float32)
+    to = jnp.asarray([1.5 + delta, 1.5 + delta, 1e-8, 0.0], jnp.float32)
+    with jaxmpi.simulate(2):
+        step = jaxmpi.jit(lambda x, to, flag: (PATHS[name](x, to, flag), jaxmpi.tree_allreduce(to.sum())))
+        np.testing.assert_array_equal(step(x, to, 1.0)[0], to)
+        takes_no_flag = "jit" in name
+        np.testing.assert_array_equal(step(x, to, -1.0)[0], to if takes_no_flag else x)
+        step = jaxmpi.jit(lambda x, to, flag: (another_start(x, to, flag), jaxmpi.tree_allreduce(to.sum())))
+        np.testing.assert_allclose(step(x, to, 1.0)[0], to - x, rtol=1e-6)
 
 
 # fragments and delays
