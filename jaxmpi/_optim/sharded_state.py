@@ -1,5 +1,6 @@
 """The state of `sharded`: which of its arrays are shards, the state that one rank would have, and the way back."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeGuard
@@ -164,6 +165,7 @@ def reshard(tree: PyTree) -> PyTree:
     """Cut states of one rank, from `unshard`, for the ranks that there are now along the axis of each state.
 
     The state of an `nnx.Optimizer` is cut where it stands: `optimizer = jaxmpi.reshard(optimizer)`, or an `nnx.state` of it.
+    An `nnx.state` of an optimizer without arrays, such as `optax.sgd`, stays as it is.
 
     **Collective:** every rank calls it, with states that are equal on all ranks, or along their axes. Called
     eagerly, it compares checksums of each state first.
@@ -182,7 +184,7 @@ def reshard(tree: PyTree) -> PyTree:
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
     found = [i for i, x in enumerate(nodes) if is_sharded_state(assembled(x))]
-    if not found:
+    if not found and not _is_of_optimizer_without_arrays(tree):
         raise TypeError(
             f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what jaxmpi.unshard has made of "
             "one, or of a pytree with one in it."
@@ -197,6 +199,16 @@ def reshard(tree: PyTree) -> PyTree:
         check_equal("reshard", state, state.layout.axis)
         nodes[i] = taken_apart(_cut(state)) if apart else _cut(state)
     return treedef.unflatten(nodes)
+
+
+def _is_of_optimizer_without_arrays(tree: PyTree) -> bool:
+    """Whether a tree has the `nnx.state` of an optimizer whose transform has no arrays: nnx has only its step count then."""
+    nnx = sys.modules.get("flax.nnx")  # who has a variable has imported it
+    if nnx is None:
+        return False
+    kinds = {type(x) for x in jax.tree.leaves(tree, is_leaf=is_variable)}
+    has_arrays = any(issubclass(kind, nnx.optimizer.OptArray | nnx.optimizer.OptVariable) for kind in kinds)
+    return nnx.optimizer.OptState in kinds and not has_arrays
 
 
 def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:

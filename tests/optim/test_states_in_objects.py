@@ -352,6 +352,30 @@ def test_a_state_in_an_object_does_what_a_plain_one_does(transform):
 RESTORED = ["sharded", "sharded with masters", "fully sharded", "accumulated and sharded", "guarded"]  # on any number of ranks
 
 
+STATELESS_OR_NOT = {"sgd": optax.sgd(RATE), "schedule": optax.sgd(lambda _: RATE), "momentum": sgd(), "adam": optax.adam(RATE)}
+
+
+@run_ranks(1, 2)
+@pytest.mark.parametrize("name", STATELESS_OR_NOT)
+@pytest.mark.parametrize("kind", ["nnx.Optimizer", "nnx.ModelAndOptimizer"])
+def test_reshard_takes_the_nnx_state_of_any_sharded_optimizer(name, kind):
+    holder = OBJECTS[kind](jaxmpi.sharded(STATELESS_OR_NOT[name]), False)
+    train(holder, 2)
+    state = nnx.state(holder.optimizer)
+    assert_same(jaxmpi.reshard(jaxmpi.unshard(state)), state, name)
+    together = {"optimizer": nnx.state(holder.optimizer), "other": jnp.ones(3)}
+    assert_same(jaxmpi.reshard(jaxmpi.unshard(together)), together, name)
+
+
+@run_ranks(1, 2)
+def test_reshard_refuses_what_has_no_sharded_state():
+    model = nnx_model(False)
+    adam = nnx.Optimizer(model, jaxmpi.distributed(optax.adam(RATE)), wrt=nnx.Param)
+    for tree in (nnx.state(model), nnx.state(adam), {"a": jnp.ones(3)}):
+        with pytest.raises(TypeError, match=r"reshard: there is no state of jaxmpi\.sharded in the"):
+            jaxmpi.reshard(tree)
+
+
 def holders():
     for name, make in {"plain": Plain, **OBJECTS}.items():
         for transform in RESTORED:
