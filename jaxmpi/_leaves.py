@@ -29,6 +29,7 @@ __all__ = [
     "leaf_name",
     "mark_of",
     "marks_of",
+    "output_name",
     "per_rank_variables",
     "shard_axis",
     "widest",
@@ -219,6 +220,11 @@ def leaf_name(path: KeyPath) -> str:
     """The name of the leaf at this path, for errors."""
     keys = tuple(key if (mark := mark_of(key)) is None else MarkKey(mark) for key in path)
     return jax.tree_util.keystr(keys) or "the argument"
+
+
+def output_name(path: KeyPath) -> str:
+    """Name the leaf at this path of what a function returns, for errors: "output ['x']", or "the output"."""
+    return f"output {leaf_name(path)}" if path else "the output"
 
 
 def is_key(x: HasDtype) -> bool:

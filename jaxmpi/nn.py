@@ -1,6 +1,7 @@
 """What models need of the other ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -72,4 +73,5 @@ def jit(
     """
     if fun is None:
         return partial(jit, replicated_argnums=replicated_argnums, graph=graph, graph_updates=graph_updates, **jit_kwargs)
-    return InPlace(describe(fun, replicated_argnums, replicated_argnums, jit_kwargs), jit_kwargs)
+    function = describe(fun, replicated_argnums, replicated_argnums, jit_kwargs)
+    return InPlace(replace(function, api="jaxmpi.nn.jit"), jit_kwargs)

@@ -15,7 +15,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
-from jaxmpi._leaves import STATISTIC, flatten_with_path, is_own, leaf_name, marks_of
+from jaxmpi._leaves import STATISTIC, flatten_with_path, is_own, leaf_name, marks_of, output_name
 from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates, equations, held
 from jaxmpi._lowering.control_slice import Line, control_equations
@@ -25,6 +25,14 @@ from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.summary import Entry, summary
 
 __all__ = ["Analysis", "analyze", "paths_of"]
+
+# for an output that may differ, by the function of jaxmpi
+REMEDIES = {
+    "jaxmpi.jit": "Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in replicated_argnums the "
+    "arguments that are equal on all ranks.",
+    "jaxmpi.pmap": "Average it with lax.pmean, name the arguments that are equal on all ranks in replicated_argnums, or give "
+    "it an axis in out_axes.",
+}
 
 
 class Analysis(NamedTuple):
@@ -177,10 +185,10 @@ def _varies(
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
     for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
         if differs and declared:
+            remedy = REMEDIES.get(function.api, REMEDIES["jaxmpi.jit"])
             raise ValueError(
-                f"jaxmpi.jit: output {leaf_name(path)} of {function.title} is to be equal on all ranks, and it may differ "
-                "between them. Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in "
-                "replicated_argnums the arguments that are equal on all ranks."
+                f"{function.api}: {output_name(path)} of {function.title} is declared replicated but may differ across ranks. "
+                f"{remedy}"
             )
     return varies
 
@@ -189,7 +197,7 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     """Which arrays of the outputs must be equal on all ranks."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
-    outputs = positions("replicated_outnums", function.outputs, len(children), f"{function.title} returns")
+    outputs = positions(function.api, "replicated_outnums", function.outputs, len(children), f"{function.title} returns")
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [(number in outputs or function.equal_output(path)) and not is_own(path) for path, number in paths]

@@ -49,9 +49,8 @@ def checked(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree
     arrays = kinds(function, args, kwargs)
     if not backend.simulates:
         _refuse_per_rank(function, arrays[0])
-    positions(
-        "replicated_argnums", function.replicated.nums, max(len(args), 1), f"the positional arguments of {function.title} are"
-    )
+    what = f"the positional arguments of {function.title} are"
+    positions(function.api, "replicated_argnums", function.replicated.nums, max(len(args), 1), what)
     return arrays
 
 
@@ -59,8 +58,8 @@ def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) 
     """Raise a TypeError that names the first value of simulated ranks among the arguments."""
     if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
         raise TypeError(
-            f"jaxmpi.jit: {argument_name(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and this "
-            "is no `with jaxmpi.simulate(n)`. Pass this rank's own array."
+            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and "
+            "this is no `with jaxmpi.simulate(n)`. Pass this rank's own array."
         )
 
 
@@ -78,7 +77,7 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
         shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
     except (TypeError, AttributeError) as error:
         raise TypeError(
-            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
+            f"{function.api}: {argument_name(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
             "Name the argument in static_argnames, or take it out."
         ) from error
     if (
@@ -87,20 +86,20 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
         and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     ):
         raise ValueError(
-            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a global array of shape {list(shape)}, of which "
+            f"{function.api}: {argument_name(path)} of {function.title} is a global array of shape {list(shape)}, of which "
             "each process holds a part. Pass this rank's part, x.addressable_data(0), or build it over jax.local_devices()."
         )
     if _jaxcompat.is_reference(aval):
         raise TypeError(
-            f"jaxmpi.jit: {argument_name(path)} of {function.title} is a reference, which cannot be an argument. "
+            f"{function.api}: {argument_name(path)} of {function.title} is a reference, which cannot be an argument. "
             "Pass its value, ref[...], and return the new one."
         )
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def positions(option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
+def positions(api: str, option: str, numbers: Iterable[int], count: int, what: str) -> set[int]:
     """Positions below `count`, counted from the end where they are negative."""
     for i in numbers:
         if not -count <= i < count:
-            raise ValueError(f"jaxmpi.jit: {option} has {i}, and {what} {count}. Name positions from 0 to {count - 1}.")
+            raise ValueError(f"{api}: {option} has {i}, and {what} {count}. Name positions from 0 to {count - 1}.")
     return {i % count for i in numbers}

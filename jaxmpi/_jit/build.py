@@ -13,7 +13,7 @@ from jaxmpi._jit.arguments import argument_name, checked
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
-from jaxmpi._leaves import PyTree, is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_own, output_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.refuse import refuse_ordered_effects, refuse_references
 from jaxmpi._lowering.signature import Signature
@@ -28,7 +28,7 @@ def watched(function: Function) -> Callable[..., PyTree]:
 
     @partial(update_wrapper, wrapped=function.fun, updated=())
     def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        check = watch_changes(function.title, (args, kwargs))
+        check = watch_changes(function.api, function.title, (args, kwargs))
         outs = function.fun(*args, **kwargs)
         check(jax.tree.leaves(outs))
         return outs
@@ -105,7 +105,7 @@ def build_program(
         same_module=found.jaxpr if backend.same_module else None,
         arguments=arguments,
         donated=[function.donated.hold(path) for path in ins],
-        outputs=[f"output {leaf_name(path)}" for path in outs],
+        outputs=[output_name(path) for path in outs],
         equal=(replicated, [not differs and not is_own(path) for path, differs in zip(outs, found.varies, strict=True)]),
         scalars=[i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()],
         captured=captured,

@@ -50,6 +50,7 @@ class Function:
     equal_leaf: Callable[[KeyPath], bool] = _never  # which leaves of (args, kwargs) are equal, too
     equal_output: Callable[[KeyPath], bool] = _never  # which leaves of the outputs must be, too
     of_user: bool = True  # and no function of ours
+    api: str = "jaxmpi.jit"  # the function of jaxmpi that the user has called, for errors
     feeds_rows: bool = False  # whether each rank is to pass other rows, as it is in a pmap
 
     @property
@@ -104,7 +105,7 @@ class Function:
                 hash(value)
             except TypeError as error:
                 raise ValueError(
-                    f"jaxmpi.jit: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
+                    f"{self.api}: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
                     "Pass a tuple, or make it an array argument."
                 ) from error
         return avals, x64, [(which, type(value), value) for which, value in values]

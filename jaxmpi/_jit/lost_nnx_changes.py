@@ -16,7 +16,7 @@ def is_object(x: object) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def watch_changes(title: str, arguments: PyTree) -> Callable[[Sequence[object]], None]:
+def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence[object]], None]:
     """A function of the outputs' arrays that raises a ValueError if one of the objects was changed, and is not among them."""
     if "flax.nnx" not in sys.modules:
         return lambda outs: None
@@ -33,7 +33,7 @@ def watch_changes(title: str, arguments: PyTree) -> Callable[[Sequence[object]],
             if changed:
                 argument = f"argument {first.idx if hasattr(first, 'idx') else first.key}{jax.tree_util.keystr(tuple(rest))}"
                 raise ValueError(
-                    f"jaxmpi.jit: {title} changes {argument}{changed[0]} in place, in a {type(x).__name__} that it does not "
+                    f"{api}: {title} changes {argument}{changed[0]} in place, in a {type(x).__name__} that it does not "
                     "return: the change would be lost. Use jaxmpi.nn.jit, which keeps it, or return the object."
                 )
 

@@ -23,7 +23,7 @@ from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.arguments import argument_name
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PyTree, flatten_with_path, leaf_name
+from jaxmpi._leaves import PyTree, flatten_with_path, output_name
 from jaxmpi._world import session
 
 __all__ = ["pmap"]
@@ -112,6 +112,7 @@ def pmap(
         equal_leaf=axes.argument_has_none,
         equal_output=axes.output_has_none,
         feeds_rows=True,
+        api="jaxmpi.pmap",
     )
     step = Step(function, options)
 
@@ -194,7 +195,7 @@ def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwar
     def call(*rows: ArrayLike) -> PyTree:
         dynamic, named = treedef.unflatten(rows)
         given = [arg if i in axes.static else new for i, (arg, new) in enumerate(zip(args, dynamic, strict=True))]
-        check = watch_changes(title, (given, named))  # of nnx objects, which would be lost
+        check = watch_changes("jaxmpi.pmap", title, (given, named))  # of nnx objects, which would be lost
         out = fun(*given, **named)
         check(jax.tree.leaves(out))
         return out
@@ -312,7 +313,7 @@ def _with_axis(title: str, out_axes: Any, out: PyTree) -> PyTree:
         x = jnp.asarray(leaves[i])
         if not -x.ndim - 1 <= axis <= x.ndim:
             raise ValueError(
-                f"pmap: out_axes of {title} is {axis} for output {leaf_name(path)} of shape "
+                f"pmap: out_axes of {title} is {axis} for {output_name(path)}, of shape "
                 f"{list(x.shape)}. Pass a number from 0 to {x.ndim}."
             )
         leaves[i] = lax.expand_dims(x, [axis])

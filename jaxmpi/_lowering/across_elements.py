@@ -17,7 +17,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import in_shard, leaf_name, shard_axis
+from jaxmpi._leaves import in_shard, output_name, shard_axis
 from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
 
 __all__ = ["ELEMENTWISE", "check_shards"]
@@ -85,7 +85,7 @@ def check_shards(
         if in_shard(path) and value.mixed:
             where = next(filter(None, map(_jaxcompat.source_line, value.mixed)), "a line of a library")
             raise ValueError(
-                f"jaxmpi.jit: output {leaf_name(path[:-1])} of {title} is a shard, and depends on {_name(value.mixed)}, which "
+                f"jaxmpi.jit: {output_name(path[:-1])} of {title} is a shard, and depends on {_name(value.mixed)}, which "
                 f"looks at more than one element of an array ({value.mixed[0].primitive.name} at {where}) and sees this rank's "
                 "shard only. Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and jaxmpi.clip_by_global_norm in "
                 "the place of optax's; or keep whole parameters with jaxmpi.sharded(inner), which takes any optimizer."

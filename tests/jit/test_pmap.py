@@ -347,7 +347,7 @@ def test_pmap_in_axes_none_for_all_arguments_is_replicated():
 
 
 OUT_AXES_WITH_NONE = {
-    "all": (lambda x: x, None, "output"),
+    "all": (lambda x: x, None, "the output"),
     "in a tuple": (lambda x: (x, x), (0, None), r"output \[1\]"),
     "in a dict": (lambda x: {"x": x, "y": x}, {"x": None, "y": 0}, r"output \['x'\]"),
     "in a dict in a tuple": (lambda x: (x, {"x": x}), (0, {"x": None}), r"output \[1\]\['x'\]"),
@@ -365,7 +365,7 @@ def test_pmap_out_axes_none_is_equal_on_all_ranks(name):
     for leaf in jax.tree.leaves(equal):
         np.testing.assert_array_equal(leaf.reshape(-1), [n * (n + 1) / 2])
     if n > 1:
-        with pytest.raises(ValueError, match=rf"{output}.* of <lambda> is to be equal on all ranks"):
+        with pytest.raises(ValueError, match=rf"^jaxmpi\.pmap: {output} of <lambda> is declared replicated but may differ"):
             jaxmpi.pmap(lambda x: make(x), "i", out_axes=out_axes)(x)
 
 
@@ -393,13 +393,15 @@ def test_errors():
     refused(ValueError, rows.format("", "replicate"), of({"image": 1.0}))
     if n > 1:
         refused(ValueError, rows.format("2, 3", r"x\[jaxmpi\.rank\(\)\]\[None\]"), of({"image": jnp.ones((2, 3))}))
-        refused(ValueError, "output .* of update is to be equal on all ranks", of(x, out_axes=None))
+        text = r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across ranks\. .* axis in out_axes"
+        refused(ValueError, text, of(x, out_axes=None))
+        refused(TypeError, r"^jaxmpi\.pmap: argument 0 of update is a str, and no array", of("x"))
     refused(ValueError, r"argument 0 of update has shape \[1, 3\], and axis 1 must be 1", of(x, in_axes=1))
     refused(ValueError, "in_axes .* are 3 axes, and update got 1 positional", of(x, in_axes=(0, 0, 0)))
     refused(ValueError, "in_axes of argument 0 of update, .* do not have the structure", of(x, in_axes=({"a": 0},)))
     refused(TypeError, "in_axes of argument 0 of update has 'x'", of(x, in_axes="x"))
     refused(ValueError, "out_axes of update, .* do not have the structure", of(x, out_axes=(0, 0)))
-    refused(ValueError, r"out_axes of update is 3 for output .* of shape \[3\]", of(x, out_axes=3))
+    refused(ValueError, r"out_axes of update is 3 for the output, of shape \[3\]", of(x, out_axes=3))
     refused(ValueError, f"axis_size is 7, and the number of ranks is {n}", of(x, axis_size=7))
     refused(ValueError, "devices are", of(x, devices=[]))
     refused(TypeError, "axis_name is 3, of type int", of(x, axis_name=3))
@@ -422,7 +424,7 @@ def test_names_of_axes_are_taken():
 @run_ranks(1, 2)
 def test_changes_of_nnx_objects_are_not_lost():
     model = jax.tree.map(lambda x: x[None], nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"changes argument 0.*in place"):
+    with pytest.raises(ValueError, match=r"jaxmpi\.pmap: <lambda> changes argument 0.*in place"):
         jaxmpi.pmap(lambda model, x: model(x), "i")(model, jnp.ones((1, 2, 3)))
 
 

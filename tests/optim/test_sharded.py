@@ -212,7 +212,7 @@ def test_its_state_may_stand_in_what_is_replicated():
         for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(state), strict=True):
             np.testing.assert_array_equal(a, b)
         assert len(set(jaxmpi.allgather_object(repr(jax.tree.leaves(state))))) > 1
-    with pytest.raises(ValueError, match=r"output .* is to be equal on all ranks, and it may differ"):
+    with pytest.raises(ValueError, match=r"output .* is declared replicated but may differ across ranks"):
         jaxmpi.jit(lambda g, s, p: inner.update(g, s, p), **declared)(grads(0, 0), inner.init(params()), params())
 
 
