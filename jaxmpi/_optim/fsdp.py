@@ -21,12 +21,12 @@ from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
 from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
 from jaxmpi._optim.sharded_state import (
-    assembled,
     check_equal,
-    check_fits,
+    check_state_fits,
+    from_nnx_dicts,
     is_sharded,
     is_sharded_state,
-    taken_apart,
+    to_nnx_dicts,
     whole_state,
 )
 from jaxmpi._optim.shards import check_cut, joined, rows, size_along
@@ -125,11 +125,11 @@ def unshard(tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | No
       RuntimeError: under `jax.jit` in the place of `jaxmpi.jit`, on the xla backend and on simulated ranks.
     """
     given, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
-    nodes = [assembled(x) for x in given]
+    nodes = [from_nnx_dicts(x) for x in given]
     check_ranks("unshard", treedef.unflatten(nodes))
     for x in nodes:
         if is_sharded_state(x):
-            check_fits("unshard", x)
+            check_state_fits("unshard", x)
     check_equal("unshard", treedef.unflatten(nodes))
     chosen = [i for i, x in enumerate(nodes) if is_sharded_array(x)]
     if chosen:
@@ -140,7 +140,7 @@ def unshard(tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | No
             nodes[i] = variable.unflatten([whole])
     for i, x in enumerate(nodes):
         if is_sharded_state(x):
-            nodes[i] = whole_state(x) if is_sharded_state(given[i]) else taken_apart(whole_state(x))
+            nodes[i] = whole_state(x) if is_sharded_state(given[i]) else to_nnx_dicts(whole_state(x))
     return treedef.unflatten(nodes)
 
 

@@ -1,4 +1,4 @@
-"""Arrays that are cut over the ranks, as leaves of the trees that users hold: parameters, gradients, states of optimizers."""
+"""`ShardedArray`: an array with a shard on each rank, as a leaf of parameters, gradients and states of optimizers."""
 
 from collections.abc import Sequence
 from typing import NoReturn, TypeAlias, TypeGuard
@@ -27,10 +27,10 @@ class ShardedArray:
     Made by `fully_shard`, made whole by `unshard`.
 
     Attributes:
-      shard: this rank's; any tree of `jax.tree.map` may stand there.
-      of: the shape of the array, or of one of a stack.
+      shard: this rank's shard; any tree of `jax.tree.map` may stand there.
+      of: the shape of the array, or of one array of a stack.
       ranks: the number of shards.
-      axis: of the ranks that have them; other groups along it have such shards, too.
+      axis: the axis over whose ranks the array is sharded; each group along it has all shards.
     """
 
     def __init__(self, shard: PyTree, of: tuple[int, ...], ranks: int, axis: Axis = AXIS) -> None:
@@ -38,13 +38,13 @@ class ShardedArray:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axes before those of one array."""
+        """The lengths of the axes before those of one array: the number of layers in a stack."""
         shape = np.shape(jax.tree.leaves(self.shard)[0])  # an nnx variable may be around the array
         return shape[: len(shape) - len(self.of)]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole array."""
+        """The shape of the whole array, with the axis of a stack."""
         return (*self.stack, *self.of)
 
     @property
@@ -55,6 +55,8 @@ class ShardedArray:
         over = f", axis={self.axis!r}" if self.axis != AXIS else ""
         return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
 
+    # A shard has the dtype and often the rank of a parameter, so arithmetic with one would broadcast without an error. Every
+    # operator is refused, and every conversion to a number or an array.
     __array_ufunc__ = None  # NumPy leaves arithmetic to the methods below
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -71,18 +73,18 @@ class ShardedArray:
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
     __bool__ = __float__ = __int__ = __array__ = __jax_array__ = _refuse
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "Layout"]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "ArrayLayout"]:
         return ((MarkKey(Mark.of_shard(self.of, self.ranks, self.axis)), self.shard),), (self.of, self.ranks, self.axis)
 
-    def tree_flatten(self) -> tuple[tuple[PyTree], "Layout"]:
+    def tree_flatten(self) -> tuple[tuple[PyTree], "ArrayLayout"]:
         return (self.shard,), (self.of, self.ranks, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, layout: "Layout", children: Sequence[PyTree]) -> "ShardedArray":
+    def tree_unflatten(cls, layout: "ArrayLayout", children: Sequence[PyTree]) -> "ShardedArray":
         return cls(children[0], *layout)
 
 
-Layout: TypeAlias = tuple[tuple[int, ...], int, Axis]  # of a `ShardedArray`: of, ranks, axis
+ArrayLayout: TypeAlias = tuple[tuple[int, ...], int, Axis]  # of a `ShardedArray`: of, ranks, axis
 
 
 def is_sharded_array(x: object) -> TypeGuard[ShardedArray]:
@@ -91,7 +93,7 @@ def is_sharded_array(x: object) -> TypeGuard[ShardedArray]:
 
 
 def cut(x: jax.Array, stacked: int = 0, *, axis: Axis = AXIS) -> ShardedArray:
-    """This rank's shard of an array that every rank has, in traced code."""
+    """Return this rank's shard of an array that every rank has, in traced code."""
     return ShardedArray(own(x, stacked, axis=axis), jnp.shape(x)[stacked:], size_along(axis), axis)
 
 

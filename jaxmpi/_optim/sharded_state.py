@@ -1,4 +1,4 @@
-"""The state of `sharded`: which of its arrays are shards, the state that one rank would have, and the way back."""
+"""`ShardedState`, the state of `sharded`, gathered to the state of one rank by `unshard` and sharded again by `reshard`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,31 +31,31 @@ from jaxmpi._optim.shards import check_cut, gathered, is_shard, joined, own, par
 from jaxmpi._world import session
 
 __all__ = [
-    "Layout",
     "ShardedState",
-    "assembled",
+    "StateLayout",
     "check_equal",
-    "check_fits",
-    "check_ranks",
+    "check_state_fits",
+    "check_state_ranks",
+    "from_nnx_dicts",
     "is_sharded",
     "is_sharded_state",
     "reshard",
     "shards_of",
-    "stored",
-    "taken_apart",
+    "to_nnx_dicts",
     "whole_state",
+    "with_shards",
 ]
 
 
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, PerRank)
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The ranks that have the shards of a state.
 
     Attributes:
-      ranks: the number of shards, 1 where they are whole.
-      axis: of the ranks that have them.
+      ranks: the number of shards of each array; 1 where the arrays are whole, as `unshard` leaves them.
+      axis: the axis over whose ranks they are sharded.
     """
 
     ranks: int
@@ -66,44 +66,52 @@ class Layout(NamedTuple):
 class ShardedState:
     """The state of `sharded`.
 
-    In its fields a `ShardedArray` stands for each array that is cut; all others are equal on the ranks that have the shards.
+    A `ShardedArray` stands for each array that has the shape of a parameter; all others are equal on the ranks that have the
+    shards.
 
     Attributes:
-      parts: the state of the inner transform; and the parameters in `master_dtype`, () without.
-      layout: the ranks that have the shards.
+      parts: the two children of this pytree node, of which every array that is sharded is a `ShardedArray`: the state of the
+        inner transform; and the parameters in `master_dtype`, () without.
+      layout: the number of shards, and their axis.
+
+    >>> import jax.numpy as jnp, jaxmpi, optax
+    >>> state = jaxmpi.sharded(optax.sgd(0.1, momentum=0.9)).init({"w": jnp.ones(3)})
+    >>> jaxmpi.unshard(state).inner[0].trace["w"]
+    Array([0., 0., 0.], dtype=float32)
     """
 
-    def __init__(self, parts: tuple[PyTree, PyTree], layout: Layout) -> None:
+    def __init__(self, parts: tuple[PyTree, PyTree], layout: StateLayout) -> None:
         self.parts, self.layout = parts, layout
 
     @property
     def inner(self) -> PyTree:
-        """The state of the inner transform; its arrays as they are in the state of one rank, which `unshard` makes."""
+        """The state of the inner transform; after `unshard` with arrays in the place of each `ShardedArray`."""
+        # the arrays of one rank are whole, and may be computed with
         return shards_of(self.parts[0]) if self.layout.ranks == 1 else self.parts[0]
 
     @property
     def master(self) -> PyTree:
-        """The parameters in `master_dtype`, as `inner` has its arrays; () without."""
+        """The parameters in `master_dtype`, with arrays after `unshard` as in `inner`; () without."""
         return shards_of(self.parts[1]) if self.layout.ranks == 1 else self.parts[1]
 
     def __repr__(self) -> str:
         over = f", axis={self.layout.axis!r}" if self.layout.axis != AXIS else ""
         return f"ShardedState(inner={self.inner!r}, master={self.master!r}, ranks={self.layout.ranks}{over})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree], ...], Layout]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree], ...], StateLayout]:
         inner, master = (MarkKey(mark) for mark in _marks(self.layout))
         return ((inner, self.parts[0]), (master, self.parts[1])), self.layout
 
-    def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], Layout]:
+    def tree_flatten(self) -> tuple[tuple[PyTree, PyTree], StateLayout]:
         return self.parts, self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Sequence[PyTree]) -> "ShardedState":
+    def tree_unflatten(cls, layout: StateLayout, children: Sequence[PyTree]) -> "ShardedState":
         inner, master = children
         return cls((inner, master), layout)
 
 
-def _marks(layout: Layout) -> tuple[Mark, Mark]:
+def _marks(layout: StateLayout) -> tuple[Mark, Mark]:
     """The names of the fields in a path."""
     return Mark.of_state("inner", *layout), Mark.of_state("master", *layout)
 
@@ -114,33 +122,36 @@ def is_sharded_state(x: object) -> TypeGuard[ShardedState]:
 
 
 def is_sharded(x: object) -> bool:
-    """Whether x is a `ShardedState` or a `ShardedArray`, or what nnx has made of one; for `is_leaf`."""
-    return is_sharded_state(x) or is_sharded_array(x) or _is_taken_apart(x)
+    """Whether x is a `ShardedState`, a `ShardedArray`, or a dict that nnx has made of one; for `is_leaf`."""
+    return is_sharded_state(x) or is_sharded_array(x) or _is_nnx_dict(x)
 
 
-def _is_taken_apart(x: object) -> bool:
+def _is_nnx_dict(x: object) -> bool:
     """Whether x is a dict, or an `nnx.State`, of the fields of a `ShardedState` or a `ShardedArray`."""
     if not isinstance(x, Mapping) or not x:
         return False
     return all(isinstance(key, Mark) and (key.state or key.of is not None) for key in x)
 
 
-def assembled(tree: PyTree) -> PyTree:
-    """Make a `ShardedState` or `ShardedArray` again of each that `nnx.state` has taken apart into dicts."""
+def from_nnx_dicts(tree: PyTree) -> PyTree:
+    """Make a `ShardedState` or `ShardedArray` of each dict that `nnx.state` has made of one."""
     if is_sharded_array(tree) or is_sharded_state(tree):
         return tree
-    if not _is_taken_apart(tree):
-        return jax.tree.map(lambda x: assembled(x) if _is_taken_apart(x) else x, tree, is_leaf=_is_taken_apart)
+    if not _is_nnx_dict(tree):
+        return jax.tree.map(lambda x: from_nnx_dicts(x) if _is_nnx_dict(x) else x, tree, is_leaf=_is_nnx_dict)
     mark = next(iter(tree))
     if mark.of is not None:
-        return ShardedArray(assembled(tree[mark]), mark.of, mark.ranks, mark.axis)
-    layout = Layout(mark.ranks, mark.axis)
-    inner, master = (assembled(tree[mark]) if mark in tree else () for mark in _marks(layout))
+        return ShardedArray(from_nnx_dicts(tree[mark]), mark.of, mark.ranks, mark.axis)
+    layout = StateLayout(mark.ranks, mark.axis)
+    inner, master = (from_nnx_dicts(tree[mark]) if mark in tree else () for mark in _marks(layout))
     return ShardedState((inner, master), layout)
 
 
-def taken_apart(x: PyTree) -> PyTree:
-    """A `ShardedState` as `nnx.state` has it, given one that `assembled` has made; what is none stays as it is."""
+def to_nnx_dicts(x: PyTree) -> PyTree:
+    """Return a `ShardedState` as the dicts that `nnx.state` makes of one; return anything else as it is.
+
+    nnx keeps no node without arrays, so `from_nnx_dicts` has () for an `optax.EmptyState()` of the user's.
+    """
     if not is_sharded_state(x):
         return x
 
@@ -152,13 +163,17 @@ def taken_apart(x: PyTree) -> PyTree:
 
 
 def shards_of(tree: PyTree) -> PyTree:
-    """The tree with this rank's shards in the place of its `ShardedArray`s."""
+    """Return the tree with this rank's shards in the place of its `ShardedArray`s."""
     return jax.tree.map(lambda x: x.shard if is_sharded_array(x) else x, tree, is_leaf=is_sharded_array)
 
 
 def whole_state(state: ShardedState) -> ShardedState:
-    """Return the state that one rank would have, on every rank, of one that `check_fits`."""
-    return _whole(state) if state.layout.ranks > 1 else state
+    """Return the state that one rank would have, on every rank.
+
+    **Collective:** every rank calls it, with a state that has passed `check_state_fits`.
+    **Communication:** an all-gather of the shards: (p-1)/p of the bytes of the sharded arrays.
+    """
+    return _gather(state) if state.layout.ranks > 1 else state
 
 
 def reshard(tree: PyTree) -> PyTree:
@@ -183,21 +198,22 @@ def reshard(tree: PyTree) -> PyTree:
       RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the ranks.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
-    found = [i for i, x in enumerate(nodes) if is_sharded_state(assembled(x))]
+    found = [i for i, x in enumerate(nodes) if is_sharded_state(from_nnx_dicts(x))]
     if not found and not _is_of_optimizer_without_arrays(tree):
         raise TypeError(
             f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what jaxmpi.unshard has made of "
             "one, or of a pytree with one in it."
         )
     for i in found:
-        apart, state = _is_taken_apart(nodes[i]), assembled(nodes[i])
+        apart, state = _is_nnx_dict(nodes[i]), from_nnx_dicts(nodes[i])
         check_cut("reshard", state.layout.axis)
         if state.layout.ranks != 1:
             raise RankCountError(
-                f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on them, then reshard."
+                f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on those "
+                "ranks, then reshard on these."
             )
         check_equal("reshard", state, state.layout.axis)
-        nodes[i] = taken_apart(_cut(state)) if apart else _cut(state)
+        nodes[i] = to_nnx_dicts(_shard(state)) if apart else _shard(state)
     return treedef.unflatten(nodes)
 
 
@@ -223,7 +239,7 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
       axis: None for the axis of the shards in the tree. If they have several, or there are none, only what is part of them
         is compared.
     """
-    paths, _ = flatten_with_path(assembled(tree), is_leaf=_is_unit)
+    paths, _ = flatten_with_path(from_nnx_dicts(tree), is_leaf=_is_unit)
     axes = {x.axis if is_sharded_array(x) else x.layout.axis for _, x in paths if _is_shards(x)}
     if axis is None and len(axes) == 1:
         (axis,) = axes
@@ -261,7 +277,7 @@ def _is_unit(x: object) -> bool:
 
 
 @partial(anywhere, name="unshard", sends=True)
-def _whole(state: ShardedState) -> ShardedState:
+def _gather(state: ShardedState) -> ShardedState:
     nodes, treedef = jax.tree.flatten(state.parts, is_leaf=is_sharded_array)
     cuts = {i: x for i, x in enumerate(nodes) if is_sharded_array(x)}
     stacks = Caller("unshard").allgather({i: x.shard for i, x in cuts.items()}, axis=state.layout.axis)
@@ -272,7 +288,7 @@ def _whole(state: ShardedState) -> ShardedState:
 
 
 @partial(anywhere, name="reshard")
-def _cut(state: ShardedState) -> ShardedState:
+def _shard(state: ShardedState) -> ShardedState:
     axis = state.layout.axis
     ranks = size_along(axis)
 
@@ -285,13 +301,13 @@ def _cut(state: ShardedState) -> ShardedState:
     return ShardedState(parts, state.layout._replace(ranks=ranks))
 
 
-def stored(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
-    """A state as a `ShardedState` holds it: what has the shape of a parameter is cut, and all else is whole.
+def with_shards(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
+    """Return a state as a `ShardedState` holds it, with a `ShardedArray` for each array that has the shape of a parameter.
 
     Args:
-      state: of the inner transform, with a `Shard` for each array that is one.
+      state: the state of the inner transform, which has computed with a `Shard` for each array.
       params: the whole parameters.
-      axis: of the ranks that have the shards.
+      axis: the axis over whose ranks the state is sharded.
     """
     shapes = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
@@ -306,7 +322,7 @@ def stored(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
 
 
 def _around_variable(x: PyTree) -> PyTree:
-    """A `ShardedArray` of an nnx variable, in the place of a variable of a `ShardedArray`.
+    """Return a `ShardedArray` of an nnx variable for a variable of a `ShardedArray`, and anything else as it is.
 
     An `nnx.Optimizer` updates its state with what `nnx.state` makes of the new one, which has no variables. There, a
     `ShardedArray` is a dict, and would become the value of the variable.
@@ -319,13 +335,13 @@ def _around_variable(x: PyTree) -> PyTree:
     return ShardedArray(treedef.unflatten([leaves[0].shard]), leaves[0].of, leaves[0].ranks, leaves[0].axis)
 
 
-def check_fits(function: str, state: ShardedState) -> None:
+def check_state_fits(function: str, state: ShardedState) -> None:
     """Raise a ValueError that names `function` unless the ranks have the axis of a state, and as many as it has shards."""
     check_cut(function, state.layout.axis)
-    check_ranks(function, state, state.layout.axis)
+    check_state_ranks(function, state, state.layout.axis)
 
 
-def check_ranks(function: str, state: ShardedState, axis: Axis) -> None:
+def check_state_ranks(function: str, state: ShardedState, axis: Axis) -> None:
     """Raise a ValueError that names `function` where a state was made for another axis, or another number of ranks."""
     made, size = state.layout, size_along(axis)
     if names(made.axis) != names(axis):

@@ -18,7 +18,7 @@ from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transf
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array, refuse_shards
-from jaxmpi._optim.sharded_state import Layout, ShardedState, check_equal, check_ranks, shards_of, stored
+from jaxmpi._optim.sharded_state import ShardedState, StateLayout, check_equal, check_state_ranks, shards_of, with_shards
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
@@ -74,8 +74,8 @@ def sharded(
         wholes = masters(params)
         shards = jax.tree.map(lambda x: cut(own_of(x), jnp.shape(x), x), wholes)
         state = on_shards(inner.init, shards, axis=axis)
-        master = () if master_dtype is None else stored(shards, wholes, axis)
-        return ShardedState((stored(state, wholes, axis), master), Layout(size_along(axis), axis))
+        master = () if master_dtype is None else with_shards(shards, wholes, axis)
+        return ShardedState((with_shards(state, wholes, axis), master), StateLayout(size_along(axis), axis))
 
     started = anywhere(start, "sharded")
 
@@ -93,7 +93,7 @@ def sharded(
         if params is None:
             raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
         check_cut("sharded", axis)
-        check_ranks("sharded", state, axis)
+        check_state_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
         over = "" if axis == AXIS else f" axis={axis}"
@@ -112,14 +112,14 @@ def sharded(
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
         work = lambda grads, state, params, args: inner.update(grads, state, params, **args)
         steps, after = on_shards(work, grads, *given.marked((before, theirs)), args, axis=axis)
-        after = stored(after, params, axis)
+        after = with_shards(after, params, axis)
         if master_dtype is None:
             return _meant(_gathered(steps), axis), ShardedState((after, ()), state.layout)
         master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
         master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
         rounded = map_floats("sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params)
         there = _gathered(rounded)
-        master = stored(map_floats("sharded", lambda m, p: cut(m, p.shape), master, params), params, axis)
+        master = with_shards(map_floats("sharded", lambda m, p: cut(m, p.shape), master, params), params, axis)
 
         def to_master(x: jax.Array, to: jax.Array) -> jax.Array:
             # in the dtype of the masters, so that the sum is exact for short floats wherever it is computed
