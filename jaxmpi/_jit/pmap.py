@@ -21,6 +21,7 @@ from jaxmpi._axis import AXIS
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.api import describe, local
 from jaxmpi._jit.arguments import argument_name
+from jaxmpi._jit.function import title_of
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree, flatten_with_path, output_name
@@ -28,7 +29,7 @@ from jaxmpi._world import session
 
 __all__ = ["pmap"]
 
-INSIDE = "jaxmpi: inside of a pmap"  # an axis of one that is bound there
+INSIDE = "jaxmpi: inside of a pmap"  # the name of an axis of length one, bound in the function: `_mapped` asks for it
 
 
 def pmap(
@@ -60,15 +61,15 @@ def pmap(
 
     Args:
       fun: the function, of one device's arrays.
-      axis_name: any text that is no axis of `jaxmpi.init(axes=...)`.
+      axis_name: any str that is no axis of `jaxmpi.init(axes=...)`.
       in_axes: for each positional argument, or for parts of it, the axis of length one that is
-        taken away; None, on any level, for what has none: it must be equal on all ranks.
+        taken away; None, on any level, for arrays without that axis, which must be equal on all ranks.
       out_axes: where the results get that axis; None, on any level, for results without it, which
         must be equal on all ranks.
       static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
       devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one device.
-      backend: that of this rank's device, which changes nothing either.
-      axis_size: the number of ranks, or what `jax.device_count()` says; it changes nothing.
+      backend: the platform of this rank's device; it changes nothing.
+      axis_size: the number of ranks, or `jax.device_count()`; it changes nothing.
       donate_argnums: positions of arguments whose memory the results may take.
       replicated_argnums: positions of arguments that are equal on all ranks, as in `jaxmpi.jit`, on
         which branches with collectives may depend.
@@ -77,7 +78,7 @@ def pmap(
       The mapped function, with `lower`. On the xla backend its results are this rank's arrays.
 
     Raises:
-      TypeError: `axis_name` is no text.
+      TypeError: `axis_name` is no str.
       ValueError: when called, an axis that is not of length one, with the argument; devices or an
         axis size that are not those of the ranks; a result without an axis that may differ between
         them; and as `jaxmpi.jit`.
@@ -92,7 +93,7 @@ def pmap(
         raise TypeError(f"pmap: fun is a {type(fun).__name__}. Pass a function of one device's arrays.")
     if not isinstance(axis_name, str | None):
         raise TypeError(f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, such as 'batch'.")
-    static, donated = _numbers(static_broadcasted_argnums), _numbers(donate_argnums)
+    static, donated = _as_tuple(static_broadcasted_argnums), _as_tuple(donate_argnums)
     axes = Axes(axis_name, in_axes, out_axes, frozenset(static))
     options: dict[str, Any] = {}
     if static:
@@ -105,10 +106,10 @@ def pmap(
         _check(axis_name, devices, backend, axis_size, session.current("pmap"))
         return _mapped(fun, axes, args, kwargs)
 
-    named = next((f for f in (fun, getattr(fun, "func", fun)) if hasattr(f, "__name__")), type(fun))
-    on_this_device.__name__ = named.__name__
+    # a functools.partial and a callable object have no name for `wraps` to copy
+    on_this_device.__name__ = title_of(fun)
     function = replace(
-        describe(on_this_device, _numbers(replicated_argnums), (), options),
+        describe(on_this_device, _as_tuple(replicated_argnums), (), options),
         equal_leaf=axes.argument_has_none,
         equal_output=axes.output_has_none,
         feeds_rows=True,
@@ -126,7 +127,14 @@ def pmap(
 
 
 class Axes(NamedTuple):
-    """The axes of a pmap, and which arguments have none as they are no arrays."""
+    """The axes of a pmap, and its static arguments.
+
+    Attributes:
+      name: the axis that collectives name, or None.
+      ins: `in_axes` of `pmap`.
+      outs: `out_axes` of `pmap`.
+      static: the positions of arguments that are no arrays.
+    """
 
     name: str | None
     ins: Any
@@ -146,7 +154,7 @@ class Axes(NamedTuple):
         return _has_none(self.outs, path)
 
 
-def _numbers(argnums: int | Iterable[int]) -> tuple[int, ...]:
+def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
@@ -186,7 +194,7 @@ def _check(
 
 def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
     """Call a function on arrays without the mapped axis, in traced code, and give its results one."""
-    title = getattr(fun, "__name__", type(fun).__name__)
+    title = title_of(fun)
     dynamic = [None if i in axes.static else arg for i, arg in enumerate(args)]
     paths, treedef = jax.tree_util.tree_flatten_with_path((tuple(dynamic), kwargs))
     numbers = [*_axes_of_arguments(title, axes, dynamic), *[0] * len(jax.tree.leaves(kwargs))]
@@ -205,7 +213,7 @@ def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwar
 
 
 def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[int | None]:
-    """The mapped axis of each array of the positional arguments."""
+    """Return the mapped axis of each array of the positional arguments."""
     ins = axes.ins
     if isinstance(ins, tuple | list) and len(ins) != len(args):
         raise ValueError(
@@ -221,7 +229,7 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
 
 
 def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
-    """The axis of each leaf, by a tree of axes that ends where it likes."""
+    """Return the axis of each leaf, by a tree of axes in which an int or a None stands for all leaves below."""
     out: list[int | None] = []
 
     def note(axis: object, part: PyTree) -> None:
@@ -240,7 +248,7 @@ def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
 
 
 def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array:
-    """An array without its mapped axis; raises a ValueError that names it where that is not of length one."""
+    """Return an array without its mapped axis, or raise a ValueError that names it if that is not of length one."""
     if axis is None:
         return x
     shape = jnp.shape(x)
@@ -263,12 +271,12 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
 
 def _on_ranks(title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
     """Trace a function in which a name is bound to the ranks, and put it here with AXIS in its place."""
-    tree = None
+    structure = None  # of the results
 
     def flat(*rows: jax.Array) -> list[ArrayLike]:
-        nonlocal tree
+        nonlocal structure
         try:
-            leaves, tree = jax.tree.flatten(call(*rows))
+            leaves, structure = jax.tree.flatten(call(*rows))
         except NameError as error:
             _explain(error, title, name)
             raise
@@ -280,7 +288,7 @@ def _on_ranks(title: str, call: Callable[..., PyTree], name: str | None, rows: S
     jaxpr = jax.make_jaxpr(flat, axis_env=bound)(*rows)
     if name not in (None, AXIS):
         jaxpr = _jaxcompat.with_axis_renamed(jaxpr, name, AXIS)
-    return jax.tree.unflatten(tree, _jaxcompat.as_function(jaxpr)(*rows))
+    return jax.tree.unflatten(structure, _jaxcompat.as_function(jaxpr)(*rows))
 
 
 def _on_one_device(call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
@@ -290,7 +298,7 @@ def _on_one_device(call: Callable[..., PyTree], name: str | None, rows: Sequence
 
 
 def _explain(error: NameError, title: str, name: str | None) -> None:
-    """Raise what an error about an axis that nothing binds means here."""
+    """Raise a NameError with the axis of a collective and that of the pmap, which does not bind it."""
     collective, params, at = _jaxcompat.failed_collective(error)
     if not collective:
         return
@@ -303,7 +311,7 @@ def _explain(error: NameError, title: str, name: str | None) -> None:
 
 
 def _with_axis(title: str, out_axes: Any, out: PyTree) -> PyTree:
-    """The results with an axis of one, where they get one."""
+    """Return the results with an axis of length one where `out_axes` has a number."""
     leaves, treedef = jax.tree.flatten(out)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
     numbers = _of_leaves(f"out_axes of {title}", out_axes, out)

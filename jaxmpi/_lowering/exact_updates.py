@@ -39,13 +39,13 @@ IDENTITIES = ("name", "copy", "copy_p", "optimization_barrier")  # operand i is 
 
 
 @jax.jit
-def _jaxmpi_update_to(x: jax.Array, to: jax.Array, guess: jax.Array) -> jax.Array:
+def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Array:
     """Compute `update_to`; a call in the jaxpr, by whose name `apply_exactly` finds it."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_jaxmpi_update_to(x.real, to.real, guess.real), _jaxmpi_update_to(x.imag, to.imag, guess.imag))
+        return lax.complex(_jaxmpi_update_to(x.real, to.real, known.real), _jaxmpi_update_to(x.imag, to.imag, known.imag))
     dtype, info = x.dtype, jnp.finfo(x.dtype)
     wide = widest(dtype)
-    x, to, guess = x.astype(wide), to.astype(wide), guess.astype(wide)
+    x, to, known = x.astype(wide), to.astype(wide), known.astype(wide)
 
     def rounded(y: jax.Array) -> jax.Array:
         # XLA may compute with short floats in float32 and leave out the roundings between; those to bits
@@ -63,8 +63,10 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, guess: jax.Array) -> jax.Arra
     step = saturated(rounded(to - x))
     nearest = saturated(rounded(step + (to - rounded(x + step))))
     beside = [jnp.nextafter(step.astype(dtype), jnp.asarray(end, dtype)).astype(wide) for end in (-jnp.inf, jnp.inf)]
+    # Take the first of these with x + u = to: 1. the update that is known to lead there, 2. to - x, 3. its neighbors above and
+    # below. 4. If there is none, take to - x corrected by what the sum misses. A later `where` wins, so the order is reversed.
     update = nearest
-    for candidate in (*beside, step, guess):  # the last that arrives counts
+    for candidate in (*beside, step, known):
         update = jnp.where(rounded(x + candidate) == to, candidate, update)
     return update.astype(dtype)
 
@@ -72,7 +74,7 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, guess: jax.Array) -> jax.Arra
 NAME = _jaxmpi_update_to.__name__
 
 
-def update_to(x: ArrayLike, to: ArrayLike, guess: ArrayLike | None = None) -> jax.Array:
+def update_to(x: ArrayLike, to: ArrayLike, known: ArrayLike | None = None) -> jax.Array:
     """Return an update u for `optax.apply_updates` that leads from `x` to `to`.
 
     In a `jaxmpi.jit` that adds u to `x`, the sum is `to`, bit by bit. Elsewhere it is where a float u exists with x + u = to.
@@ -80,10 +82,10 @@ def update_to(x: ArrayLike, to: ArrayLike, guess: ArrayLike | None = None) -> ja
     Args:
       x: a real or complex array.
       to: an array of the same shape and dtype.
-      guess: an update that leads there, if it is known to.
+      known: an update that may lead there, which is preferred if it does; `to - x` by default.
     """
     x, to = jnp.asarray(x), jnp.asarray(to)
-    return _jaxmpi_update_to(x, to, to - x if guess is None else jnp.asarray(guess, x.dtype))
+    return _jaxmpi_update_to(x, to, to - x if known is None else jnp.asarray(known, x.dtype))
 
 
 def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
@@ -146,6 +148,7 @@ class _Edited:
     def exact_sum(self, add: JaxprEqn) -> Atom | None:
         """Return the value of a sum of x and an update of `update_to(x, value)`; None for all other sums."""
         for x, u in (add.invars, add.invars[::-1]):
+            # q has the shape and dtype of x: a sum that is broadcast or promoted is another value
             if u.aval.dtype == x.aval.dtype and u.aval.shape == add.outvars[0].aval.shape:
                 total = self._total(add, x, u)
                 if total is not None:
@@ -216,7 +219,7 @@ class _Edited:
 
 
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
-    """Return the variable that v is another name of, before identities and conversions that lose nothing."""
+    """Return the variable whose value v has, before identities and conversions to floats of as many bits or more."""
     while (eqn := made_by.get(v)) is not None:
         if eqn.primitive.name not in IDENTITIES and not (eqn.primitive.name == "convert_element_type" and _loses_nothing(eqn)):
             break
@@ -228,7 +231,7 @@ def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
 
 
 def _loses_nothing(eqn: JaxprEqn) -> bool:
-    """Whether it converts floats to floats of as many bits or more."""
+    """Whether an equation converts floats to floats of as many bits or more."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
     with jax.numpy_dtype_promotion("standard"):  # as in `widest`
         return bool(jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new)
