@@ -99,6 +99,7 @@ def collectives():
         both(jaxmpi.tree_bcast, rows, lambda rank: {"x": all_rows[0]}),
         both(jaxmpi.tree_reduce, rows, lambda rank: {"x": all_rows.mean(0) if rank == 0 else all_rows[rank]}),
         both(jaxmpi.tree_allgather, rows, lambda rank: {"x": all_rows}),
+        both(lambda t: jaxmpi.tree_allgather(t, tiled=True), rows, lambda rank: {"x": np.concatenate(all_rows)}),
         both(jaxmpi.tree_reduce_scatter, rows, lambda rank: {"x": all_rows.mean(0)[rank]}),
         both(jaxmpi.tree_alltoall, rows, lambda rank: {"x": all_rows[:, rank]}),
     ]

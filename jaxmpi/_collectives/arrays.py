@@ -16,7 +16,20 @@ from jaxmpi._backends.base import Backend, Collective
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.single import Single
 
-__all__ = ["Bound", "Plain", "Ranks", "allreduce", "along", "axis_size", "check_axis", "move", "reduce", "reduce_scatter"]
+__all__ = [
+    "Bound",
+    "Plain",
+    "Ranks",
+    "allreduce",
+    "along",
+    "axis_size",
+    "check_axis",
+    "join",
+    "joined_shape",
+    "move",
+    "reduce",
+    "reduce_scatter",
+]
 
 WIDE: list[tuple[type[np.generic], Callable[[np.dtype], "jnp.finfo | jnp.iinfo"], type[np.generic]]] = [
     (jnp.floating, jnp.finfo, np.float32),
@@ -109,6 +122,17 @@ def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
 def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax.Array]:
     """Carry out a collective that only moves arrays."""
     return ranks.run(call, xs)
+
+
+def join(xs: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
+    """Concatenate the ranks' arrays along their first axis: `lax.all_gather(tiled=True)`."""
+    stacks = ranks.run(Collective("allgather"), xs)
+    return [stack.reshape(joined_shape(x.shape, ranks.size)) for stack, x in zip(stacks, xs, strict=True)]
+
+
+def joined_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The shape of what `join` makes of an array of shape `shape` of each rank."""
+    return (size * shape[0], *shape[1:])
 
 
 def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:

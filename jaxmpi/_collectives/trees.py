@@ -105,7 +105,7 @@ def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = A
     return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op, root=root)
 
 
-def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
+def tree_allgather(tree: PyTree, *, axis: Axis = AXIS, tiled: bool = False) -> PyTree:
     """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
 
     out[r] = tree_r. With `axis`, as in `tree_allreduce`, size is that of a group, and r counts its ranks.
@@ -113,10 +113,21 @@ def tree_allgather(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** about (p-1) · bytes received per rank.
 
+    Args:
+      tree: any pytree of arrays and numbers.
+      axis: as in `tree_allreduce`.
+      tiled: as in `jax.lax.all_gather`: the ranks' arrays are joined along their first axis, so that a leaf `[n, ...]` becomes
+        `[size · n, ...]`, without a new axis.
+
     Raises:
+      ValueError: a leaf without an axis, where they are to be joined, with its path.
       TypeError: a leaf that is no array, with its path.
+
+    >>> tree_allgather(jnp.array([1.0, 2.0]), tiled=True)
+    Array([1., 2.], dtype=float32)
     """
-    return Caller("tree_allgather").allgather(tree, axis=axis)
+    caller = Caller("tree_allgather")
+    return caller.allgather_tiled(tree, axis=axis) if tiled else caller.allgather(tree, axis=axis)
 
 
 def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
@@ -170,6 +181,10 @@ class Caller:
     def allgather(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
         """Stack the ranks' pytrees as `tree_allgather` does."""
         return _apply(self.function, partial(arrays.move, call=Collective("allgather")), tree, axis)
+
+    def allgather_tiled(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
+        """Join the ranks' pytrees as `tree_allgather(tiled=True)` does."""
+        return _apply(self.function, partial(arrays.join), tree, axis)
 
     def alltoall(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
         """Send rows to the ranks as `tree_alltoall` does."""
@@ -230,6 +245,9 @@ def _apply(
                 check_fits(function, path, leaf)
         else:
             paths, treedef, leaves = _checked_leaves(function, tree, axis, op, rows, backend)
+            if work.func is arrays.join:
+                for (path, _), x in zip(paths, leaves, strict=True):
+                    _check_joinable(function, path, x)
     run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
     if run and backend.simulates:
         return _simulated(function, work, tree, axis, rows, run) if op in ("sum", "mean") else run(tree)
@@ -250,7 +268,7 @@ def _apply(
         weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
     for i in {*range(len(leaves))}.difference(sent):
-        shape = _call_of(work).out_shape(leaves[i].shape, ranks.size)
+        shape = _out_shape(work, leaves[i].shape, ranks.size)
         leaves[i] = np.zeros(shape, jax.dtypes.float0)  # type: ignore[call-overload]
     for i, impl in keys.items():
         leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
@@ -275,6 +293,14 @@ def _checked_leaves(
         for (path, _), x in zip(paths, leaves, strict=True):
             check_rows(function, path, x, size)
     return paths, treedef, leaves
+
+
+def _check_joinable(function: str, path: KeyPath, x: jax.Array) -> None:
+    if x.ndim == 0:
+        raise ValueError(
+            f"{function}: leaf {leaf_name(path)} has no axis along which the ranks' arrays could be joined. Leave out tiled=True "
+            "to stack them, or pass an array of shape [1]."
+        )
 
 
 def _with_exact_counts(
@@ -328,10 +354,12 @@ def _simulated(
     return treedef.unflatten([next(counts) if known else next(others) for known in exact])
 
 
-def _call_of(work: partial[list[jax.Array]]) -> Collective:
-    """A collective with results of the same shapes as those of `work`."""
+def _out_shape(work: partial[list[jax.Array]], shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The shape of the result that `work` has for an array of shape `shape`."""
+    if work.func is arrays.join:
+        return arrays.joined_shape(shape, size)
     kind = "reduce_scatter" if work.func is arrays.reduce_scatter else "allreduce"
-    return work.keywords.get("call", Collective(kind))
+    return work.keywords.get("call", Collective(kind)).out_shape(shape, size)
 
 
 def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names: list[str]) -> str:
@@ -340,6 +368,8 @@ def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names
     call = work.keywords.get("call")
     if call and call.kind == "bcast":
         known["root"] = call.root
+    if work.func is arrays.join:
+        known["tiled"] = True
     if axis != AXIS:
         known["axis"] = axis
     names = [re.sub("0x[0-9a-f]+", "", name) for name in names]  # addresses, which differ between processes

@@ -1,6 +1,7 @@
 """The tree collectives against NumPy, on 1 to 4 ranks."""
 
 import dataclasses
+import functools
 from functools import reduce
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
+from jax import lax
 
 import jaxmpi
 from jaxmpi.testing import run_ranks
@@ -99,6 +101,59 @@ def test_moves_every_dtype(jit):
                 check(bcast[dtype], x[root])
                 check(gathered[dtype], x)
                 check(swapped[dtype], np.stack([x[(q + r) % n] for q in range(n)]))
+
+
+def check_tiled_allgather():
+    """Eagerly and in a step, with the gradient: as `lax.all_gather(tiled=True)`."""
+    r = jaxmpi.rank()
+    key = jax.random.split(jax.random.key(r), 2)
+    tree = {"w": jnp.arange(6.0).reshape(2, 3) + r, "none": jnp.zeros((0, 3)), "flags": jnp.array([r > 0]), "key": key}
+    of_lax = jaxmpi.jit(lambda tree: lax.all_gather(tree, jaxmpi.AXIS, tiled=True))(tree)
+    tiled = lambda tree: jaxmpi.tree_allgather(tree, tiled=True)
+    for got in (tiled(tree), jaxmpi.jit(tiled)(tree)):
+        for name, want in of_lax.items():
+            assert got[name].shape == want.shape == (jaxmpi.size() * len(tree[name]), *want.shape[1:])
+            numbers = jax.random.key_data if name == "key" else np.asarray
+            np.testing.assert_array_equal(numbers(got[name]), numbers(want))
+
+    def loss(gather, w):
+        y = gather(w)
+        return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size).reshape(y.shape) + jaxmpi.rank()))
+
+    gathers = (tiled, lambda w: lax.all_gather(w, jaxmpi.AXIS, tiled=True))
+    got, want = (jaxmpi.jit(jax.grad(functools.partial(loss, gather)))(tree["w"]) for gather in gathers)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    for leaf in (np.float32(1), jax.random.key(0)):
+        for call in (tiled, jaxmpi.jit(tiled)):
+            with pytest.raises(ValueError, match=r"tree_allgather: leaf \['x'\] has no axis.*Leave out tiled"):
+                call({"x": leaf})
+
+
+@run_ranks(*RANKS)
+def test_tiled_allgather_is_that_of_lax():
+    check_tiled_allgather()
+
+
+@run_ranks(2, backend="xla")
+def test_tiled_allgather_is_that_of_lax_on_xla():
+    check_tiled_allgather()
+
+
+def test_tiled_allgather_of_simulated_ranks():
+    rows = np.arange(12.0, dtype=np.float32).reshape(3, 2, 2)
+    for run in (lambda f: f, jaxmpi.jit):
+        with jaxmpi.simulate(3):
+            got = run(lambda x: jaxmpi.tree_allgather({"x": x}, tiled=True))(jaxmpi.PerRank(rows))
+        np.testing.assert_array_equal(got["x"], rows.reshape(6, 2))
+    with jaxmpi.simulate(3), pytest.raises(ValueError, match=r"tree_allgather: leaf \['x'\] has no axis"):
+        jaxmpi.tree_allgather({"x": jaxmpi.PerRank(np.arange(3.0))}, tiled=True)
+
+
+@run_ranks(2)
+def test_ranks_that_differ_in_tiled_are_told():
+    with pytest.raises(jaxmpi.RankMismatchError, match="tiled=True"):
+        jaxmpi.tree_allgather(np.ones(2), tiled=jaxmpi.rank() == 1)
+    np.testing.assert_array_equal(jaxmpi.tree_allgather(jaxmpi.rank()), [0, 1])
 
 
 @run_ranks(*RANKS)

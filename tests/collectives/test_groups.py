@@ -220,6 +220,7 @@ def along_axes(x, kinds=("island", "member", ("member",), ("member", "island")))
             "bcast": jaxmpi.tree_bcast(x, n - 1, axis=axis),
             "reduce": jaxmpi.tree_reduce(x, "sum", 1, axis=axis),
             "allgather": jaxmpi.tree_allgather(x, axis=axis),
+            "tiled": jaxmpi.tree_allgather(x, axis=axis, tiled=True),
             "reduce_scatter": jaxmpi.tree_reduce_scatter(rows, axis=axis),
             "alltoall": jaxmpi.tree_alltoall(rows, axis=axis),
         }
@@ -244,6 +245,7 @@ def along_axes_in_numpy(xs):
                     "bcast": x[-1],
                     "reduce": x.sum(0) if i == 1 else x[i],
                     "allgather": x,
+                    "tiled": np.concatenate(x) if x.ndim > 1 else x,
                     "reduce_scatter": rows[:, i].mean(0),
                     "alltoall": rows[:, i],
                 }

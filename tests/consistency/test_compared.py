@@ -170,6 +170,8 @@ SAME_BYTES = {
     "tree_bcast": lambda: jaxmpi.tree_bcast(NUMBER),
     "tree_bcast from 1": lambda: jaxmpi.tree_bcast(NUMBER, root=1),
     "tree_allgather": lambda: jaxmpi.tree_allgather(NUMBER),
+    "tree_allgather of a row": lambda: jaxmpi.tree_allgather(np.full(1, NUMBER)),
+    "tree_allgather tiled": lambda: jaxmpi.tree_allgather(np.full(1, NUMBER), tiled=True),
     "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(np.ones(jaxmpi.size(), np.float32)),
     "tree_alltoall": lambda: jaxmpi.tree_alltoall(np.ones(jaxmpi.size(), np.float32)),
     "average_metrics": lambda: jaxmpi.average_metrics(NUMBER),

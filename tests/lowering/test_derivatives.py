@@ -19,6 +19,7 @@ CALLS = {
     "reduce_mean": lambda x: jaxmpi.tree_reduce(x, root=jaxmpi.size() - 1),
     "reduce_prod": lambda x: jaxmpi.tree_reduce(x, "prod", root=0),
     "allgather": jaxmpi.tree_allgather,
+    "allgather_tiled": lambda x: jaxmpi.tree_allgather(x, tiled=True),
     "reduce_scatter_mean": lambda x: jaxmpi.tree_reduce_scatter(x),
     "reduce_scatter_max": lambda x: jaxmpi.tree_reduce_scatter(x, "max"),
     "alltoall": jaxmpi.tree_alltoall,
