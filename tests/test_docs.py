@@ -68,12 +68,17 @@ def names(tmp_path):
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_a_block_of_python(code, names):
-    jaxmpi.init()
+    if "init(axes=" in code:
+        jaxmpi.finalize()
+    else:
+        jaxmpi.init()
     if "faults.inject" in code:
         names["step"] = lambda: None
     if "micro_batches" in code:
         names["state"] = jaxmpi.distributed(optax.adamw(1e-3), micro_batches=8).init(names["params"])
     exec(compile(code, "page", "exec"), names)
+    if "init(axes=" in code:
+        jaxmpi.finalize()
 
 
 def test_there_are_blocks_of_python():

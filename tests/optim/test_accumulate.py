@@ -98,3 +98,106 @@ def test_bad_every(every):
         jaxmpi.local_sgd(optax.sgd(1.0), every)
     with pytest.raises(ValueError, match="every is"):
         jaxmpi.watch_replicas(optax.sgd(1.0), every)
+
+
+# the last window
+
+
+def batches_of(rank, n_batches):
+    """(mean, samples) of one rank's batches, with other numbers of samples on each rank."""
+    return [(np.float32(3 * i + 2 * rank + 1), np.float32(1 + (i + rank) % 3)) for i in range(n_batches)]
+
+
+def one_step(inner, params, state, some, weighted):
+    """`inner` on the mean over some batches of all ranks, which one device would have."""
+    pairs = [batches_of(rank, 8)[i] for rank in range(jaxmpi.size()) for i in some]
+    values, weights = np.transpose(pairs)
+    mean = np.average(values, weights=weights if weighted else None)
+    updates, state = inner.update({"w": jnp.full(2, mean, jnp.float32)}, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("transform", ["distributed", "sharded"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("how", ["static", "argument", "eager"])
+def test_flush_is_one_step_over_what_is_left(transform, weighted, how):
+    inner = optax.adam(0.1)
+    tx = jaxmpi.accumulate(getattr(jaxmpi, transform)(inner), 3)
+
+    def update(params, state, flush, mean, samples):
+        given = {"weight": samples} if weighted else {}
+        updates, state = tx.update({"w": jnp.full(2, mean)}, state, params, flush=flush, **given)
+        return optax.apply_updates(params, updates), state
+
+    if how == "static":
+        step = jaxmpi.jit(update, static_argnums=2)
+    elif how == "argument":
+        step = jaxmpi.jit(update, replicated_argnums=2)
+    else:
+        step = update
+    params = {"w": jnp.zeros(2)}
+    state, expected, inner_state = tx.init(params), params, inner.init(params)
+    for _ in range(2):  # epochs of 3, 3 and 2 batches, and of 3 and 3
+        for epoch in ([range(3), range(3, 6), range(6, 8)], [range(3), range(3, 6)]):
+            last = epoch[-1][-1]
+            for i in range(last + 1):
+                mean, samples = batches_of(jaxmpi.rank(), 8)[i]
+                params, state = step(params, state, i == last, mean, samples)
+            for some in epoch:
+                expected, inner_state = one_step(inner, expected, inner_state, some, weighted)
+            np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5)
+            assert int(state.calls) == 0
+
+
+@run_ranks(1, 2)
+def test_flush_of_every_call_is_inner():
+    params = {"w": jnp.zeros(2)}
+    for every in (1, 3):
+        tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every)
+        updates, state = tx.update({"w": jnp.full(2, jaxmpi.rank() + 1.0)}, tx.init(params), params, flush=True)
+        np.testing.assert_allclose(updates["w"], [-(jaxmpi.size() + 1) / 2] * 2)
+
+
+@run_ranks(2)
+def test_ranks_that_differ_in_flush_are_told():
+    tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
+    update = lambda g, s, flush: tx.update(g, s, flush=flush)
+    grads, state, flush = jnp.ones(2), tx.init(jnp.zeros(2)), jaxmpi.rank() == 0
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"decided by rank 0: .* at test_accumulate.py"):
+        jaxmpi.jit(update, static_argnums=2)(grads, state, flush)
+    with pytest.raises(jaxmpi.RankMismatchError, match="argument 2: .* is named in replicated_argnums"):
+        jaxmpi.jit(update, replicated_argnums=2)(grads, state, flush)
+    with pytest.raises(ValueError, match="which branch is taken may differ.*replicated_argnums"):
+        jaxmpi.jit(update)(grads, state, flush)
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(jnp.ones(2)), [1, 1])
+
+
+@pytest.mark.parametrize("transform", ["skip_nonfinite", "dynamic_loss_scale", "watch_replicas"])
+def test_flush_reaches_accumulate_through_other_transforms(transform):
+    jaxmpi.init()
+    inner = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
+    wrap = getattr(jaxmpi, transform)
+    tx = optax.chain(wrap(inner, 1) if transform == "watch_replicas" else wrap(inner))
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    scale = optax.tree.get(state, "scale", 1.0)
+    updates, _ = tx.update({"w": jnp.full(2, 2.0) * scale}, state, params, flush=True)
+    np.testing.assert_allclose(updates["w"], [-2, -2])
+
+
+def test_flush_of_simulated_ranks():
+    tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
+    with jaxmpi.simulate(3):
+        step = jaxmpi.jit(lambda g, s, w: tx.update(g, s, weight=w, flush=True))
+        x, w = np.array([1, 2, 6], np.float32), np.array([0, 1, 3], np.float32)
+        updates, _ = step(jaxmpi.PerRank(x), tx.init(np.float32(0)), jaxmpi.PerRank(w))
+    np.testing.assert_allclose(updates, -5)
+
+
+@pytest.mark.parametrize("flush", [1.5, np.ones(2, bool), "yes"])
+def test_flush_is_one_boolean(flush):
+    jaxmpi.init()
+    tx = jaxmpi.accumulate(optax.sgd(1.0), 3)
+    with pytest.raises(TypeError, match="accumulate: flush is .*Pass True in the last call"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), flush=flush)

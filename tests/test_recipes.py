@@ -1,0 +1,126 @@
+"""Recipes of the documentation, as they stand there, on several ranks: their numbers are those of one device."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+
+
+def recipe(page, marker):
+    """The only block of code on a page that has these words; a doctest without its prompts."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    [found] = [block for block in blocks if marker in block]
+    if ">>> " not in found:
+        return found
+    return "".join(line[4:] + "\n" for line in found.splitlines() if line.startswith((">>> ", "... ", "...")))
+
+
+def run(page, marker, **names):
+    """What a recipe leaves, of the names that its page speaks of."""
+    modules = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "jaxmpi": jaxmpi, "functools": functools}
+    scope = {**modules, **names}
+    exec(compile(recipe(page, marker), page, "exec"), scope)
+    return scope
+
+
+def linear_loss(params, batch, mask=None):
+    losses = jnp.square(batch @ params["w"] - 1)
+    return losses.mean() if mask is None else jnp.sum(mask * losses) / mask.sum()  # NaN where a rank has no sample
+
+
+@run_ranks(1, 2, 4)
+def test_the_last_window_of_accumulate_is_a_step():
+    params = {"w": jnp.full(8, 0.01)}
+    got = run("docs/optimizers.md", "flush=last", params=params, loss_of=linear_loss)
+    inner = optax.adam(1e-3)
+    state, rows = inner.init(params), np.arange(384.0).reshape(48, 8)
+    for some in (rows[:32], rows[32:]):
+        updates, state = inner.update(jax.grad(linear_loss)(params, some), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(got["params"]["w"], params["w"], rtol=1e-5)
+    assert int(got["state"].calls) == 0
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.parametrize("page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "weight=len(batch)")])
+def test_the_loss_that_is_shown_is_that_of_all_samples(page, marker):
+    r, n = jaxmpi.rank(), jaxmpi.size()
+    rows = np.arange(2.0 * n * (n + 1) / 2, dtype=np.float32).reshape(-1, 2)
+    first = r * (r + 1) // 2
+    mine = rows[first : first + r + 1]  # r + 1 samples
+    params, tx = {"w": jnp.full(2, 0.1)}, jaxmpi.distributed(optax.sgd(0.1))
+    mask = np.arange(n) < len(mine) if "mask" in marker else None
+    batch = np.zeros((n, 2), np.float32) if "mask" in marker else mine
+    batch[: len(mine)] = mine
+    loss, grads = jax.value_and_grad(linear_loss)(params, batch, mask)
+    names = {"params": params, "tx": tx, "state": tx.init(params), "batch": batch, "loss_of": linear_loss, "loss": loss}
+    got = run(page, marker, grads=grads, mask=mask, **names)
+    want = float(linear_loss(params, rows))
+    np.testing.assert_allclose(got["loss" if "mask" in marker else "shown"], want, rtol=1e-6)
+    np.testing.assert_allclose(got["updates"]["w"], -0.1 * jax.grad(linear_loss)(params, rows)["w"], rtol=1e-6)
+
+
+@run_ranks(2)
+def test_the_loss_of_a_rank_without_samples_does_not_count():
+    mask = np.full(2, jaxmpi.rank() == 1)
+    params, tx = {"w": jnp.ones(2)}, jaxmpi.distributed(optax.sgd(0.1))
+    names = {"params": params, "tx": tx, "state": tx.init(params), "loss_of": linear_loss}
+    got = run("docs/optimizers.md", "weight=mask.sum()", batch=np.ones((2, 2), np.float32), mask=mask, **names)
+    assert float(got["loss"]) == 1.0
+
+
+def check_names_of_pmap():
+    got = run("docs/migration.md", 'init(axes={"batch": -1})')
+    rows = np.arange(48.0, dtype=np.float32).reshape(-1, 2)
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((rows @ w - 1) ** 2))(jnp.ones(2))
+    np.testing.assert_allclose(jaxmpi.local(got["loss"]), loss, rtol=1e-6)
+    np.testing.assert_allclose(jaxmpi.local(got["w"]), 1 - 1e-4 * grad, rtol=1e-6)
+    checked = jaxmpi.jit(got["train_step"], replicated_argnums=0, replicated_outnums=(0, 1))
+    np.testing.assert_allclose(jaxmpi.local(checked(jnp.ones(2), jaxmpi.shard(rows)[:])[1]), loss, rtol=1e-6)
+
+
+@run_ranks(1, 2, 3, axes={"batch": -1})
+def test_a_port_keeps_the_axis_name_of_pmap():
+    check_names_of_pmap()
+
+
+@run_ranks(2, axes={"batch": -1}, backend="xla")
+def test_a_port_keeps_the_axis_name_of_pmap_on_xla():
+    check_names_of_pmap()
+
+
+@run_ranks(1, 2)
+def test_equinox_models_with_arrays_of_integers_are_split_by_floats():
+    """As the page splits them: an array of integers has no gradient, and must not be averaged."""
+    import equinox as eqx
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        offsets: jax.Array  # integers
+        flags: np.ndarray
+        key: jax.Array
+
+        def __call__(self, x):
+            return (x @ self.weight)[None] + self.offsets.sum()
+
+    model = Model(jnp.full(8, 0.1), jnp.arange(3), np.ones(2, bool), jax.random.key(0))
+
+    class Layers:
+        MLP = staticmethod(lambda *args, **kwargs: model)
+
+    code = recipe("docs/other-libraries.md", "eqx.nn.MLP").replace("eqx.nn.MLP(", "Layers.MLP(")
+    scope = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "jaxmpi": jaxmpi, "Layers": Layers}
+    exec(compile(code, "page", "exec"), scope)
+    np.testing.assert_allclose(scope["loss"], (0.8 + 3) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(scope["model"].weight, np.full(8, 0.09), rtol=1e-4)
+    np.testing.assert_array_equal(scope["model"].offsets, np.arange(3))
