@@ -52,7 +52,9 @@ def test_the_last_window_of_accumulate_is_a_step():
 
 
 @run_ranks(1, 2, 3)
-@pytest.mark.parametrize("page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "weight=len(batch)")])
+@pytest.mark.parametrize(
+    "page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "weight=len(batch)")]
+)
 def test_the_loss_that_is_shown_is_that_of_all_samples(page, marker):
     r, n = jaxmpi.rank(), jaxmpi.size()
     rows = np.arange(2.0 * n * (n + 1) / 2, dtype=np.float32).reshape(-1, 2)
@@ -124,3 +126,55 @@ def test_equinox_models_with_arrays_of_integers_are_split_by_floats():
     np.testing.assert_allclose(scope["loss"], (0.8 + 3) ** 2, rtol=1e-6)
     np.testing.assert_allclose(scope["model"].weight, np.full(8, 0.09), rtol=1e-4)
     np.testing.assert_array_equal(scope["model"].offsets, np.arange(3))
+
+
+# predictions
+
+
+def check_predictions():
+    params = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    for n_samples in range(8):
+        x = np.random.default_rng(1).normal(size=(n_samples, 2)).astype(np.float32)
+        got = run("docs/data.md", "predictions[row[valid]]", x=x, params=params, apply=lambda params, x: jnp.tanh(x @ params))
+        np.testing.assert_allclose(got["predictions"], np.tanh(x @ params), rtol=1e-5, atol=1e-6)
+
+
+@run_ranks(1, 2, 3)
+@pytest.mark.filterwarnings("ignore:batches. an epoch of 0 samples")
+def test_predictions_of_all_samples_are_in_order():
+    check_predictions()
+
+
+@run_ranks(2, backend="xla")
+def test_predictions_of_all_samples_are_in_order_on_xla():
+    check_predictions()
+
+
+# fp8
+
+FP8 = "_overwrite_with_gradient"
+
+
+def after_fp8_steps(batch):
+    """The train state after three steps of the recipe, on this rank's rows of a batch."""
+    mine = jaxmpi.shard(batch)[:]
+    got = run("docs/migration.md", "Fp8DirectDotGeneralOp", batch=mine)
+    state = got["state"]
+    for _ in range(2):
+        state, _ = got["step"](state, mine)
+    return state.params
+
+
+@run_ranks(1, 2, 4)
+def test_scales_of_fp8_are_those_of_all_samples():
+    batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    batch *= np.arange(1, 9, dtype=np.float32)[:, None]  # the last rank has the largest inputs
+    params = jax.tree.map(np.asarray, after_fp8_steps(batch))
+    for other in jaxmpi.allgather_object(params):
+        jax.tree.map(np.testing.assert_array_equal, other, params)
+    from flax.linen.fp8_ops import get_fp8_max
+
+    [scales] = params[FP8].values()
+    largest = np.abs(batch).max()
+    np.testing.assert_array_equal(scales["input_amax_history"][[0, -1, -2]], [largest] * 3)
+    np.testing.assert_allclose(scales["input_scale"], largest / get_fp8_max(jnp.float8_e4m3fn, jnp.float32), rtol=1e-6)

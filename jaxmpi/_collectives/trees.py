@@ -298,8 +298,8 @@ def _checked_leaves(
 def _check_joinable(function: str, path: KeyPath, x: jax.Array) -> None:
     if x.ndim == 0:
         raise ValueError(
-            f"{function}: leaf {leaf_name(path)} has no axis along which the ranks' arrays could be joined. Leave out tiled=True "
-            "to stack them, or pass an array of shape [1]."
+            f"{function}: leaf {leaf_name(path)} has no axis along which the ranks' arrays could be joined. Leave out "
+            "tiled=True to stack them, or pass an array of shape [1]."
         )
 
 

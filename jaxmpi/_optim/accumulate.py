@@ -68,6 +68,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     if every < 1:
         raise ValueError(f"accumulate: every is {every}. It is the number of steps for one communication: 1 or more.")
     inner = optax.with_extra_args_support(inner)
+
     def init(params: PyTree) -> AccumulateState:
         total = widest(*(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats("accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params)

@@ -155,7 +155,7 @@ def test_flush_of_every_call_is_inner():
     params = {"w": jnp.zeros(2)}
     for every in (1, 3):
         tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every)
-        updates, state = tx.update({"w": jnp.full(2, jaxmpi.rank() + 1.0)}, tx.init(params), params, flush=True)
+        updates, _ = tx.update({"w": jnp.full(2, jaxmpi.rank() + 1.0)}, tx.init(params), params, flush=True)
         np.testing.assert_allclose(updates["w"], [-(jaxmpi.size() + 1) / 2] * 2)
 
 
@@ -166,9 +166,9 @@ def test_ranks_that_differ_in_flush_are_told():
     grads, state, flush = jnp.ones(2), tx.init(jnp.zeros(2)), jaxmpi.rank() == 0
     with pytest.raises(jaxmpi.RankMismatchError, match=r"decided by rank 0: .* at test_accumulate.py"):
         jaxmpi.jit(update, static_argnums=2)(grads, state, flush)
-    with pytest.raises(jaxmpi.RankMismatchError, match="argument 2: .* is named in replicated_argnums"):
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"argument 2: .* is named in replicated_argnums"):
         jaxmpi.jit(update, replicated_argnums=2)(grads, state, flush)
-    with pytest.raises(ValueError, match="which branch is taken may differ.*replicated_argnums"):
+    with pytest.raises(ValueError, match=r"which branch is taken may differ.*replicated_argnums"):
         jaxmpi.jit(update)(grads, state, flush)
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(jnp.ones(2)), [1, 1])
 
@@ -199,5 +199,5 @@ def test_flush_of_simulated_ranks():
 def test_flush_is_one_boolean(flush):
     jaxmpi.init()
     tx = jaxmpi.accumulate(optax.sgd(1.0), 3)
-    with pytest.raises(TypeError, match="accumulate: flush is .*Pass True in the last call"):
+    with pytest.raises(TypeError, match=r"accumulate: flush is .*Pass True in the last call"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), flush=flush)
