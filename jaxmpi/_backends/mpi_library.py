@@ -14,10 +14,10 @@ import jax
 
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
-from jaxmpi._process import run_dir
+from jaxmpi._process import loaded_mpi, peers, run_dir, stderr
 from jaxmpi._process.at_exit import Step, at_exit
 
-__all__ = ["import_mpi4jax", "import_mpi4py", "mpi4jax_version", "unlink_shared_memory"]
+__all__ = ["import_mpi4jax", "import_mpi4py", "libmpi", "loaded_twice", "mpi4jax_version", "unlink_shared_memory"]
 
 SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
 INSTALL = (
@@ -50,8 +50,32 @@ def import_mpi4py(launched: int) -> ModuleType:
     if MPI.Is_finalized():
         raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
     if not MPI.Is_initialized():
+        # once for a job, and before MPI starts, which may not come back
+        if (twice := loaded_twice(MPI)) and peers.rank_here() in (None, 0):
+            stderr.say(f"jaxmpi: {twice}\n")
         _start(MPI, mpi4py.rc)
     return MPI
+
+
+def libmpi(mpi: ModuleType) -> str:
+    """The path of the MPI library that mpi4py uses."""
+    libraries = loaded_mpi.loaded()
+    if not libraries:
+        raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
+    return loaded_mpi.library_of(str(mpi.__file__)) or min(libraries, key=len)
+
+
+def loaded_twice(mpi: ModuleType) -> str | None:
+    """What is wrong, and what to do, where this process has loaded other MPI libraries than mpi4py's; None if it has not."""
+    libraries = loaded_mpi.loaded()
+    if len(libraries) < 2:
+        return None
+    others = [path for path in libraries if path != libmpi(mpi)]
+    return (
+        f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and {' and '.join(others)}. Calls "
+        "that are meant for one may reach the other. Build all packages that use MPI (mpi4jax, h5py, petsc4py) against the MPI "
+        "of mpi4py; unset LD_PRELOAD if it names the other one."
+    )
 
 
 def _start(mpi: ModuleType, rc: Any) -> None:
@@ -123,10 +147,16 @@ def mpi4jax_version() -> str:
 
 def import_mpi4jax(launched: int) -> ModuleType:
     """Import mpi4jax, and start JAX's backend; say what to do where they don't fit together."""
+    before = loaded_mpi.loaded()
     try:
         import mpi4jax
     except (ImportError, RuntimeError) as error:
         raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}") from error
+    if before and (others := [path for path in loaded_mpi.loaded() if path not in before]):
+        raise MPIError(
+            f"{_ranks(launched)}mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py uses {' or '.join(before)}. "
+            f"{INSTALL}"
+        )
     try:
         jax.local_devices()
     except RuntimeError as error:

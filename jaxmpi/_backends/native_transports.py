@@ -4,7 +4,6 @@ import ctypes
 import math
 import mmap
 import os
-import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 
 from jaxmpi._backends.base import Place
 from jaxmpi._backends.communicator import Communicator
+from jaxmpi._backends.mpi_library import libmpi
 from jaxmpi._backends.shared_memory import SHARED_MEMORY, shared_memory
 from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
-from jaxmpi._errors import MPIError
 from jaxmpi._process import settings
 from jaxmpi._process.processor import quota
 
@@ -94,7 +93,7 @@ class Transports:
         mpi, tuning = self._mpi, self.tuning
         self._native.connect(
             group=transport,
-            library=_libmpi(),
+            library=libmpi(mpi),
             comm=self._handle(comm),
             byte=self._handle(mpi.BYTE),
             request_bytes=mpi._sizeof(mpi.Request),
@@ -132,15 +131,3 @@ class Transports:
         for file, memory in self._shared:
             memory.close()
             os.close(file)
-
-
-def _libmpi() -> str:
-    """The path of the MPI library that mpi4py has loaded."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
-    named = sorted(
-        path for path in paths if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", os.path.basename(path))
-    )
-    if not named:
-        raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
-    return min(named, key=len)

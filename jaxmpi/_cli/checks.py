@@ -15,6 +15,13 @@ from jaxmpi._run.placement import Machine
 
 __all__ = ["compiled", "cores", "devices", "mpi", "native", "the_jax"]
 
+_LOADED_TWICE = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+from jaxmpi._backends.mpi_library import loaded_twice
+print(loaded_twice(MPI) or "")
+"""
 SHARED_BYTES = 1 << 23  # in /dev/shm, for a rank
 
 
@@ -101,7 +108,8 @@ def mpi() -> Iterator[Finding]:
     """mpi4py, the launcher, mpi4jax: each with what to do."""
     try:
         vendor, version, path = mpiexec.library()
-        yield Finding("ok", "mpi4py", f"{vendor} {version} ({path})")
+        _, twice = ask(_LOADED_TWICE)
+        yield Finding("broken", "mpi4py", *two(twice)) if twice else Finding("ok", "mpi4py", f"{vendor} {version} ({path})")
     except mpiexec.LaunchError as error:
         yield Finding("broken", "mpi4py", *two(str(error)))
     try:

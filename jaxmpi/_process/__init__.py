@@ -10,6 +10,7 @@ signals               what the process is told, also while it stands inside MPI
 communicating_thread  which thread communicates
 busy                  blocks in which a rank works alone for long, and is waited for
 live_record           what a rank shows of itself to `jaxmpi top`
+loaded_mpi            which MPI libraries this process has loaded
 stderr                messages and the end of the process, though a stream is full, closed or gone
 files                 files in folders where other users may write
 compiled_files        what JAX has compiled, kept for the next job
