@@ -1,6 +1,5 @@
 """Save a training run, and go on with it on any number of ranks."""
 
-import operator
 import os
 import warnings
 from collections.abc import Mapping
@@ -12,10 +11,19 @@ from jaxmpi._checkpoint import leaf_values, parts
 from jaxmpi._checkpoint.commit import commit, note_restore
 from jaxmpi._checkpoint.compatibility import difference, only_common
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
-from jaxmpi._checkpoint.rank_checks import check_call, check_equal, checked, each_ranks_values, ranks_here, run_on_all_or_raise
+from jaxmpi._checkpoint.rank_checks import (
+    check_call,
+    check_equal,
+    checked,
+    checked_folder,
+    checked_step,
+    each_ranks_values,
+    ranks_here,
+    run_on_all_or_raise,
+)
 from jaxmpi._checkpoint.reading import newest, read
 from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
-from jaxmpi._collectives.objects import agreed, untraced
+from jaxmpi._collectives.objects import untraced
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit.api import local
 from jaxmpi._leaves import PyTree
@@ -48,7 +56,8 @@ def save(
     **Communication:** a comparison of them and of the values, 32 bytes, and of how the last save has ended.
 
     Args:
-      directory: holds the checkpoints of one run; made if it is not there.
+      directory: holds the checkpoints of one run; made if it is not there. The same on all ranks, in the same words; a
+        relative one is a folder of rank 0's working directory.
       step: the number of the checkpoint, 0 or more. One of the same number is replaced. Those that this run has not come
         from are set aside, with a line on the screen: those of higher numbers, as after going back to an older step or in
         a folder of another run, and, at the first save after `restore`, those behind the step that was restored. They get
@@ -63,17 +72,19 @@ def save(
     Raises:
       CheckpointError: on every rank, if this save cannot begin, or if the one before could not be written; this one is then
         being written nevertheless.
-      RankMismatchError: on every rank, if their trees differ, or the values of a leaf that is in no `PerRankState`, with its
-        path.
-      TypeError: a leaf that cannot be saved, with its path; a step that is no integer.
+      RankMismatchError: on every rank, if their trees, folders, steps or options differ, or the values of a leaf that is in no
+        `PerRankState`, with its path.
+      TypeError: a leaf that cannot be saved, with its path; a step that is no integer, a directory that is no path.
       ValueError: a negative step; `keep` below 1; two leaves with the same path.
       RuntimeError: called in traced code.
     """
     backend = untraced("save")
+    where = checked(backend, "save", lambda: checked_folder("save", directory))
+    step = checked(backend, "save", lambda: checked_step("save", step))
     found = checked(backend, "save", lambda: _leaves_to_save(tree, step, keep, backend.axes))
-    leaves, step = [leaf for leaf, _ in found], operator.index(step)
-    options = f"step {step}, keep {keep}, background {background}" + in_memory * ", in memory"
-    check_call(backend, "save", leaves, options)
+    leaves = [leaf for leaf, _ in found]
+    options = f"step {step}, keep {keep}, background {background}" + (", in memory" if in_memory else "")
+    check_call(backend, "save", leaves, where, options)
     check_equal(backend, found)
     leaves = each_ranks_values(backend, leaves)
     earlier = Save.finished(backend)
@@ -106,11 +117,14 @@ def latest(directory: str | os.PathLike) -> int | None:
 
     Raises:
       CheckpointError: on every rank, if the save before could not be written.
+      RankMismatchError: on every rank, if their folders differ.
+      TypeError: a directory that is no path.
       RuntimeError: called in traced code.
 
     >>> latest("a folder that is not there")
     """
-    backend = agreed("latest")
+    backend = untraced("latest")
+    check_call(backend, "latest", [], checked(backend, "latest", lambda: checked_folder("latest", directory)))
     _raise(Save.finished(backend))
     whole, _ = newest(backend, Path(directory), None)
     return None if whole is None else whole[1].step
@@ -143,16 +157,20 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
     Raises:
       CheckpointError: on every rank: there is none; a file is missing, truncated, damaged or not one of ours, with its name; a
         leaf of `like` has another shape or dtype or is not there, with its path; the save before could not be written.
-      RankMismatchError: on every rank, if their trees differ.
+      RankMismatchError: on every rank, if their trees, folders, steps or options differ.
+      TypeError: a step that is no integer, a directory that is no path.
       ValueError: a state of `sharded` in `like` that was made for another number of ranks; two leaves with the same path.
       RuntimeError: called in traced code.
     """
     backend = untraced("restore")
+    where = checked(backend, "restore", lambda: checked_folder("restore", directory))
+    if step is not None:
+        step = checked(backend, "restore", lambda: checked_step("restore", step))
     like = local(like)
     found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.axes))
     leaves = [leaf for leaf, _ in found]
     out, old = parts.left_out(like), parts.old_names(like)
-    check_call(backend, "restore", leaves, f"step {step}, without {out}, partial {partial}")
+    check_call(backend, "restore", leaves, where, f"step {step}, without {out}, partial {partial}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
         whole, wrong = newest(backend, Path(directory), step)
@@ -198,7 +216,7 @@ def _check_kept(folder: Path, found: list[tuple[Leaf, LeafValue]], restored: set
 
 
 def _leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
-    if operator.index(step) < 0 or (keep is not None and keep < 1):
+    if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
     found = parts.leaves_of(local(tree), axes)
     for leaf, x in found:

@@ -16,6 +16,7 @@ from jax import lax
 import jaxmpi
 
 ROOT = Path(__file__).parent.parent
+RECIPE = "fresh = tx.init(params)"  # needs a checkpoint of other ranks: test_recipes.py has one
 ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}  # which run them on several ranks
 
 
@@ -25,7 +26,9 @@ def blocks(language):
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         page, name = path.read_text(), str(path.relative_to(ROOT))
         for match in re.finditer(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
-            if ">>>" not in match[1] and not (language == "python" and name in ELSEWHERE):
+            if ">>>" in match[1] or RECIPE in match[1]:
+                continue
+            if not (language == "python" and name in ELSEWHERE):
                 found.append(pytest.param(match[1], id=f"{name}:{page[: match.start()].count(chr(10)) + 1}"))
     return found
 

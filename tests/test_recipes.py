@@ -2,6 +2,7 @@
 
 import functools
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -11,6 +12,8 @@ import optax
 import pytest
 
 import jaxmpi
+from jaxmpi._run.pool import pool
+from jaxmpi._run.task import Task
 from jaxmpi.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -178,3 +181,66 @@ def test_scales_of_fp8_are_those_of_all_samples():
     largest = np.abs(batch).max()
     np.testing.assert_array_equal(scales["input_amax_history"][[0, -1, -2]], [largest] * 3)
     np.testing.assert_allclose(scales["input_scale"], largest / get_fp8_max(jnp.float8_e4m3fn, jnp.float32), rtol=1e-6)
+
+
+# local_sgd in checkpoints
+
+
+def local_steps(params, state, tx, first, last):
+    """Each rank's steps on samples of its own."""
+
+    @jaxmpi.jit
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"]) - 1) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(first, last):
+        x = jax.random.normal(jax.random.key(10 * i + jaxmpi.rank()), (4, 8))
+        params, state = step(params, state, x)
+    return params, state
+
+
+def made_local(codec):
+    options = {"outer": optax.sgd(0.7, momentum=0.9), "codec": jaxmpi.codecs.int8()} if codec else {}
+    tx, params = jaxmpi.local_sgd(optax.adam(0.05), 3, **options), {"w": jnp.full(8, 0.1)}
+    return tx, params, tx.init(params)
+
+
+@run_ranks(1, 2)
+@pytest.mark.parametrize("codec", [False, True])
+def test_local_sgd_goes_on_where_it_was_on_as_many_ranks(codec):
+    tx, params, state = made_local(codec)
+    params, state = local_steps(params, state, tx, 0, 4)  # one step behind an averaging
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    got = run(
+        "docs/optimizers.md", "run = jaxmpi.restore(directory, run)", params=params, state=state, directory=directory, step=4
+    )
+    again = local_steps(got["params"], got["state"], tx, 4, 8)
+    jax.tree.map(np.testing.assert_array_equal, again, local_steps(params, state, tx, 4, 8))
+
+
+def save_local(directory, codec):
+    tx, params, state = made_local(codec)
+    params, state = local_steps(params, state, tx, 0, 3)
+    jaxmpi.save(directory, 3, {"params": params, "state": state}, background=False)
+
+
+def restore_local(directory, codec):
+    tx, params, state = made_local(codec)
+    text = "" if codec else r"inner.* Go on with 2 ranks, or .*PerRankState\(None\).*local_sgd"
+    with pytest.raises(jaxmpi.CheckpointError, match=text):
+        jaxmpi.restore(directory, {"params": params, "state": state})
+    got = run("docs/optimizers.md", "fresh = tx.init(params)", params=params, tx=tx, directory=directory)
+    assert float(jnp.abs(got["params"]["w"] - params["w"]).max()) > 0.01
+    if codec:
+        assert float(jnp.abs(optax.tree.get(got["state"].outer, "trace")["w"]).max()) > 0
+    params, state = local_steps(got["params"], got["state"], tx, 3, 6)
+    jaxmpi.testing.assert_replicated(params)  # after an averaging
+    assert int(state.calls) == 0
+
+
+@pytest.mark.parametrize("codec", [False, True])
+def test_local_sgd_is_restored_on_another_number_of_ranks(tmp_path, codec):
+    for ranks, function in ((2, save_local), (3, restore_local)):
+        pool(ranks, "auto").run(Task(__file__, function.__name__, {"directory": str(tmp_path), "codec": codec}, 120.0))

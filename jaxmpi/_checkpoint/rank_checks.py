@@ -1,5 +1,7 @@
 """What the ranks say to each other about a checkpoint."""
 
+import operator
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,14 +15,25 @@ from jaxmpi._checkpoint.manifest import Leaf, LeafValue, is_plain
 from jaxmpi._consistency import compare
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError, RankMismatchError
 
-__all__ = ["check_call", "check_equal", "checked", "each_ranks_values", "ranks_here", "run_on_all_or_raise"]
+__all__ = [
+    "check_call",
+    "check_equal",
+    "checked",
+    "checked_folder",
+    "checked_step",
+    "each_ranks_values",
+    "ranks_here",
+    "run_on_all_or_raise",
+]
+
+SIGNATURES = {"save": "save(directory, step, tree)", "restore": "restore(directory, like, step)", "latest": "latest(directory)"}
 
 T = TypeVar("T")
 
 
-def check_call(backend: Backend, function: str, leaves: Sequence[Leaf], options: str) -> None:
+def check_call(backend: Backend, function: str, leaves: Sequence[Leaf], *options: str) -> None:
     """Compare what the ranks are to save or restore, but for the values."""
-    lines = [options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
+    lines = [*options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
     compare.check_consistent(backend, compare.Statement.of(function, "\n".join([function, *lines])), lambda: {"given": lines})
 
 
@@ -31,6 +44,34 @@ def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
     except (TypeError, ValueError) as error:
         check_call(backend, function, [], f"{type(error).__name__}: {error}")
         raise
+
+
+def checked_folder(function: str, directory: object) -> str:
+    """The folder in the words that the ranks compare: as it was given, as ranks may work in folders of their own.
+
+    Raises:
+      TypeError: it is no path, which says how the function is called.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"{function}: directory is {_wrong(directory, 'a path', function)}")
+    return f"directory {os.path.normpath(directory)}"
+
+
+def checked_step(function: str, step: object) -> int:
+    """The step as an integer.
+
+    Raises:
+      TypeError: it is none, which says how the function is called.
+    """
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        wanted = "an integer or None" if function == "restore" else "an integer"
+        raise TypeError(f"{function}: step is {_wrong(step, wanted, function)}") from None
+
+
+def _wrong(argument: object, wanted: str, function: str) -> str:
+    return f"of type {type(argument).__name__}, and must be {wanted}. Call {SIGNATURES[function]}."
 
 
 def check_equal(backend: Backend, described: Sequence[tuple[Leaf, LeafValue]]) -> None:

@@ -55,9 +55,10 @@ def _whole(leaf: Leaf, ranks: int, read: Reader, wanted: str) -> LeafValue:
     if any(bits(row) != bits(rows[0]) for row in rows):
         raise CheckpointRankCountError(
             f"leaf {leaf.name} is each rank's own and was saved by {ranks} ranks, whose values differ: only as many ranks can "
-            f"restore it, in a PerRankState. Go on with {ranks} ranks, save where the ranks have just communicated, or leave a "
-            "PerRankState of yours out with jaxmpi.PerRankState(None) in `like` (an nnx variable with the value None) and make "
-            "it anew."
+            f"restore it, in a PerRankState. Go on with {ranks} ranks, or leave the PerRankState out with "
+            "jaxmpi.PerRankState(None) in its place in `like` (an nnx variable with the value None) and make it anew. What "
+            "accumulate holds is equal on all ranks after each of its windows, so save there; what the inner transform of "
+            "local_sgd holds never is."
         )
     return rows[0]
 

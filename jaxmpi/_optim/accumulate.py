@@ -62,7 +62,7 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
     >>> for gradient, last in [(2.0, False), (4.0, True)]:
     ...     updates, state = tx.update(jnp.array(gradient), state, flush=last)
     >>> updates
-    Array(-3., dtype=float32, weak_type=True)
+    Array(-3., dtype=float32)
     """
     check_transform("accumulate", "inner", inner)
     if every < 1:

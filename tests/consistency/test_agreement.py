@@ -171,6 +171,9 @@ PARAMETERS = {  # a call, and two values of a parameter that all ranks must give
     "background of save": (lambda background: saved(background=background), True, False),
     "numbers in what is saved": (lambda x: saved(tree={"x": x}), 1, 2),
     "step of restore": (lambda step: jaxmpi.restore("a folder that is not there", {}, step), 1, 2),
+    "folder of save": (lambda folder: jaxmpi.save(folder, 1, {}), "one folder", "another folder"),
+    "folder of restore": (lambda folder: jaxmpi.restore(folder, {}), "one folder", "another folder"),
+    "folder of latest": (jaxmpi.latest, "one folder", "another folder"),
 }  # fmt: skip
 
 
