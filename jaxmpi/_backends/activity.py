@@ -24,7 +24,7 @@ class Activity:
     def __init__(self) -> None:
         self.ends: dict[int, Any] = {}  # an output of the last program that each thread has started
         self.long_operation = ""  # with what takes long, for those who watch
-        self._waiting = ""  # for what, if for no collective
+        self._waiting = "", 0  # for what, if for no collective, and which thread
         self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
         self._starting = False  # a program
@@ -48,12 +48,12 @@ class Activity:
     @contextlib.contextmanager
     def waiting(self, title: str) -> Iterator[None]:
         """Count as a collective what is waited for in another way."""
-        self._waiting = title
+        self._waiting = title, threading.get_ident()
         try:
             with Entered(self):
                 yield
         finally:
-            self._waiting = ""
+            self._waiting = "", 0
 
     def _entitle(self, fingerprint: int, title: str, program: int) -> None:
         """Remember what a word stands for as long as events do: there is another one for each step that is saved."""
@@ -72,8 +72,8 @@ class Activity:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
         return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
 
-    def waits_for(self) -> str:
-        """The title of `waiting`."""
+    def waits_for(self) -> tuple[str, int]:
+        """The title of `waiting`, "" outside of it, and the thread that waits."""
         return self._waiting
 
     def doing(self) -> int:

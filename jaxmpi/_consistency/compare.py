@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, cast
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._errors import RankMismatchError
@@ -27,6 +28,7 @@ __all__ = [
     "gather_sides",
     "has_run",
     "in_words",
+    "is_program",
     "mismatch_of",
     "note_run",
     "outliers",
@@ -68,6 +70,12 @@ class Statement(NamedTuple):
     def of(title: str, content: str | None = None) -> "Statement":
         """The statement with a word that differs where `content` does; by default it is the title."""
         return Statement(fingerprint_of(title if content is None else content), title)
+
+
+class Sent(Protocol):
+    """What a program sends, in words; the lines are those of its call that runs, or with `lately` of its last calls."""
+
+    def __call__(self, *, lately: bool = False) -> list[str]: ...
 
 
 def check_consistent(backend: Backend, statement: Statement, details: Callable[[], Details] = dict) -> None:
@@ -122,12 +130,13 @@ def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
         raise_on_all(backend, function, error)
 
 
-def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:
-    """The message or program with this fingerprint, in words."""
+def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int, *, lately: bool = False) -> str:
+    """The message or program with this fingerprint, in words; `lately` is as in `Sent`."""
     program, what = backend.described(fingerprint)
-    if program not in backend.registry.programs:
+    if not is_program(backend, fingerprint):
         return what or "a collective"
-    statement, lines, _ = backend.registry.programs[program]
+    statement, sent, _ = backend.registry.programs[program]
+    lines = sent(lately=lately)
     if what in ("", statement.title):
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
@@ -135,10 +144,15 @@ def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> str:
     return f"{same[0] if same else what} of {statement.title}"
 
 
+def is_program(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> bool:
+    """Whether a fingerprint is that of a program, or of one of its messages."""
+    return backend.described(fingerprint)[0] in backend.registry.programs
+
+
 # where the transport compares
 
 
-def register_program(backend: ProcessGroup, statement: Statement, sent: Sequence[str], details: Callable[[], Details]) -> None:
+def register_program(backend: ProcessGroup, statement: Statement, sent: Sent, details: Callable[[], Details]) -> None:
     """Keep what a program sends, in words, and what tells all of it, for an error."""
     backend.registry.programs[statement.fingerprint] = statement, sent, details
 
@@ -183,7 +197,11 @@ def gather_sides(
     backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
 ) -> list[Side]:
     """Return what each rank is about to do, once their fingerprints have differed: in the order of the ranks."""
-    return backend.gather_details((tuple(statement), dict(details), message), ranks)
+    details = dict(details)
+    no_program = (statement.program or statement.fingerprint) not in backend.registry.programs
+    if no_program and (line := _jaxcompat.called_at()):  # this call has not returned yet
+        details["at"] = [line]
+    return backend.gather_details((tuple(statement), details, message), ranks)
 
 
 def mismatch_of(everyone: Sequence[Side], ranks: Sequence[int] = ()) -> RankMismatchError:
@@ -209,8 +227,9 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
         verb: _differences(details[0].get(verb, ()), details[other].get(verb, ())) for verb in (*CALLS, *DETAILS, *WHOLE)
     }
     head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
+    at = ["".join(f" at {line}" for line in details[k].get("at", ())) for k in (0, other)]
     if titles[0] != titles[1]:
-        head = f"{names[0]} called {titles[0]}, and {names[1]} called {titles[1]}. {SAME_CALLS}"
+        head = f"{names[0]} called {titles[0]}{at[0]}, and {names[1]} called {titles[1]}{at[1]}. {SAME_CALLS}"
     shown = () if differences["sent"] or differences["given"] else DETAILS
     pairs = [(verb, *pair) for verb in (*CALLS, *shown) for pair in differences[verb]]
     pairs = pairs or [(verb, *differences[verb][0]) for verb in WHOLE if differences[verb]][:1]
@@ -219,8 +238,12 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
         for verb, *both in pairs
         for name, line in zip(names, both, strict=True)
     ]
-    hidden = len(pairs) - SHOWN
-    return head + "".join(lines[: 2 * SHOWN]) + (f"\n  ... and {hidden} more differences" if hidden > 0 else "")
+    lines, hidden = lines[: 2 * SHOWN], len(pairs) - SHOWN
+    if hidden > 0:
+        lines.append(f"\n  ... and {hidden} more differences")
+    if titles[0] == titles[1]:
+        lines += [f"\n  called by {name}{where}" for name, where in zip(names, at, strict=True) if where]
+    return head + "".join(lines)
 
 
 def _advice(differences: Mapping[str, Sequence[object]]) -> str:

@@ -51,6 +51,7 @@ from jaxmpi._jaxcompat.runtime import (
 from jaxmpi._jaxcompat.source import (
     CallSite,
     call_site,
+    called_at,
     caller,
     caller_line,
     failed_collective,
@@ -75,6 +76,7 @@ __all__ = [
     "bind",
     "binding_axes",
     "call_site",
+    "called_at",
     "caller",
     "caller_line",
     "can_hide_effects",

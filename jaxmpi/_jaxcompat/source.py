@@ -3,6 +3,7 @@
 import os
 import sys
 import sysconfig
+from functools import cache
 from types import FrameType
 from typing import TypeAlias
 
@@ -13,6 +14,7 @@ from jax.extend.core import JaxprEqn
 __all__ = [
     "CallSite",
     "call_site",
+    "called_at",
     "caller",
     "caller_line",
     "failed_collective",
@@ -53,10 +55,18 @@ def caller_line() -> str:
 
 def caller() -> FrameType:
     """The innermost frame that runs now outside of the libraries."""
-    libraries, frame = _library_folders(), sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def called_at(thread: int | None = None) -> str:
+    """The user's line that a thread is at, by default this one, as in `source_line`; "" where it runs none of the user's."""
+    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
+    while frame is not None and in_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:
@@ -76,6 +86,11 @@ def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str
 def in_library(file: str) -> bool:
     """Whether a file is one of JAX's, Flax's, optax's or jaxmpi's, or Python's own."""
     return file.startswith((*_library_folders(), "<frozen", sysconfig.get_path("stdlib") + os.sep))
+
+
+@cache  # each eager collective asks for a few files
+def _of_library(file: str) -> bool:
+    return file.startswith(_library_folders())
 
 
 def _library_folders() -> tuple[str, ...]:

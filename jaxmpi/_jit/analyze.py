@@ -81,7 +81,7 @@ def analyze(
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
         varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes)
-    looks = function.of_user and not backend.simulates
+    looks = function.calls is None and not backend.simulates
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
     constants = [*captured, *held(jaxpr)]
     if hide:

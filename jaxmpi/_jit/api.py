@@ -11,6 +11,7 @@ from jax.tree_util import PyTreeDef
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
+from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._jit.function import Function, Leaf, choose_arguments, is_per_rank
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
@@ -113,7 +114,7 @@ def eager(fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs
       The function; what it returns are arrays of this rank alone, on every backend.
     """
     fun.__name__ = name
-    step = Step(replace(describe(fun, (), (), jit_kwargs), of_user=False), jit_kwargs)
+    step = Step(replace(describe(fun, (), (), jit_kwargs), calls=EagerCalls()), jit_kwargs)
 
     def call(*args: PyTree) -> T:
         backend = session.current(name)  # for an error that names the function

@@ -87,7 +87,9 @@ def build_program(
         if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries
-    signature = Signature(function.title, entries, found.control, parameters=parameters, arguments=arguments)
+    signature = Signature(
+        function.title, entries, found.control, parameters=parameters, arguments=arguments, calls=function.calls
+    )
     stacked = [False] * len(captured) + per_rank
     with collection_paused():
         program, finish = lower.build(found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide)

@@ -30,10 +30,15 @@ class Executor(ABC):
         self._programs = Programs(function, backend, _flat_options(options), jitted.announce)
         self._turn, self._ends, self._concurrent = backend.turn, backend.ends, backend.concurrent
         self._checks, self._new = values.wanted(), True
+        self._calls = function.calls
+        if self._calls is not None:
+            self._calls.clear()  # those on another backend
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """Call the function on all ranks."""
         first = None
+        if self._calls is not None:
+            self._calls.begin(self._ends)
         if self._new:
             program, run, leaves, _ = self._programs.find(args, kwargs)
             first = program, self._is_unseen(program)

@@ -13,6 +13,7 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
+from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._leaves import PyTree
 
 __all__ = ["Arguments", "Function", "Leaf", "choose_arguments", "is_per_rank", "title_of"]
@@ -49,7 +50,7 @@ class Function:
     outputs: tuple[int, ...]  # positions of outputs that must be
     equal_leaf: Callable[[KeyPath], bool] = _never  # which leaves of (args, kwargs) are equal, too
     equal_output: Callable[[KeyPath], bool] = _never  # which leaves of the outputs must be, too
-    of_user: bool = True  # and no function of ours
+    calls: EagerCalls | None = None  # of a function of ours; None for the user's
     api: str = "jaxmpi.jit"  # the function of jaxmpi that the user has called, for errors
     feeds_rows: bool = False  # whether each rank is to pass other rows, as it is in a pmap
 

@@ -8,6 +8,7 @@ from jax.stages import Lowered
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._consistency.compare import Details, Statement
+from jaxmpi._consistency.eager_calls import EagerCalls
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.control_slice import Line
 from jaxmpi._lowering.summary import Entry
@@ -22,7 +23,6 @@ class Signature:
     Where all ranks must run the same module, `lowered_to` adds all of it.
 
     Attributes:
-      sent: the collectives, in words.
       statement: for the comparison; None where the ranks have nothing to agree on.
     """
 
@@ -34,6 +34,7 @@ class Signature:
         *,
         parameters: Sequence[tuple[str, str]],
         arguments: Sequence[str],
+        calls: EagerCalls | None = None,
     ) -> None:
         """Make the text that the ranks compare.
 
@@ -43,10 +44,11 @@ class Signature:
           decides: of `control_slice`, and the arrays that the function holds where they must be equal.
           parameters: of `text.parameters`.
           arguments: in words, for an error only.
+          calls: of a function of ours, the eager calls that may run this program, the last of which has it traced.
         """
         self._title, self._decides = title, decides
-        self.sent, self._taken = [*map(str, entries)], arguments
-        self._parameters = [f"{text} at {source}" if source else text for text, source in parameters]
+        self._entries, self._parameters, self._taken = entries, parameters, arguments
+        self._calls, self._traced_at = calls, calls.line() if calls else ""
         self._called = [text for entry in entries for text in entry.params]
         self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
         self._program: tuple[Lowered, AnyJaxpr] | None = None  # and its module, where they are compared
@@ -77,10 +79,28 @@ class Signature:
         program = statement.fingerprint
         return Statement(fingerprint_of(f"{program} {numbers}"), self._title, program) if numbers else statement
 
+    def sent(self, *, lately: bool = False) -> list[str]:
+        """Return the collectives, in words.
+
+        Those of a function of ours have the line of the call that runs now; with `lately`, of all of its last calls.
+        """
+        calls = self._calls
+        if calls is None:
+            return [*map(str, self._entries)]
+        lines = calls.lines() if lately else [calls.line()]
+        return [str(entry._replace(source=self._with_calls(entry.source, lines))) for entry in self._entries]
+
+    def _with_calls(self, source: Sequence[str], lines: Sequence[str]) -> tuple[str, ...]:
+        """Source lines with these in the place of that of the call that had the program traced."""
+        return tuple(line for old in source for line in (lines if old == self._traced_at else [old]))
+
     def details(self, numbers: Sequence[str] = ()) -> Details:
         """All that is compared, in words."""
-        given = [*self._parameters, *numbers]
-        details = {"sent": self.sent, "taken": self._taken, "given": given, "called": self._called}
+        line = self._calls.line() if self._calls else ""
+        sources = [line if self._calls and source == self._traced_at else source for _, source in self._parameters]
+        parameters = zip(self._parameters, sources, strict=True)
+        given = [*(f"{text} at {source}" if source else text for (text, _), source in parameters), *numbers]
+        details = {"sent": self.sent(), "taken": self._taken, "given": given, "called": self._called}
         details |= {"ordered": self._order, "decided": [*map(str, self._decides)]}
         if self._program:
             lowered, jaxpr = self._program

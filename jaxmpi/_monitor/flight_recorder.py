@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._monitor.watching import Watching
@@ -80,7 +81,7 @@ class Recorder:
         events = []
         for number, word, bytes_, *times in self._backend.events():
             if word not in names:
-                names[word] = compare.describe(self._backend, word)
+                names[word] = compare.describe(self._backend, word, lately=True)
             events.append([number, names[word], bytes_, *map(seconds, times)])
         waits = [[*map(seconds, wait)] for wait in self._backend.waits() if all(wait)]
         about = {"rank": place.rank, "size": place.size, "host": host, "pid": pid, "began": self._at}
@@ -89,9 +90,21 @@ class Recorder:
 
 def where(backend: MpiProcessGroup) -> str:
     """What a rank is doing, as far as its communication goes."""
-    if title := backend.waits_for():
-        return f"in {title}"
+    title, thread = backend.waits_for()
+    if title:
+        return f"in {title}{_line_of(thread)}"
     entered, inside = backend.progress()
     if not entered:
         return "before its first collective"
-    return ("in " if inside else "after ") + compare.describe(backend, backend.doing())
+    word = backend.doing()
+    what = compare.describe(backend, word)
+    if not inside:
+        return f"after {what}"
+    # The words for a program have its line. What is no program has not returned yet.
+    return f"in {what}" if compare.is_program(backend, word) else f"in {what}{_line_of(backend.turn.thread)}"
+
+
+def _line_of(thread: int) -> str:
+    """Where a thread is in the user's program, such as " at train.py:12"; "" if it runs none of it."""
+    line = _jaxcompat.called_at(thread)
+    return f" at {line}" if line else ""

@@ -92,6 +92,45 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypa
     assert len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1, output
 
 
+EAGER = """
+import sys, time
+import numpy as np
+import jaxmpi
+rank = jaxmpi.init().rank
+x = np.ones(2_000_000, np.float32)
+for _ in range(3):
+    jaxmpi.tree_allreduce(x).block_until_ready()  # an earlier call
+    jaxmpi.barrier()
+if rank == 1:
+    time.sleep(3)
+if sys.argv[1] == "objects":
+    jaxmpi.broadcast_object(rank)  # the call that waits
+else:
+    jaxmpi.tree_allreduce(x)  # the call that waits
+    jaxmpi.tree_allreduce(x)  # may be called before that has ended
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "what"), [("mpi", "arrays"), ("xla", "arrays"), ("mpi", "objects")])
+def test_stall_in_an_eager_collective_names_the_line_of_this_call(tmp_path, monkeypatch, backend, what):
+    script = tmp_path / "script.py"
+    script.write_text(EAGER)
+    monkeypatch.setenv("JAXMPI_BACKEND", backend)
+    monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(tmp_path / "flight"))
+    code, output, _, left = end(jaxmpi_run(2, script, what), str(tmp_path))
+    waits = "broadcast_object" if what == "objects" else "jaxmpi.tree_allreduce(x)  # the call that waits"
+    line = EAGER[: EAGER.index(waits)].count("\n") + 1
+    report = re.search(r"stalled: has waited .* s in (?!jaxmpi.init).*", output)
+    assert not code and not left and report and f" at script.py:{line}" in report[0], output
+    assert report[0].count("script.py") == 1, output
+    earlier = EAGER[: EAGER.index("# an earlier call")].count("\n") + 1
+    record = json.loads((tmp_path / "flight" / "rank-0.json").read_text())
+    names = {name for _, name, *_ in record["events"] if "2000000" in name}
+    assert names and all(f"script.py:{line}" in name or f"script.py:{earlier}" in name for name in names), names
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)

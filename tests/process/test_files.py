@@ -21,7 +21,7 @@ class OneRank(Single):
 
     place = Place()
     events = waits = lambda self: []
-    progress, waits_for = lambda self: (0, False), lambda self: ""
+    progress, waits_for = lambda self: (0, False), lambda self: ("", 0)
 
 
 @pytest.fixture
