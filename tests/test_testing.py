@@ -49,8 +49,8 @@ def dies_on_one():
     ("function", "words"),
     [
         (fails_on_one, ["failed on 1 of 2 ranks", "rank 1", "one is not zero", "printed by 1"]),
-        (hangs_on_one, ["ranks [1] did not end within 4.0 s", "in hangs_on_one"]),
-        (dies_on_one, ["the rank is gone"]),
+        (hangs_on_one, ["ranks [1] did not end within 4 s", "in hangs_on_one", "the next call starts new ones"]),
+        (dies_on_one, ["the rank is gone", "the next call starts new ones", "exited with code 7"]),
     ],
 )
 def test_a_failure_is_told_and_the_next_test_runs(function, words):
@@ -151,9 +151,25 @@ def test_launch_returns_what_each_rank_returns(capsys):
 def test_launch_raises_what_a_rank_raises():
     with pytest.raises(RankFailure, match=r"(?s)failed on 1 of 2 ranks.*rank 1.*ZeroDivisionError"):
         jaxmpi.launch(lambda: 1 / (1 - jaxmpi.rank()), 2)
-    assert jaxmpi.launch(jaxmpi.rank, 2) == [0, 1]  # the ranks live on
+    job = pool(2)
+    assert jaxmpi.launch(jaxmpi.rank, 2) == [0, 1] and pool(2) is job  # the ranks live on
     with pytest.raises(RankFailure, match="did not end within 3"):
         jaxmpi.launch(lambda: time.sleep(100 * jaxmpi.rank()), 2, timeout_seconds=3.0)
+    with pytest.raises(RankFailure, match=r"ranks \[0\] still ran 3 s after that") as failure:
+        jaxmpi.launch(lambda: jaxmpi.barrier() if jaxmpi.rank() == 0 else 1 / 0, 2)
+    text = str(failure.value)
+    assert "ZeroDivisionError" in text and "the next call starts new ones" in text and "inf" not in text, text
+
+    def aborts():
+        from mpi4py import MPI
+
+        if jaxmpi.rank() == 1:
+            MPI.COMM_WORLD.Abort(5)
+        jaxmpi.barrier()
+
+    with pytest.raises(RankFailure, match=r"(?s)the next call starts new ones.*called MPI_Abort with code 5") as failure:
+        jaxmpi.launch(aborts, 2)
+    assert "\0" not in str(failure.value)
     with pytest.raises(ValueError, match="ranks is 0"):
         jaxmpi.launch(print, 0)
 

@@ -25,6 +25,8 @@ def launch(
 
     For notebooks. The ranks are processes that wait, without using a core, for the next call, and so keep what they have
     compiled and imported; they end with this process. What they print is shown when they are done.
+    Where a rank exits, crashes or aborts the job, and where the others still run when one has failed, all are ended, and the
+    next call starts new ones.
 
     Args:
       function: any function, one of the notebook's own or a lambda; what it uses travels with it.

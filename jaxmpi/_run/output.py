@@ -10,6 +10,7 @@ from typing import IO
 __all__ = ["Relay", "open_streams", "say"]
 
 TAIL_BYTES = 65536  # are kept, to find what MPI says about the end of the job
+_LINE = b"-" * 74 + b"\n"  # begins and ends what Open MPI's launcher says
 _NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal that is gone
 _NAMES = {1: "stdout", 2: "stderr"}
 
@@ -40,6 +41,7 @@ class Relay:
 
     def _copy(self) -> None:
         while chunk := os.read(self._source.fileno(), TAIL_BYTES):
+            chunk = self._without_nul(chunk)
             self.tail.extend(chunk)
             del self.tail[:-TAIL_BYTES]
             if self.lost and not self._write(f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n".encode()):
@@ -48,6 +50,11 @@ class Relay:
                 if not self.lost:
                     say(f"{self._name} cannot be written ({self.error}). What does not fit is left out.")
                 self.lost += left
+
+    def _without_nul(self, chunk: bytes) -> bytes:
+        """Leave out the zero byte that Open MPI 5 writes behind what it says of an abort: its string is sent with its end."""
+        before = bytes(self.tail[-len(_LINE) :])  # it may be in another chunk than the line before it
+        return (before + chunk).replace(_LINE + b"\0", _LINE)[len(before) :]
 
     def _write(self, data: bytes) -> int:
         """Write all of it; returns how many bytes were not."""

@@ -117,7 +117,7 @@ class Pool:
                 raise
         self.used = time.monotonic()
         if waiting or any(result.error == GONE for result in failed):
-            self.end()
+            self.end()  # the others may be inside of a collective, and would take nothing any more
         if waiting or failed:
             raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
         return sorted(results)
@@ -145,11 +145,14 @@ class Pool:
         lines = [f"failed on {len(failed)} of {len(self.ranks)} ranks"]
         for result in sorted(failed):
             lines += [f"---- rank {result.rank}", result.error or "", result.output]
-        if waiting:
-            lines += [
-                f"---- ranks {waiting} did not end within {timeout_seconds} s, or wait for one that failed",
-                self._printed,
-            ]
+        if waiting and failed:
+            lines.append(
+                f"---- ranks {waiting} still ran {GRACE_SECONDS:g} s after that, as in a collective with the one that failed"
+            )
+        elif waiting:
+            lines.append(f"---- ranks {waiting} did not end within {timeout_seconds:g} s")
+        if self._ended:
+            lines += ["---- the ranks were ended, and the next call starts new ones; the job has written", self._printed]
         return "\n".join(lines)
 
     def end(self, patience_seconds: float = GRACE_SECONDS) -> None:

@@ -20,6 +20,7 @@ from jaxmpi._run import mpiexec
 from jaxmpi._run.failure_report import End, find_failure
 from jaxmpi._run.mpiexec import Launcher, LaunchError
 from jaxmpi._run.options import Request, parse
+from jaxmpi._run.output import Relay
 from jaxmpi._run.placement import Machine, check_counts, command, plan, survey
 
 pytestmark = pytest.mark.launcher
@@ -940,6 +941,23 @@ def test_output_goes_on_once_there_is_space(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out").read_text() == "first se\njaxmpi run: 11 bytes are missing here (File too large)\nfourth fifth"
     assert done.stderr.count("cannot be written (File too large). What does not fit is left out.") == 1
+
+
+LINE = b"-" * 74 + b"\n"
+
+
+@pytest.mark.parametrize("chunks", [[LINE + b"\0"], [LINE, b"\0"], [LINE[:-1], b"\n\0more"], [b"a\0b", LINE, b"\0\0"]])
+def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks):
+    """What a rank writes itself comes as it is."""
+    read, write = os.pipe()
+    with open(tmp_path / "out", "wb") as sink, os.fdopen(read, "rb") as source:
+        relay = Relay(source, sink.fileno())
+        for chunk in chunks:
+            os.write(write, chunk)
+            time.sleep(0.1)  # so that each is read alone
+        os.close(write)
+        relay.join(10)
+    assert (tmp_path / "out").read_bytes() == relay.tail == b"".join(chunks).replace(LINE + b"\0", LINE)
 
 
 @pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])
