@@ -47,8 +47,16 @@ def sized_axes(function: str, axes: Mapping[str, int], size: int) -> dict[str, i
     if axes and (size % known or (-1 not in axes.values() and known != size)):
         there = "there is 1 rank" if size == 1 else f"there are {size} ranks"
         kind = "a multiple of " if -1 in axes.values() else ""
+        advice = f"{'Simulate' if function == 'simulate' else 'Start'} {kind}{known} ranks"
+        fitting = [name for name, length in axes.items() if size % (known // length) == 0]
+        if fitting and not kind:
+            advice += f", or let the size of axis {fitting[0]!r} be -1"
+        if size == 1 and function == "init":
+            advice += (
+                ". On one rank, give every axis the size 1, or run the program on simulated ranks, under "
+                f"`with jaxmpi.simulate({known}, axes={dict(axes)}):`"
+            )
         raise RankCountError(
-            f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and {there}. Start {kind}{known} "
-            "ranks, or let one size be -1."
+            f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and {there}. {advice}."
         )
     return {name: size // known if length == -1 else length for name, length in axes.items()}

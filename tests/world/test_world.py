@@ -15,6 +15,7 @@ from programs import on_ranks, run
 import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import jax_processes, mpi_library
+from jaxmpi._world.axes import sized_axes
 from jaxmpi._world.init import LAUNCHERS, _choose
 from jaxmpi.testing import run_ranks
 
@@ -146,6 +147,65 @@ def test_tree_functions_after_finalize_use_the_new_communicator():
     jaxmpi.finalize()
     jaxmpi.init()
     assert step(2.0 * jaxmpi.rank()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("function", "axes", "ranks", "advice"),
+    [
+        (
+            "init",
+            {"island": 2, "member": 2},
+            1,
+            r"Start 4 ranks\. On one rank, .*simulate\(4, axes={'island': 2, 'member': 2}",
+        ),
+        (
+            "init",
+            {"island": 2, "member": -1},
+            1,
+            r"Start a multiple of 2 ranks\. On one rank, .*simulate\(2, axes=.*-1}\):`\.$",
+        ),
+        ("init", {"member": 3}, 1, r"Start 3 ranks, or let the size of axis 'member' be -1\. On one rank, "),
+        ("init", {"island": 2, "member": 3}, 4, r"Start 6 ranks, or let the size of axis 'member' be -1\.$"),
+        ("init", {"island": 3, "member": -1}, 4, r"Start a multiple of 3 ranks\.$"),
+        ("simulate", {"island": 2, "member": 2}, 3, r"Simulate 4 ranks\.$"),
+    ],
+)
+def test_axes_of_other_sizes_get_advice_that_works(function, axes, ranks, advice):
+    with pytest.raises(jaxmpi.RankCountError, match=advice) as caught:
+        sized_axes(function, axes, ranks)
+    for name in axes:
+        if f"axis {name!r} be -1" in str(caught.value):
+            sized_axes(function, {**axes, name: -1}, ranks)
+
+
+GROUPED = """
+import sys
+import jax, jaxmpi, numpy as np, optax
+def main(islands):
+    world = jaxmpi.init(axes={"island": islands, "member": -1})
+    tx = jaxmpi.local_sgd(jaxmpi.distributed(optax.sgd(0.1), axis="member"), every=2, outer=optax.sgd(0.7), axis="island")
+    w = np.ones(3, np.float32)
+    state = tx.init(w)
+    @jaxmpi.jit
+    def step(w, state, x):
+        updates, state = tx.update(jax.grad(lambda w: ((w - x) ** 2).sum())(w), state, w)
+        return optax.apply_updates(w, updates), state
+    for _ in range(2):
+        w, state = step(w, state, np.float32(2.0))
+    print(world.size, *np.asarray(w))
+main(1)
+with jaxmpi.simulate(4, axes={"island": 2, "member": 2}):
+    main(2)
+"""
+
+
+def test_a_grouped_script_runs_on_one_rank_and_on_simulated_ranks():
+    done = python(GROUPED)
+    assert done.returncode == 0, done.stderr
+    alone, simulated = done.stdout.splitlines()
+    w = 1.0 + 0.7 * (1 - 0.8**2)  # two steps w <- w + 0.2 (2 - w), of which the outer step takes 0.7
+    np.testing.assert_allclose([float(x) for x in alone.split()], [1, w, w, w], rtol=1e-6)
+    np.testing.assert_allclose([float(x) for x in simulated.split()], [4, w, w, w], rtol=1e-6)
 
 
 @pytest.mark.slow
