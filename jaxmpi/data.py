@@ -13,14 +13,14 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 
-from jaxmpi import _axis
+from jaxmpi import _axis, _jaxcompat
 from jaxmpi._axis import AXIS, Axis
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.base import Backend, ProcessGroup
 from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.arrays import check_axis
@@ -68,7 +68,10 @@ def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
     if backend.simulates:
         raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
     rank, size = _along("shard", axis, backend, backend.place.rank)
-    return Shard(data, rank=rank, size=size)
+    part = Shard(data, rank=rank, size=size)
+    if not part.even:  # a loop over it is longer on some ranks
+        cast(ProcessGroup, backend).registry.uneven_shard = _jaxcompat.called_at()
+    return part
 
 
 def batches(

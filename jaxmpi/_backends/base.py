@@ -122,6 +122,7 @@ class Registry:
     programs: dict[int, Any] = field(default_factory=dict)  # that were traced, by their fingerprints
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
     found: list[Exception] = field(default_factory=list)  # on a thread of a program, and not raised yet
+    uneven_shard: str = ""  # the user's line of the last `shard` that gave the ranks parts of different lengths
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
 
 

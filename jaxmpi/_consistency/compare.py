@@ -37,6 +37,7 @@ __all__ = [
     "raising_on_all",
     "register_program",
     "set_mismatch_handler",
+    "uneven_shard",
 ]
 
 Details = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
@@ -149,6 +150,16 @@ def is_program(backend: ProcessGroup | MpiProcessGroup, fingerprint: int) -> boo
     return backend.described(fingerprint)[0] in backend.registry.programs
 
 
+def uneven_shard(backend: ProcessGroup | MpiProcessGroup) -> str:
+    """What to say of a `shard` that gave the ranks parts of different lengths, where ranks make different calls; or ""."""
+    if not backend.registry.uneven_shard:
+        return ""
+    return (
+        f"jaxmpi.shard at {backend.registry.uneven_shard} has more samples on some ranks than on others: loop over "
+        "jaxmpi.batches, which has as many steps on all."
+    )
+
+
 # where the transport compares
 
 
@@ -201,6 +212,7 @@ def gather_sides(
     no_program = (statement.program or statement.fingerprint) not in backend.registry.programs
     if no_program and (line := _jaxcompat.called_at()):  # this call has not returned yet
         details["at"] = [line]
+    details["shard"] = [*filter(None, [uneven_shard(backend)])]
     return backend.gather_details((tuple(statement), details, message), ranks)
 
 
@@ -230,6 +242,7 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
     at = ["".join(f" at {line}" for line in details[k].get("at", ())) for k in (0, other)]
     if titles[0] != titles[1]:
         head = f"{names[0]} called {titles[0]}{at[0]}, and {names[1]} called {titles[1]}{at[1]}. {SAME_CALLS}"
+        head = " ".join([head, *details[0].get("shard", ())])
     shown = () if differences["sent"] or differences["given"] else DETAILS
     pairs = [(verb, *pair) for verb in (*CALLS, *shown) for pair in differences[verb]]
     pairs = pairs or [(verb, *differences[verb][0]) for verb in WHOLE if differences[verb]][:1]

@@ -21,6 +21,7 @@ class Shard(Sequence[PyTree]):
     def __init__(self, data: PyTree | RandomAccess, *, rank: int, size: int) -> None:
         self._source = _open("shard", data)
         self._rows = _part(len(self._source), rank, size)
+        self.even = len(self._source) % size == 0  # whether all ranks have as many samples
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -20,7 +20,7 @@ from jaxmpi._consistency import compare
 from jaxmpi._monitor.watching import Watching
 from jaxmpi._process import files, settings
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "where"]
 
 
 class Recorder:

@@ -20,9 +20,10 @@ from types import TracebackType
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
+from jaxmpi._consistency import compare
 from jaxmpi._monitor import death_reporter
 from jaxmpi._monitor.async_gather import Gathering
-from jaxmpi._monitor.flight_recorder import Recorder
+from jaxmpi._monitor.flight_recorder import Recorder, where
 from jaxmpi._monitor.live import Live
 from jaxmpi._monitor.messages import Messages
 from jaxmpi._monitor.preemption import Preemption
@@ -107,13 +108,15 @@ class Monitor(Messages):
             for watch in self.watchers:
                 self._call(watch)
             if self._left is not None and self._waits_for_ever(*self._left):
-                self.end(
-                    1,
-                    f"rank {self._left[0]} has exited while this rank waits for it in a collective. "
-                    "Every rank must make the same calls.",
-                )
+                self.end(1, self._why_left(self._left[0]))
             if self.signals.interrupt_is_stuck(POLL_SECONDS):
                 self.end(130, "interrupted while it waited inside a collective.")
+
+    def _why_left(self, rank: int) -> str:
+        _, inside = self.backend.progress()
+        place = where(self.backend) if inside else "in a collective"
+        why = f"rank {rank} has exited while this rank waits for it {place}. Every rank must make the same calls."
+        return " ".join(filter(None, [why, compare.uneven_shard(self.backend)]))
 
     def _waits_for_ever(self, rank: int, entered: int) -> bool:
         mine, inside = self.backend.progress()

@@ -91,6 +91,24 @@ def test_mismatch_names_this_line_where_both_call_the_same_function():
         assert f"called by rank {rank} at test_call_lines.py:{line}" in str(caught.value), str(caught.value)
 
 
+@run_ranks(3)
+def test_a_loop_over_unequal_shards_is_told_to_use_batches():
+    """10 samples on 3 ranks: the last one has another turn of the loop."""
+    here, step = inspect.currentframe(), jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
+    line = here.f_lineno + 1
+    shard = jaxmpi.shard(np.arange(10.0, dtype=np.float32))
+    barrier = here.f_lineno + 4
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 2 called <lambda>") as caught:
+        for x in shard:
+            step(x)
+        jaxmpi.barrier()
+    text = str(caught.value)
+    assert f"called barrier at test_call_lines.py:{barrier}" in text, text
+    assert f"sent by rank 2: allreduce mean of float32[] at test_call_lines.py:{line - 2}" in text, text
+    assert f"jaxmpi.shard at test_call_lines.py:{line} has more samples on some ranks than on others" in text, text
+    assert "jaxmpi.batches" in text, text
+
+
 class End:
     """An output of a program."""
 

@@ -117,6 +117,30 @@ def test_a_rank_that_goes_ends_the_job(launch, ranks, what, where, words, tmp_pa
     assert seconds < 20, output  # 10 s from the fault; the start of the ranks takes the rest
 
 
+SHARDS = """
+import numpy as np
+import jaxmpi
+jaxmpi.init()
+step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
+for x in jaxmpi.shard(np.arange(10.0)):
+    print(step(x))
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mpi", "xla"])
+def test_a_loop_over_shards_that_is_longer_on_a_rank_says_so(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMPI_BACKEND", backend)
+    script = tmp_path / "script.py"
+    script.write_text(SHARDS)
+    code, output, seconds, processes = end(jaxmpi_run(3, str(script)), str(tmp_path))
+    assert code and processes == [] and seconds < 30, output
+    place = r"in .*allreduce (mean|sum) of float32\[\] at script.py:5.*\. Every rank must make the same calls\. "
+    shard = r"jaxmpi\.shard at script\.py:6 has more samples on some ranks than on others: loop over jaxmpi\.batches, "
+    assert re.search(r"rank 1 has exited while this rank waits for it " + place + shard, output), output
+
+
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
