@@ -49,6 +49,14 @@ SHOWN = 3  # differences
 SAME_CALLS = "Every rank must make the same calls in the same order."
 SAME_ARGUMENTS = "Every rank must call it with the same arguments."
 SAME_ARRAYS = "Every rank must send the same arrays in the same order."
+SAME_LENGTHS = (
+    "A gather takes arrays of one shape. Where the lengths differ between the ranks, use jaxmpi.allgather_object outside of "
+    "a step, or pad the arrays to one length and gather the true lengths beside them."
+)
+SAME_TYPES = (
+    "Their arguments differ in weak type, which numbers of Python have: such a value takes the dtype of what it meets. Pass "
+    "arrays with a dtype on every rank, such as jnp.asarray(x, jnp.float32)."
+)
 SAME_SHAPES = "On the xla backend all ranks run one compiled program, so the shapes of their arguments must be equal, too."
 BRANCH = (
     "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own must be an argument of the "
@@ -238,6 +246,12 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
     differences = {
         verb: _differences(details[0].get(verb, ()), details[other].get(verb, ())) for verb in (*CALLS, *DETAILS, *WHOLE)
     }
+    weak = _differences(details[0].get("typed", ()), details[other].get("typed", ()))
+    if weak and not (differences["taken"] or differences["given"]):
+        differences["taken"], advice = weak, advice or SAME_TYPES
+    gathered = details[0].get("gathered", ())
+    if gathered and gathered == details[other].get("gathered") and differences["sent"] and not differences["given"]:
+        advice = advice or SAME_LENGTHS
     head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
     at = ["".join(f" at {line}" for line in details[k].get("at", ())) for k in (0, other)]
     if titles[0] != titles[1]:

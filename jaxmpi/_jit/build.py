@@ -88,7 +88,13 @@ def build_program(
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries
     signature = Signature(
-        function.title, entries, found.control, parameters=parameters, arguments=arguments, calls=function.calls
+        function.title,
+        entries,
+        found.control,
+        parameters=parameters,
+        arguments=arguments,
+        weak=[a.weak_type for a in avals],
+        calls=function.calls,
     )
     stacked = [False] * len(captured) + per_rank
     with collection_paused():

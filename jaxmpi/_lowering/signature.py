@@ -34,6 +34,7 @@ class Signature:
         *,
         parameters: Sequence[tuple[str, str]],
         arguments: Sequence[str],
+        weak: Sequence[bool],
         calls: EagerCalls | None = None,
     ) -> None:
         """Make the text that the ranks compare.
@@ -44,10 +45,12 @@ class Signature:
           decides: of `control_slice`, and the arrays that the function holds where they must be equal.
           parameters: of `text.parameters`.
           arguments: in words, for an error only.
+          weak: which of them are of weak type, as numbers of Python are.
           calls: of a function of ours, the eager calls that may run this program, the last of which has it traced.
         """
         self._title, self._decides = title, decides
         self._entries, self._parameters, self._taken = entries, parameters, arguments
+        self._typed = [f"{text}, of weak type" if is_weak else text for text, is_weak in zip(arguments, weak, strict=True)]
         self._calls, self._traced_at = calls, calls.line() if calls else ""
         self._called = [text for entry in entries for text in entry.params]
         self._order = [f"{entry.name}, {'.'.join(map(str, entry.order))} in the function's order" for entry in entries]
@@ -94,6 +97,12 @@ class Signature:
         """Source lines with these in the place of that of the call that had the program traced."""
         return tuple(line for old in source for line in (lines if old == self._traced_at else [old]))
 
+    def _gathered(self) -> list[str]:
+        """All collectives with the numbers of axes of their arrays, and not their lengths, if one of them gathers; or none."""
+        if not any(entry.call.kind == "allgather" for entry in self._entries):
+            return []
+        return [f"{entry.name} {[(dtype, len(shape)) for shape, dtype in entry.arrays]}" for entry in self._entries]
+
     def details(self, numbers: Sequence[str] = ()) -> Details:
         """All that is compared, in words."""
         line = self._calls.line() if self._calls else ""
@@ -101,6 +110,7 @@ class Signature:
         parameters = zip(self._parameters, sources, strict=True)
         given = [*(f"{text} at {source}" if source else text for (text, _), source in parameters), *numbers]
         details = {"sent": self.sent(), "taken": self._taken, "given": given, "called": self._called}
+        details |= {"typed": self._typed, "gathered": self._gathered()}
         details |= {"ordered": self._order, "decided": [*map(str, self._decides)]}
         if self._program:
             lowered, jaxpr = self._program

@@ -646,3 +646,67 @@ def test_what_was_compared_is_forgotten_once_there_was_enough_after_it():
     assert len(backend._titles) == EVENTS
     words = [fingerprint_of(text) for text in ("step 0", f"step {EVENTS + 99}", "always")]
     assert [backend.described(word)[1] for word in words] == ["", "save", "always"]
+
+
+# what is wrong, in words
+
+
+def gathers():
+    rank = jaxmpi.rank()
+    mixed = {"same": np.ones(3), "rows": np.ones((2 + rank, 2))}
+    inside = jaxmpi.jit(lambda x: jax.lax.all_gather(x, jaxmpi.AXIS, tiled=True))
+    return {
+        "tree_allgather": lambda: jaxmpi.tree_allgather(np.ones(3 + rank)),
+        "of one leaf": lambda: jaxmpi.tree_allgather(mixed),
+        "all_gather in a step": lambda: inside(np.ones(3 + rank)),
+        "average of predictions": lambda: jaxmpi.jit(lambda x: (jaxmpi.tree_allgather(x), jaxmpi.tree_allreduce(x.sum())))(
+            np.ones((rank + 2, 5), np.int32)
+        ),
+    }
+
+
+def check_gathers():
+    for name, call in gathers().items():
+        with pytest.raises(RankMismatchError, match=r"A gather takes arrays of one shape") as caught:
+            call()
+        assert "jaxmpi.allgather_object" in str(caught.value) and "pad the arrays" in str(caught.value), name
+    others = {
+        "dtype": lambda: jaxmpi.tree_allgather(np.ones(3, np.int32 if jaxmpi.rank() else np.float32)),
+        "axes": lambda: jaxmpi.tree_allgather(np.ones((3,) * (1 + jaxmpi.rank()))),
+        "sum": lambda: jaxmpi.tree_allreduce(np.ones(3 + jaxmpi.rank())),
+    }
+    for name, call in others.items():
+        with pytest.raises(RankMismatchError, match="Every rank must send the same arrays") as caught:
+            call()
+        assert "allgather_object" not in str(caught.value), name
+
+
+@run_ranks(2)
+def test_gathers_of_other_lengths_are_told_what_to_do():
+    check_gathers()
+
+
+@run_ranks(2, backend="xla")
+def test_gathers_of_other_lengths_are_told_what_to_do_on_xla():
+    check_gathers()
+
+
+def check_weak(step):
+    """A number of Python on rank 1, and an array of the same dtype on rank 0."""
+    with pytest.raises(RankMismatchError, match="Their arguments differ in weak type") as caught:
+        step(2.0 if jaxmpi.rank() else jnp.float32(2.0))
+    text = str(caught.value)
+    assert "jnp.asarray(x, jnp.float32)" in text, text
+    assert "taken by rank 0: argument 0: float32[]\n" in text, text
+    assert "taken by rank 1: argument 0: float32[], of weak type" in text, text
+
+
+@run_ranks(2)
+def test_arrays_that_differ_in_weak_type_are_said_to():
+    check_weak(jaxmpi.jit(lambda x: jax.lax.psum(x * jnp.bfloat16(2), jaxmpi.AXIS)))
+
+
+@run_ranks(2, backend="xla")
+def test_arrays_that_differ_in_weak_type_are_said_to_on_xla():
+    for step in (jaxmpi.tree_allreduce, jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))):
+        check_weak(step)
