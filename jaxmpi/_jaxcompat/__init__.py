@@ -58,6 +58,7 @@ from jaxmpi._jaxcompat.source import (
     function_names,
     in_library,
     source_line,
+    source_place,
 )
 from jaxmpi._jaxcompat.versions import TESTED
 
@@ -106,6 +107,7 @@ __all__ = [
     "parts",
     "scan_counts",
     "source_line",
+    "source_place",
     "started_without",
     "tracing",
     "wait_for_effects",

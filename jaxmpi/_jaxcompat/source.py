@@ -21,6 +21,7 @@ __all__ = [
     "function_names",
     "in_library",
     "source_line",
+    "source_place",
 ]
 
 CallSite: TypeAlias = tuple[tuple[str, int, int], ...]  # file, line and column of each frame
@@ -39,6 +40,26 @@ def source_line(eqn: JaxprEqn) -> str:
         if not frame.file_name.startswith(libraries):
             return f"{os.path.basename(frame.file_name)}:{frame.start_line}"
     return ""
+
+
+def source_place(eqn: JaxprEqn) -> str:
+    """The line as in `source_line`; where that is in an installed package, such as a solver's, the user's line beside it.
+
+    JAX knows the calls of an equation up to the loop or branch around it. Where none of them is the user's, it is the call
+    that runs now.
+    """
+    line = source_line(eqn)
+    calls = [(frame.file_name, frame.start_line) for frame in source_info_util.user_frames(eqn.source_info.traceback)]
+    calls = [(file, number) for file, number in calls if not in_library(file)]
+    if not calls or not _is_installed(calls[0][0]):
+        return line
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not in_library(frame.f_code.co_filename):
+            calls.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    own = next((f"{os.path.basename(file)}:{number}" for file, number in calls if not _is_installed(file)), "")
+    return f"{line} called from {own}" if own else line
 
 
 def function_names(eqn: JaxprEqn) -> list[str]:
@@ -91,6 +112,11 @@ def in_library(file: str) -> bool:
 @cache  # each eager collective asks for a few files
 def _of_library(file: str) -> bool:
     return file.startswith(_library_folders())
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is in a folder into which packages are installed."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
 
 
 def _library_folders() -> tuple[str, ...]:

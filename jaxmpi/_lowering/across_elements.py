@@ -83,7 +83,7 @@ def check_shards(
     values = _follow(jaxpr, [NOTHING] * captured + given, sizes)
     for path, value in zip(outs, values, strict=True):
         if in_shard(path) and value.mixed:
-            where = next(filter(None, map(_jaxcompat.source_line, value.mixed)), "a line of a library")
+            where = next(filter(None, map(_jaxcompat.source_place, value.mixed)), "a line of a library")
             raise ValueError(
                 f"jaxmpi.jit: {output_name(path[:-1])} of {title} is a shard, and depends on {_name(value.mixed)}, which "
                 f"looks at more than one element of an array ({value.mixed[0].primitive.name} at {where}) and sees this rank's "

@@ -202,7 +202,7 @@ def _over_ranks(eqn: JaxprEqn) -> bool:
 
 def line(eqn: JaxprEqn) -> str:
     """The user's line that an equation comes from, in words."""
-    return _jaxcompat.source_line(eqn) or "a line of a library"
+    return _jaxcompat.source_place(eqn) or "a line of a library"
 
 
 def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:

@@ -148,7 +148,7 @@ def _collective_lines(jaxpr: AnyJaxpr) -> list[str]:
     lines = []
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if kind(eqn) == "collective":
-            lines.append(f"{eqn.primitive.name} at {line(eqn)}")
+            lines.append(f"{eqn.primitive.name} at {_jaxcompat.source_line(eqn) or 'a line of a library'}")
         lines.extend(found for inner in subjaxprs(eqn) for found in _collective_lines(inner))
     return lines
 

@@ -144,7 +144,7 @@ def invariant_update(inner: optax.GradientTransformationExtraArgs) -> Callable[.
 def _check_silent(jaxpr: ClosedJaxpr) -> None:
     for *callers, eqn in equations(jaxpr):
         if eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (not list(subjaxprs(eqn)) and communicates(eqn)):
-            line = next(filter(None, map(_jaxcompat.source_line, (eqn, *reversed(callers)))), "a line of a library")
+            line = next(filter(None, map(_jaxcompat.source_place, (eqn, *reversed(callers)))), "a line of a library")
             raise ValueError(
                 f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that its results depend on the "
                 "number of ranks. Use BatchNorm without axis_name, and reduce what fun returns after the loop."

@@ -1,5 +1,7 @@
 """`jaxmpi.jit` as a `jax.jit`, and what it refuses."""
 
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -322,6 +324,40 @@ def test_a_collective_in_a_loop_of_different_lengths():
 
     with pytest.raises(ValueError, match=r"while_loop at test_jit_features.py:\d+ .* whether the loop goes on may differ"):
         simulated(fun, X)
+
+
+SOLVER = """
+from jax import lax
+
+def solve(fun, x):
+    return lax.while_loop(lambda y: y.sum() < 100, fun, x)
+
+def solve_together(x):
+    return solve(lambda y: lax.pmean(y, "ranks") + 1, x)
+
+def solve_each(xs):
+    return lax.map(solve_together, xs)
+"""
+
+
+def test_a_refused_loop_of_a_library_names_the_users_line_beside_it(tmp_path, monkeypatch):
+    library = tmp_path / "site-packages" / "some_solver.py"
+    library.parent.mkdir()
+    library.write_text(SOLVER)
+    monkeypatch.syspath_prepend(library.parent)
+    solver, frame = importlib.import_module("some_solver"), inspect.currentframe()
+    line = frame.f_lineno
+    cases = {
+        line + 2: lambda x: solver.solve(lambda y: lax.pmean(y, R) + 1, x),
+        line + 3: lambda x: solver.solve_together(x),
+    }
+    for number, fun in cases.items():
+        loop = rf"while_loop at some_solver.py:5 called from test_jit_features.py:{number} contains a collective \(psum at "
+        with pytest.raises(ValueError, match=loop):
+            simulated(fun, X)
+    # JAX does not know what calls the loop around this one.
+    with pytest.raises(ValueError, match=r"while_loop at some_solver.py:5 called from test_jit_features.py:\d+ contains"):
+        simulated(lambda xs: solver.solve_each(xs), jnp.stack([X, X]))
 
 
 @run_ranks(2)
