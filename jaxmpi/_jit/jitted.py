@@ -98,7 +98,8 @@ class Jitted:
             if not self._alone:
                 refuse_nan_search(self._function.title)
             program = self.build(args, kwargs, hide=hide)
-            if end and self.shares and program.statement and not program.compiled_once:
+            new = self.shares and program.statement and not program.compiled_once
+            if end and new and not jax.config.jax_disable_jit:  # which compiles nothing, and runs this at every call
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
             self.traced = program if end else None

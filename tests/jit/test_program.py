@@ -182,9 +182,14 @@ def test_another_precision_is_another_program():
 
 @run_ranks(1, 2)
 def test_without_jit():
+    step = jaxmpi.jit(lambda x: lax.psum(x, R) + 1)
+    np.testing.assert_array_equal(step(np.ones(5, np.float32)), jaxmpi.size() + 1)
+    jaxmpi.tree_allreduce(np.ones(5, np.float32), "sum")
     with jax.disable_jit():
-        assert float(jaxmpi.tree_allreduce(np.float32(2), "sum")) == 2 * jaxmpi.size()
-        assert float(jaxmpi.jit(lambda x: lax.psum(x, R) + 1)(X)) == jaxmpi.size() + 1
+        for _ in range(2):
+            assert float(jaxmpi.tree_allreduce(np.float32(2), "sum")) == 2 * jaxmpi.size()
+            assert float(step(X)) == jaxmpi.size() + 1
+            assert float(jaxmpi.jit(lambda x: lax.psum(x, R) + 1)(X)) == jaxmpi.size() + 1
 
 
 @run_ranks(2)
