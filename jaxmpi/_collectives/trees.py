@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath, PyTreeDef
 from jax.typing import ArrayLike
@@ -47,7 +48,8 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
 
     out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
     rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are summed in 32 bits and rounded once; wider
-    integers wrap as NumPy's do. Sums and means of integers of Python and NumPy are exact, called eagerly, or raise.
+    integers wrap as NumPy's do. Sums and means of integers of Python and NumPy are exact, called eagerly, or raise; a leaf is
+    such an integer on all ranks or on none.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
     **Communication:** small leaves of one dtype share a message, large ones go alone; about 2 (p-1)/p · bytes sent per rank.
@@ -319,13 +321,14 @@ def _with_exact_counts(
     rest = treedef.unflatten([None if i in counts else x for i, x in enumerate(leaves)])
     reduced = iter(jax.tree.leaves(run(rest)) if len(counts) < len(leaves) else [])
     outs = [x if i in counts else next(reduced) for i, x in enumerate(leaves)]
-    # Where only some ranks need the sum, all get it, so that all raise; the key has the ranks compare what it is for.
-    key = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
-    sent = {key: {leaf_name(paths[i][0]): exact_counts.halves(leaves[i]) for i in counts}}
-    sums = Caller(function).allreduce(sent, "sum", axis=axis)[key]
-    for i in counts:
+    # Where only some ranks need the sum, all get it, so that all raise. The keys have the ranks compare what it is for.
+    purpose = ", ".join(f"{name} {value}" for name, value in sorted(options.items()))
+    keys = {i: f"integers of Python or NumPy, {leaf_name(paths[i][0])}, {purpose}" for i in counts}
+    sent = {key: jnp.stack(exact_counts.halves(leaves[i])) for i, key in keys.items()}
+    sums = Caller(function).allreduce(sent, "sum", axis=axis)
+    for i, key in keys.items():
         path, leaf = paths[i]
-        x = exact_counts.total(function, path, leaf, leaves[i].dtype, sums[leaf_name(path)], options["op"], size)
+        x = exact_counts.total(function, path, leaf, leaves[i].dtype, sums[key], options["op"], size)
         if work.func is arrays.reduce_scatter:
             x = x[place]
         outs[i] = leaves[i] if options.get("root", place) != place else x

@@ -210,6 +210,16 @@ def test_sums_of_simulated_ranks_are_those_of_exact_integers(name):
             jaxmpi.tree_allreduce(np.int32(-(2**30) - 1), "sum")
 
 
+@run_ranks(2)
+def test_ranks_that_differ_in_an_integer_are_told_leaf_and_op():
+    rank = jaxmpi.rank()
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 0: .*integers of Python.*, \['n'\], op mean\"\]: int32\[2\]"):
+        jaxmpi.tree_allreduce({"n": 5}, "sum" if rank else "mean")
+    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 1: .*integers of Python or NumPy, \['n'\], op sum"):
+        jaxmpi.tree_allreduce({"n": 5 if rank else jnp.asarray(5)}, "sum")
+    assert int(jaxmpi.tree_allreduce({"n": 5}, "sum")["n"]) == 10
+
+
 def test_metrics_log_keeps_integers(tmp_path):
     jaxmpi.init()
     log = jaxmpi.MetricsLog(tmp_path)
