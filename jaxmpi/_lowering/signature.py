@@ -106,7 +106,7 @@ class Signature:
     def details(self, numbers: Sequence[str] = ()) -> Details:
         """All that is compared, in words."""
         line = self._calls.line() if self._calls else ""
-        sources = [line if self._calls and source == self._traced_at else source for _, source in self._parameters]
+        sources = [line if self._calls and source in ("", self._traced_at) else source for _, source in self._parameters]
         parameters = zip(self._parameters, sources, strict=True)
         given = [*(f"{text} at {source}" if source else text for (text, _), source in parameters), *numbers]
         details = {"sent": self.sent(), "taken": self._taken, "given": given, "called": self._called}

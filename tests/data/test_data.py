@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._backends.base import Place
+from jaxmpi._backends.base import Place, Registry
 from jaxmpi._errors import NotInitializedError
 from jaxmpi._world import session
 from jaxmpi.data import Batches, Shard, batches, rank_key, shard
@@ -121,7 +121,9 @@ def play(n, batch_size, size, **options):
 def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
-    backend = SimpleNamespace(simulates=False, place=Place(rank=rank, size=size), axes={jaxmpi.AXIS: size}, **alike)
+    backend = SimpleNamespace(
+        simulates=False, place=Place(rank=rank, size=size), axes={jaxmpi.AXIS: size}, registry=Registry(), **alike
+    )
     monkeypatch.setattr(session, "_session", session.Session(backend, None))
 
 
