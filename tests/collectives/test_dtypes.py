@@ -154,7 +154,7 @@ for op in ("mean", "sum", "max", "min", "prod"):
 USES["tree_bcast"] = Use(lambda x, axis: jaxmpi.tree_bcast(x, root=last(axis), axis=axis), lambda s: everyone(s[-1], len(s)))
 USES["tree_allgather"] = Use(lambda x, axis: jaxmpi.tree_allgather(x, axis=axis), lambda s: everyone(s, len(s)))
 USES["tree_allgather tiled"] = Use(
-    lambda x, axis: jaxmpi.tree_allgather(x[None], axis=axis, tiled=True), lambda s: everyone(s, len(s))
+    lambda x, axis: jaxmpi.tree_allgather(x, axis=axis, tiled=True), lambda s: everyone(s.reshape(-1), len(s))
 )
 USES["tree_alltoall"] = Use(lambda x, axis: jaxmpi.tree_alltoall(x, axis=axis), lambda s: s.swapaxes(0, 1), rows=True)
 inside = partial(Use, outside=False)
