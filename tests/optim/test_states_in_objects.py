@@ -263,11 +263,11 @@ def train(holder, steps, start=0):
 
 
 def failure(call):
-    """What a call returns, or the kind of its error."""
+    """What a call returns, or the kind of its error, in which `jaxmpi.nn.jit` stands for `jaxmpi.jit`."""
     try:
         return str(call())
     except (ValueError, jaxmpi.RankMismatchError) as error:
-        return f"{type(error).__name__} {str(error).split(':')[0]}"
+        return f"{type(error).__name__} {str(error).split(':')[0].replace('.nn.', '.')}"
 
 
 def synchronized(tree):
