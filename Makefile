@@ -110,14 +110,14 @@ faults: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@JAXMPI_OVERLAP=1 JAXMPI_NODE_RANKS=1 JAXMPI_TUNE=small_bytes=0,bucket_bytes=1 \
 	  $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py -k 'native and (jit or scan)'
 	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py; \
-	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/reliability.md; exit $$status
+	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/tables/faults.md; exit $$status
 
 environments: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
 	@rm -f build/environments.jsonl; mkdir -p build
 	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m '' \
 	  tests/run/test_environments.py; status=$$?; \
-	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/reliability.md; exit $$status
+	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/tables/environments.md; exit $$status
 
 soak: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"

@@ -16,17 +16,17 @@ from jax import lax
 import jaxmpi
 
 ROOT = Path(__file__).parent.parent
-RECIPE = "fresh = tx.init(params)"  # needs a checkpoint of other ranks: test_recipes.py has one
+RECIPES = "fresh = tx.init(params)", '"stats": jaxmpi'  # go on from other ranks: test_recipes.py runs them
 ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}  # which run them on several ranks
 
 
 def blocks(language):
     """(page, line, code) of every block that is no doctest."""
     found = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page, name = path.read_text(), str(path.relative_to(ROOT))
         for match in re.finditer(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
-            if ">>>" in match[1] or RECIPE in match[1]:
+            if ">>>" in match[1] or any(recipe in match[1] for recipe in RECIPES):
                 continue
             if not (language == "python" and name in ELSEWHERE):
                 found.append(pytest.param(match[1], id=f"{name}:{page[: match.start()].count(chr(10)) + 1}"))

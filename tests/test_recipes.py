@@ -244,3 +244,57 @@ def restore_local(directory, codec):
 def test_local_sgd_is_restored_on_another_number_of_ranks(tmp_path, codec):
     for ranks, function in ((2, save_local), (3, restore_local)):
         pool(ranks, "auto").run(Task(__file__, function.__name__, {"directory": str(tmp_path), "codec": codec}, 120.0))
+
+
+# checkpoints of nnx models
+
+
+def train_nnx(model, optimizer, steps):
+    """Steps on samples that differ between the ranks."""
+    from flax import nnx
+
+    @jaxmpi.nn.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    x = (jaxmpi.rank() + 1) * jnp.arange(32.0).reshape(4, 8) / 32
+    return [float(jaxmpi.local(step(model, optimizer, x))) for _ in range(steps)]
+
+
+@run_ranks(1, 2)
+def test_an_nnx_model_goes_on_where_it_was():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    names = {"directory": directory}
+    first = run("docs/checkpoints.md", '"model": nnx.state(model)', **names)
+    train_nnx(first["model"], first["optimizer"], 3)
+    jaxmpi.save(directory, 3, first["parts"](), background=False)
+    want = train_nnx(first["model"], first["optimizer"], 2)
+    again = run("docs/checkpoints.md", '"model": nnx.state(model)', **names)
+    assert int(again["optimizer"].step[...]) == 3
+    assert train_nnx(again["model"], again["optimizer"], 2) == want
+
+
+def nnx_on_any_ranks(directory, steps_before):
+    from flax import nnx
+
+    made = run("docs/checkpoints.md", '"model": nnx.state(model)', directory=jaxmpi.broadcast_object(tempfile.mkdtemp()))
+    model, optimizer = made["model"], made["optimizer"]
+    run("docs/checkpoints.md", '"stats": jaxmpi', directory=directory, model=model, optimizer=optimizer)
+    assert int(optimizer.step[...]) == steps_before
+    stats = jaxmpi.allgather_object(jax.device_get(jax.tree.leaves(nnx.state(model, nnx.BatchStat))))
+    for other in stats:
+        jax.tree.map(np.testing.assert_array_equal, other, stats[0])
+    assert (np.abs(stats[0][0]).max() > 0) == (steps_before > 0)
+    train_nnx(model, optimizer, 3)
+    own, elsewhere = nnx.state(model, nnx.BatchStat), jaxmpi.broadcast_object(tempfile.mkdtemp())
+    got = run("docs/checkpoints.md", '"stats": jaxmpi', directory=elsewhere, model=model, optimizer=optimizer)
+    parts = got["parts"]()
+    assert jax.tree.structure(parts["stats"]) == jax.tree.structure(own)
+    jaxmpi.save(directory, steps_before + 3, parts, background=False)
+
+
+def test_an_nnx_model_goes_on_with_another_number_of_ranks(tmp_path):
+    for ranks, steps in ((2, 0), (3, 3), (1, 6)):
+        pool(ranks, "auto").run(Task(__file__, "nnx_on_any_ranks", {"directory": str(tmp_path), "steps_before": steps}, 120.0))

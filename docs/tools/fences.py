@@ -14,7 +14,9 @@ class Fences(griffe.Extension):
         if obj.docstring:
             obj.docstring.value = re.sub(
                 r"^([ \t]*)>>> (?:.*\n?)+?(?=\n|\Z)",
-                lambda found: f"{found[1]}```python\n{found[0].rstrip()}\n{found[1]}```\n",
+                lambda found: (
+                    f"{found[1]}```python\n{found[0].rstrip()}\n{found[1]}```\n"
+                ),
                 obj.docstring.value,
                 flags=re.MULTILINE,
             )

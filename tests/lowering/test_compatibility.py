@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md: what it says holds on every way to run, and what it says is refused is.
+"""The table of docs/tables/compatibility.md: what it says holds on every way to run, and what it says is refused is.
 
 make tables    # writes the table into the page anew
 """
@@ -20,7 +20,7 @@ from jaxmpi._run.pool import Pool, pool
 from jaxmpi._run.task import Task
 from jaxmpi.testing import IDLE_SECONDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tables" / "compatibility.md"
 START, END = "<!-- made by tests/lowering/test_compatibility.py -->\n", "<!-- end -->\n"
 
 
@@ -157,7 +157,7 @@ def written():
 
 
 def test_the_page_is_that_of_these_cases():
-    assert PAGE.read_text() == written(), "docs/compatibility.md is not up to date: make tables"
+    assert PAGE.read_text() == written(), "docs/tables/compatibility.md is not up to date: make tables"
 
 
 def test_there_are_cases_of_every_kind():

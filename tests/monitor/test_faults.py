@@ -1,6 +1,6 @@
 """Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
 
-`make faults` runs all cells and puts their seconds into docs/reliability.md; the other tests run a cell of each kind.
+`make faults` runs all cells and puts their seconds into docs/tables/faults.md; the other tests run a cell of each kind.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Law 1 for all of optax's public namespace, in `distributed` and in `sharded`; the table of docs/optimizers.md."""
+"""Law 1 for all of optax's public namespace, in `distributed` and in `sharded`; the table of docs/tables/optax.md."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from optax_cases import CASES, RATE, SINGLE_SAMPLES, WRAPPERS, check, groups, na
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tables" / "optax.md"
 ON_MPI = (  # of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
     ("adamw", "lamb", "apply_if_finite", "MultiSteps", "add_noise", "monitor", "contrib.prodigy", "contrib.reduce_on_plateau"),
     ("lbfgs", "scale_by_backtracking_linesearch", "polyak_sgd", "adafactor", "contrib.muon", "contrib.sam", "contrib.sophia"),
@@ -93,7 +93,7 @@ def test_aggregates_of_single_samples_are_averaged():
 
 
 def table():
-    """What docs/optimizers.md says of optax's transforms."""
+    """What docs/tables/optax.md says of optax's transforms."""
     sent = {name: sends_more(name) for name in CASES if name not in WRAPPERS}
     rows = [
         ("nothing more", [name for name in sent if sent[name] == "nothing"]),
@@ -115,4 +115,4 @@ def test_the_table_of_the_documentation_is_made_by_this_test():
     made = re.sub(r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text)
     if os.environ.get("JAXMPI_WRITE_DOCS"):
         PAGE.write_text(made)
-    assert text == made, "docs/optimizers.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"
+    assert text == made, "docs/tables/optax.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"

@@ -1,6 +1,6 @@
 """Whatever the environment: a job works, or one sentence says why not, with a non-zero exit code; nothing is left of it.
 
-`make environments` runs them all and puts the table into docs/reliability.md; the other tests run a few.
+`make environments` runs them all and puts the table into docs/tables/environments.md; the other tests run a few.
 """
 
 import contextlib
