@@ -255,7 +255,7 @@ def gradient_through_extremes_and_products(n):
 
 @case
 def linear_transpose_of_tree_functions(n):
-    """y ↦ x̄ of the table in docs/derivatives.md, without a function that is differentiated."""
+    """y ↦ x̄ of the table in docs/concepts.md, without a function that is differentiated."""
     x, y, stacks = values(n, n, 3), values(n, n, 3, seed=1), values(n, n, n, 3, seed=2)
 
     def fun(x, y, stacks):

@@ -1,4 +1,4 @@
-"""The table of derivatives in docs/derivatives.md, checked with finite differences of the sum of all ranks' outputs."""
+"""The table of derivatives in docs/concepts.md, checked with finite differences of the sum of all ranks' outputs."""
 
 import jax
 import jax.numpy as jnp
