@@ -153,6 +153,18 @@ def test_predictions_of_all_samples_are_in_order_on_xla():
     check_predictions()
 
 
+@run_ranks(1, 2, 3)
+def test_an_evaluation_counts_every_sample_once():
+    params = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    for n_samples in (1, 131):
+        x = np.random.default_rng(1).normal(size=(n_samples, 2)).astype(np.float32)
+        test = {"x": x, "y": np.arange(n_samples) % 3}
+        got = run("docs/data.md", "accuracy = ", test=test, params=params, apply=lambda params, x: x @ params)
+        want = np.mean((x @ params).argmax(-1) == test["y"])
+        np.testing.assert_allclose(got["accuracy"], want, rtol=1e-6)
+        assert int(got["n_samples"]) == n_samples
+
+
 # fp8
 
 FP8 = "_overwrite_with_gradient"

@@ -70,7 +70,6 @@ if __name__ == "__main__":
     main()
 """
 BEFORE = {
-    "Grain": "from absl import flags; flags.FLAGS.mark_as_parsed()",
     "PyTorch": 'warnings.filterwarnings("ignore", "os.fork")',
     "tf.data": 'import tensorflow as tf; types = {"x": tf.float32, "row": tf.int64}',
     "Hugging Face datasets": "import datasets; dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])",
@@ -91,7 +90,7 @@ def test_every_rank_reads_its_rows(tmp_path, name, ranks):
         pytest.skip(f"{MODULES[name]} is not installed here: make test-loaders installs all loaders")
     indent = lambda text: textwrap.indent(text, "    ")
     script = tmp_path / "read.py"
-    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE[name]), recipe=indent(indent(recipe(name)))))
+    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE.get(name, "")), recipe=indent(indent(recipe(name)))))
     launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT
