@@ -1,4 +1,4 @@
-"""How well examples/digits.py does with each way to send less, and what it sends: the table of docs/optimizers.md.
+"""How well examples/digits.py does with each way to send less, and what it sends: the table of docs/performance.md.
 
     python benchmarks/accuracy.py
 
