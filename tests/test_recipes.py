@@ -123,7 +123,7 @@ def test_equinox_models_with_arrays_of_integers_are_split_by_floats():
     class Layers:
         MLP = staticmethod(lambda *args, **kwargs: model)
 
-    code = recipe("docs/other-libraries.md", "eqx.nn.MLP").replace("eqx.nn.MLP(", "Layers.MLP(")
+    code = recipe("docs/migration.md", "eqx.nn.MLP").replace("eqx.nn.MLP(", "Layers.MLP(")
     scope = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "jaxmpi": jaxmpi, "Layers": Layers}
     exec(compile(code, "page", "exec"), scope)
     np.testing.assert_allclose(scope["loss"], (0.8 + 3) ** 2, rtol=1e-6)
