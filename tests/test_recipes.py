@@ -56,7 +56,7 @@ def test_the_last_window_of_accumulate_is_a_step():
 
 @run_ranks(1, 2, 3)
 @pytest.mark.parametrize(
-    "page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "weight=len(batch)")]
+    "page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "n = len(batch)")]
 )
 def test_the_loss_that_is_shown_is_that_of_all_samples(page, marker):
     r, n = jaxmpi.rank(), jaxmpi.size()
