@@ -39,4 +39,4 @@ def step(params, state, batch):
 for epoch in range(5):
     for batch in jaxmpi.batches((images, labels), 96, seed=0, epoch=epoch):
         params, state, loss = step(params, state, batch)
-    jaxmpi.get_logger("train").info(f"epoch {epoch}: loss {jaxmpi.average_metrics(loss):.4f}")
+    jaxmpi.get_logger("train").info("loss %.4f", jaxmpi.average_metrics(loss))

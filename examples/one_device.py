@@ -37,4 +37,4 @@ def step(params, state, batch):
 for epoch in range(5):
     for batch in batches((images, labels), 96, seed=0, epoch=epoch):
         params, state, loss = step(params, state, batch)
-    print(f"epoch {epoch}: loss {loss:.4f}")
+    print(f"loss {loss:.4f}")

@@ -1,6 +1,5 @@
 """Fit y = x² with a small tanh network: one rank or many, the same script."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,25 +13,28 @@ x = np.linspace(-2.0, 2.0, 120, dtype=np.float32)[:, None]
 data = {"x": x, "y": x**2}
 
 rngs = nnx.Rngs(0)
-hidden = [nnx.Linear(1, 256, rngs=rngs), jnp.tanh, nnx.Linear(256, 512, rngs=rngs), jnp.tanh]
-network = nnx.Sequential(*hidden, nnx.Linear(512, 256, rngs=rngs), jnp.tanh, nnx.Linear(256, 1, rngs=rngs))
-graph, params = nnx.split(network, nnx.Param)
-params = jaxmpi.synchronize(params)  # copy rank 0's parameters to every rank
+layers = [nnx.Linear(1, 256, rngs=rngs), jnp.tanh]
+layers += [nnx.Linear(256, 512, rngs=rngs), jnp.tanh]
+layers += [nnx.Linear(512, 256, rngs=rngs), jnp.tanh]
+model = nnx.Sequential(*layers, nnx.Linear(256, 1, rngs=rngs))
+nnx.update(model, jaxmpi.synchronize(nnx.state(model)))  # rank 0's, on all
+tx = jaxmpi.distributed(optax.adam(1e-3))  # on the mean of all gradients
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-optimizer = jaxmpi.distributed(optax.adam(1e-3))  # Adam on the mean of all ranks' gradients
-state = optimizer.init(params)
 
+@jaxmpi.nn.jit
+def step(model, optimizer, batch):
+    def loss_of(model):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
-@jaxmpi.jit
-def step(params, state, batch):
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(batch["x"]) - batch["y"]) ** 2))(params)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, jaxmpi.tree_allreduce(loss)
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return jaxmpi.tree_allreduce(loss)
 
 
 for epoch in jaxmpi.progress(range(100)):
-    for batch in jaxmpi.batches(data, 60, seed=0, epoch=epoch):  # this rank's rows of each global batch
-        params, state, loss = step(params, state, batch)
+    for batch in jaxmpi.batches(data, 60, seed=0, epoch=epoch):
+        loss = step(model, optimizer, batch)  # batch: this rank's rows
 
 if jaxmpi.rank() == 0:
     print(f"loss after 100 epochs: {loss:.6e} (ranks: {jaxmpi.size()})")

@@ -91,3 +91,48 @@ def test_there_are_blocks_of_python():
 @pytest.mark.parametrize("code", blocks("bash"))
 def test_a_block_of_bash(code):
     subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "native/README.md", "benchmarks/results/README.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_ends_before_column_80(page):
+    """On the site, longer lines are cut, comments first."""
+    in_fence, long = False, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            in_fence = not in_fence
+        elif (in_fence or line.startswith("    ")) and len(line) > 79:
+            long.append(f"{number}: {line}")
+    assert not long, "\n".join(long)
+
+
+@functools.cache
+def anchors(page):
+    """The names of a page's headings, as Python-Markdown and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES + OTHERS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_pages_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) < 1000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_is_in_the_navigation(page):
+    if page.parent != ROOT:
+        assert f" {page.relative_to(ROOT / 'docs')}\n" in (ROOT / "mkdocs.yml").read_text()
