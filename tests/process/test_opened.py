@@ -1,4 +1,4 @@
-"""Every file and socket of a running job, with its mode or address, is in the table of docs/clusters.md; nothing is left."""
+"""Every file and socket of a running job, with its mode or address, is in the table of docs/tables/opened.md; nothing is left."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/clusters.md"
+PAGE = Path(__file__).parents[2] / "docs/tables/opened.md"
 SCRIPT = """
 import os, sys, time
 import jax.numpy as jnp
