@@ -310,3 +310,18 @@ def nnx_on_any_ranks(directory, steps_before):
 def test_an_nnx_model_goes_on_with_another_number_of_ranks(tmp_path):
     for ranks, steps in ((2, 0), (3, 3), (1, 6)):
         pool(ranks, "auto").run(Task(__file__, "nnx_on_any_ranks", {"directory": str(tmp_path), "steps_before": steps}, 120.0))
+
+
+@run_ranks(1, 2)
+def test_a_schedule_under_accumulate_counts_updates():
+    """As docs/optimizers.md says: outside of `accumulate` it counts calls."""
+    halved = optax.piecewise_constant_schedule(1.0, {2: 0.5})
+    inside = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(halved)), every=2)
+    outside = optax.chain(jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every=2), optax.scale_by_schedule(halved))
+    for tx, want in ((inside, [0, -1, 0, -1, 0, -0.5]), (outside, [0, -1, 0, -0.5, 0, -0.5])):
+        params, got = jnp.zeros(()), []
+        state = tx.init(params)
+        for _ in want:
+            updates, state = tx.update(jnp.ones(()), state, params)
+            got.append(float(updates))
+        assert got == want
