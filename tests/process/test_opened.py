@@ -1,4 +1,4 @@
-"""Every file and socket of a running job, with its mode or address, is in the table of docs/tables/opened.md; nothing is left."""
+"""Every file and socket of a running job, with its mode or address, is in docs/tables/opened.md; nothing is left."""
 
 import os
 import re
