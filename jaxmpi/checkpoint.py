@@ -169,7 +169,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
     like = local(like)
     found = checked(backend, "restore", lambda: parts.leaves_of(like, backend.axes))
     leaves = [leaf for leaf, _ in found]
-    out, old = parts.left_out(like), parts.old_names(like)
+    out = parts.left_out(like)
     check_call(backend, "restore", leaves, where, f"step {step}, without {out}, partial {partial}")
     _raise(Save.finished(backend))
     for tries in range(TRIES, 0, -1):
@@ -179,8 +179,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
             raise CheckpointError(f"restore: there is {which} in {directory}. {wrong or 'Look where it was saved.'}")
         folder, manifest = whole
         saved = {leaf.name: leaf for leaf in manifest.leaves}
-        saved |= {name: saved.pop(former) for name, former in old.items() if name not in saved and former in saved}
-        there, here, missing = [leaf._replace(name=name) for name, leaf in saved.items()], leaves, ""
+        there, here, missing = manifest.leaves, leaves, ""
         if partial:
             there, here, missing = only_common(there, here)
             _check_kept(folder, found, {leaf.name for leaf in here})

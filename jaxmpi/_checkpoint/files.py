@@ -7,10 +7,9 @@ interpreted, nothing is decompressed or unpickled, and only regular files are op
 import errno
 import os
 import stat
-import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import BufferedWriter, FileIO
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from jaxmpi._errors import CheckpointError
 __all__ = ["Archive", "advice", "create", "open_regular", "write"]
 
 PIECE_BYTES = 1 << 20  # at once, so that other threads of Python need not wait
-LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member of an archive
 ADVICE = {
     errno.ENOSPC: "Free some space, or save elsewhere.",
     errno.EDQUOT: "Free some space, or save elsewhere.",
@@ -111,11 +109,9 @@ class Archive:
     def __init__(self, folder: Path, rank: int, file_bytes: int, members: Mapping[str, Member]) -> None:
         self._path = folder / file_name(rank)
         self._file = open_regular(self._path)
-        self._members = dict(members)
+        self._members = members
         try:
             self._check_size(file_bytes)
-            if any(member.checksum is None for member in members.values()):
-                self._members = {name: at for name, at in self._found() if name in members}
         except BaseException:
             self._file.close()
             raise
@@ -169,23 +165,3 @@ class Archive:
     def _check_size(self, file_bytes: int) -> None:
         if (there := os.fstat(self._file.fileno()).st_size) != file_bytes:
             raise CheckpointError(f"{self._path} has {there} bytes, and was written with {file_bytes}.")
-
-    def _found(self) -> Iterator[tuple[str, Member]]:
-        """The members of a file of version 1, one behind the other, with the checksums in their headers."""
-        at = 0
-        while True:
-            fixed = self._fill(memoryview(bytearray(LOCAL_HEADER.size)), at)
-            magic, _, flags, method, _, _, checksum, _, length, of_name, of_extra = LOCAL_HEADER.unpack(fixed)
-            if magic != b"PK\3\4":  # behind the last
-                return
-            name = bytes(self._fill(memoryview(bytearray(of_name)), None)).decode(
-                "utf-8" if flags & 0x800 else "ascii", "replace"
-            )
-            extra = self._fill(memoryview(bytearray(of_extra)), None)
-            if method != zipfile.ZIP_STORED or flags & 0x9:  # encrypted, or with lengths elsewhere
-                raise CheckpointError(f"{self._path}: {name} is not stored as it was written.")
-            if length == 0xFFFFFFFF and of_extra >= 20:
-                length = struct.unpack_from("<Q", extra, 4)[0]
-            start = at + LOCAL_HEADER.size + of_name + of_extra
-            yield name.removesuffix(".npy"), Member(start, length, checksum)
-            at = start + length

@@ -90,12 +90,12 @@ class Leaf(NamedTuple):
 class Member(NamedTuple):
     """Where the numbers of a leaf are in a file: at the end of a member of `length` bytes, behind NumPy's header.
 
-    `checksum` is the CRC-32 of the whole member; None in version 1, whose files are searched for the members.
+    `checksum` is the CRC-32 of the whole member.
     """
 
     start: int
     length: int
-    checksum: int | None
+    checksum: int
 
 
 class Manifest(NamedTuple):

@@ -14,7 +14,7 @@ from jaxmpi._checkpoint.manifest import HEADER_BYTES, PLAIN, Leaf, LeafValue, Ma
 __all__ = ["format_manifest", "parse_manifest"]
 
 FORMAT = "jaxmpi checkpoint"
-VERSION = 2  # version 1, of jaxmpi 0.1, has no checksums: those in the files' own headers count
+VERSION = 2
 PARTS = ("all", "shard", "own")
 
 
@@ -24,7 +24,7 @@ def format_manifest(manifest: Manifest) -> bytes:
         file_name(rank): {"rank": rank, "bytes": size, "arrays": members}
         for rank, (size, members) in enumerate(zip(manifest.file_bytes, manifest.members, strict=True))
     }
-    plain = len(Leaf._fields) - 3  # fields, as jaxmpi 0.1 reads them
+    plain = len(Leaf._fields) - 3  # fields of a leaf that is equal on all ranks, or each rank's own
     leaves = [leaf if leaf.axis else leaf[: plain + 1] if leaf.stacked else leaf[:plain] for leaf in manifest.leaves]
     about = {"format": FORMAT, "version": VERSION, "step": manifest.step, "ranks": manifest.ranks}
     text = json.dumps(about | {"files": files, "leaves": leaves}, indent=1)
@@ -34,8 +34,7 @@ def format_manifest(manifest: Manifest) -> bytes:
 def parse_manifest(text: bytes) -> Manifest:
     """The manifest in a text whose checksum was right; raises whatever it likes if it is none, or contradicts itself."""
     about = json.loads(text)
-    version = about.get("version")
-    if about.get("format") != FORMAT or version not in (1, VERSION):
+    if about.get("format") != FORMAT or about.get("version") != VERSION:
         raise ValueError("it is not of a checkpoint that this version of jaxmpi has written")
     files, ranks = about["files"], _integer(about["ranks"])
     if ranks != len(files) or list(files) != [file_name(rank) for rank in range(ranks)]:
@@ -43,16 +42,13 @@ def parse_manifest(text: bytes) -> Manifest:
     leaves = [_leaf(*fields, ranks=ranks) for fields in about["leaves"]]
     if len({leaf.name for leaf in leaves}) < len(leaves):
         raise ValueError("two leaves have the same name")
-    sizes = [_integer(file[0] if version == 1 else file["bytes"]) for file in files.values()]
+    sizes = [_integer(file["bytes"]) for file in files.values()]
     members: list[dict[str, Member]] = []
     for rank, (size, file) in enumerate(zip(sizes, files.values(), strict=True)):
-        mine = [leaf for leaf in leaves if leaf.in_file(rank)]
-        if version == 1:
-            members.append({leaf.name: Member(0, 0, None) for leaf in mine if _is_like(leaf, ranks, *file[1][leaf.name])})
-        elif file["rank"] != rank:
+        if file["rank"] != rank:
             raise ValueError(f"{file_name(rank)} is of rank {file['rank']}")
-        else:
-            members.append({leaf.name: _member(file["arrays"], leaf, ranks, size) for leaf in mine})
+        mine = [leaf for leaf in leaves if leaf.in_file(rank)]
+        members.append({leaf.name: _member(file["arrays"], leaf, ranks, size) for leaf in mine})
     return Manifest(_integer(about["step"]), ranks, sizes, members, leaves)
 
 
@@ -93,13 +89,6 @@ def _member(arrays: Mapping[str, Sequence[int]], leaf: Leaf, ranks: int, file_by
     if not leaf.stored_bytes(ranks) <= length <= leaf.stored_bytes(ranks) + HEADER_BYTES or start + length > file_bytes:
         raise ValueError(f"leaf {leaf.name} has {length} bytes at {start}")
     return Member(start, length, checksum)
-
-
-def _is_like(leaf: Leaf, ranks: int, dtype: str, shape: list[int]) -> bool:
-    """Whether version 1 says the same of a leaf and of the array in a file."""
-    if (dtype, tuple(shape)) != (leaf.stored_dtype, leaf.stored_shape(ranks)):
-        raise ValueError(f"leaf {leaf.name}, {leaf}, is {dtype}{shape} in a file")
-    return True
 
 
 def _integer(x: object) -> int:

@@ -10,7 +10,7 @@ from math import prod
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
+from jax.tree_util import GetAttrKey, KeyPath
 
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
@@ -29,7 +29,7 @@ from jaxmpi._leaves import (
     per_rank_variables,
 )
 
-__all__ = ["leaves_of", "left_out", "old_names", "put_back"]
+__all__ = ["leaves_of", "left_out", "put_back"]
 
 
 def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
@@ -53,12 +53,6 @@ def left_out(like: PyTree) -> list[str]:
     kinds = (PerRankState, *per_rank_variables())
     nodes, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: isinstance(x, kinds))
     return [_name(path) for path, x in nodes if isinstance(x, kinds) and not jax.tree.leaves(x)]
-
-
-def old_names(like: PyTree) -> dict[str, str]:
-    """What jaxmpi 0.1 called leaves of the states of `sharded`, by the names that they have now."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=_is_per_rank)
-    return {_name(path): _name(path, old=True) for path, _ in paths if any(mark.state for mark in marks_of(path))}
 
 
 def put_back(tree: PyTree, values: Sequence[LeafValue]) -> PyTree:
@@ -126,19 +120,16 @@ def _array(path: KeyPath, x: LeafValue, part: str) -> Leaf:
     return Leaf(name, part, str(array.dtype), shape)
 
 
-def _name(path: KeyPath, *, old: bool = False) -> str:
+def _name(path: KeyPath) -> str:
     """The name of a leaf, which is the same whichever ranks have it.
 
-    In the state of `sharded` it is that of the leaf in the state of its inner transform, or below "master". jaxmpi 0.1 had a
-    tuple of the two in their place, and its names are the `old` ones.
+    In the state of `sharded` it is that of the leaf in the state of its inner transform, or below "master".
     """
     keys = []
     for key in path:
         mark = mark_of(key)
         if mark is None:
             keys.append(key)
-        elif mark.state and old:
-            keys.append(SequenceKey(int(mark.field == "master")))
         elif mark.state and mark.field == "master":
             keys.append(GetAttrKey("master"))
     return leaf_name(tuple(keys))

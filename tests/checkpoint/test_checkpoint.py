@@ -707,7 +707,7 @@ def test_a_job_leaves_what_another_is_writing(tmp_path):
 
 
 def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
-    """Of jaxmpi 0.1, or where the file system has no locks."""
+    """Where the file system has no locks, or of a job that was killed before there was one."""
     new, old = tmp_path / "unfinished-new", tmp_path / "unfinished-old"
     for folder in (new, old):
         folder.mkdir()
