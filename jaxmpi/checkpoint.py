@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxmpi._checkpoint import leaf_values, parts
-from jaxmpi._checkpoint.commit import commit, note_restore
+from jaxmpi._checkpoint.commit import commit
 from jaxmpi._checkpoint.compatibility import difference, only_common
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest
 from jaxmpi._checkpoint.rank_checks import (
@@ -22,11 +22,12 @@ from jaxmpi._checkpoint.rank_checks import (
     run_on_all_or_raise,
 )
 from jaxmpi._checkpoint.reading import newest, read
-from jaxmpi._checkpoint.writing import Parts, Save, arrays_of, begin
+from jaxmpi._checkpoint.writing import Parts, Save, Saves, arrays_of, begin
 from jaxmpi._collectives.objects import untraced
 from jaxmpi._errors import CheckpointError
 from jaxmpi._jit.api import local
 from jaxmpi._leaves import PyTree
+from jaxmpi._world import session
 
 __all__ = ["latest", "restore", "save"]
 
@@ -87,22 +88,23 @@ def save(
     check_call(backend, "save", leaves, where, options)
     check_equal(backend, found)
     leaves = each_ranks_values(backend, leaves)
-    earlier = Save.finished(backend)
+    saves = session.state(Saves)
+    earlier = saves.finished(backend)
     writers = range(1 if all(leaf.part == "all" for leaf in leaves) else backend.place.size)
     here = [rank for rank in ranks_here(backend) if rank in writers]
     arrays = run_on_all_or_raise(backend, lambda: {rank: arrays_of(found, rank) for rank in here})
     place = Path(directory).absolute()
     folder = begin(backend, place, len(writers) > 1, in_memory)
-    base = Save.restored.pop(place, None)
+    base = saves.lineage.restored.pop(place, None)
 
     def finish(written: Parts) -> None:
         sizes, members = zip(*(written[rank] for rank in writers), strict=True)
         manifest = Manifest(step, len(writers), [*sizes], [*members], leaves)
-        commit(place, folder[0], manifest, 1 if in_memory else keep, base)
+        commit(saves.lineage, place, folder[0], manifest, 1 if in_memory else keep, base)
 
-    Save.last = Save(backend, folder, step, arrays, writers, finish)
+    saves.start(Save(backend, folder, step, arrays, writers, finish))
     if not background:
-        earlier = earlier or Save.finished(backend)
+        earlier = earlier or saves.finished(backend)
     if earlier:
         raise CheckpointError(f"save: {earlier}")
 
@@ -125,7 +127,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     """
     backend = untraced("latest")
     check_call(backend, "latest", [], checked(backend, "latest", lambda: checked_folder("latest", directory)))
-    _raise(Save.finished(backend))
+    _raise(session.state(Saves).finished(backend))
     whole, _ = newest(backend, Path(directory), None)
     return None if whole is None else whole[1].step
 
@@ -171,7 +173,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
     leaves = [leaf for leaf, _ in found]
     out = parts.left_out(like)
     check_call(backend, "restore", leaves, where, f"step {step}, without {out}, partial {partial}")
-    _raise(Save.finished(backend))
+    _raise(session.state(Saves).finished(backend))
     for tries in range(TRIES, 0, -1):
         whole, wrong = newest(backend, Path(directory), step)
         if whole is None:
@@ -197,8 +199,7 @@ def restore(directory: str | os.PathLike, like: PyTree, step: int | None = None,
     if missing and backend.place.rank == 0:
         warnings.warn(f"restore: {folder}: {missing}.", stacklevel=2)
     if not partial:  # what is restored in part is another run's beginning, or its end
-        Save.restored[Path(directory).absolute()] = manifest.step
-        note_restore(Path(directory).absolute())
+        session.state(Saves).lineage.note_restore(Path(directory).absolute(), manifest.step)
     restored = dict(zip([leaf.name for leaf in here], values, strict=True))
     return parts.put_back(like, [leaf_values.like(x, restored[leaf.name]) if leaf.name in restored else x for leaf, x in found])
 

@@ -67,12 +67,14 @@ STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
     "_run.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
     "_data.prefetch": {"_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"},
-    "_checkpoint.commit": {"_known": "checkpoints that the process has made or seen, whatever the job"},
     "_process.at_exit": {
         "_calls": "calls for the end of the process, not of the job",
         "_threads": "threads that end before the process does, in a job or not",
     },
 }
+
+
+EMPTY = ("[]", "{}", "set()", "dict()", "list()", "threading.Condition()", "threading.Lock()")
 
 
 def test_the_state_of_a_job_is_in_the_session():
@@ -89,6 +91,15 @@ def test_the_state_of_a_job_is_in_the_session():
                 if (empty or ast.unparse(value) in ("set()", "dict()", "list()")) and not target.id.startswith("__"):
                     found.add(target.id)
         assert found == set(STATE.get(name, {})), path
+
+
+def test_no_class_holds_state():
+    """A container that a class has, and not its objects, is filled later: it belongs into the Session."""
+    for _, path in modules():
+        for found in ast.walk(ast.parse(path.read_text())):
+            for line in found.body if isinstance(found, ast.ClassDef) else ():
+                value = line.value if isinstance(line, ast.Assign | ast.AnnAssign) else None
+                assert value is None or ast.unparse(value) not in EMPTY, f"{path}, line {line.lineno}"
 
 
 def test_no_code_asks_for_the_name_of_a_backend():

@@ -24,15 +24,49 @@ from jaxmpi._checkpoint.manifest_format import format_manifest
 from jaxmpi._errors import CheckpointError
 from jaxmpi._process import stderr
 
-__all__ = ["begin", "commit", "note_restore"]
+__all__ = ["Lineage", "begin", "commit"]
 
 ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
 
 _UNFINISHED, _REMOVED, _LOCK = "unfinished-", "removed-", "lock"
 _ABANDONED = "abandoned-"
 
-_begun = time.monotonic()  # this job, to the precision of its imports
-_known: set[tuple[int, int, int]] = set()  # checkpoints that are of no job beside this one, by device, inode and time
+
+class Lineage:
+    """Tells the checkpoints that this job has written, or found when it restored one, from those of jobs beside it."""
+
+    def __init__(self, began: float) -> None:
+        self.restored: dict[Path, int] = {}  # the step that was restored from a directory since its last save
+        self._began = began  # by `time.monotonic`
+        self._known: set[tuple[int, int, int]] = set()  # device, inode and time of last change
+
+    def note(self, checkpoint: Path) -> None:
+        """Note a checkpoint that this job has written, or goes on from."""
+        self._known.add(_identity(checkpoint.stat()))
+
+    def note_restore(self, directory: Path, step: int) -> None:
+        """Note that a job goes on from a step: all checkpoints that are there now are its own, or of runs that it left."""
+        self.restored[directory] = step
+        for there in (directory, memory.existing(directory)):
+            for old in found(there) if there else []:
+                with contextlib.suppress(OSError):  # another job has removed it
+                    self.note(old)
+
+    def of_other_jobs(self, directory: Path, now: float) -> set[Path]:
+        """Return the checkpoints that were written since this job began, and that it does not know.
+
+        Args:
+          directory: where to look.
+          now: the time by the clock of the file system, which may be another machine's.
+        """
+        began = now - (time.monotonic() - self._began)
+        others = set()
+        for old in found(directory):
+            with contextlib.suppress(OSError):  # another job has removed it
+                status = old.stat()
+                if status.st_mtime > began and _identity(status) not in self._known:
+                    others.add(old)
+        return others
 
 
 def begin(directory: Path, in_memory: bool = False) -> tuple[Path, BufferedWriter]:
@@ -59,10 +93,13 @@ def begin(directory: Path, in_memory: bool = False) -> tuple[Path, BufferedWrite
     return folder, lock
 
 
-def commit(directory: Path, folder: Path, manifest: Manifest, keep: int | None, base: int | None = None) -> None:
+def commit(
+    lineage: Lineage, directory: Path, folder: Path, manifest: Manifest, keep: int | None, base: int | None = None
+) -> None:
     """Give a folder, in which all ranks have written, its name; remove the checkpoints beyond `keep`, as in `jaxmpi.save`.
 
     Args:
+      lineage: of this job.
       directory: of the checkpoints of the run.
       folder: as `begin` has made it, in `directory` or in memory.
       manifest: what is in it.
@@ -80,8 +117,9 @@ def commit(directory: Path, folder: Path, manifest: Manifest, keep: int | None, 
         (folder / _LOCK).unlink(missing_ok=True)
         _to_disk(folder)
         # before the new checkpoint is there: a job that is killed in between goes on from an older one of its own
-        set_aside(directory, folder, manifest.step, base)
+        set_aside(lineage, directory, folder, manifest.step, base)
         there = _name(folder, manifest.step)
+        lineage.note(there)
         _to_disk(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be written: {error}. {advice(error)}") from error
@@ -91,10 +129,10 @@ def commit(directory: Path, folder: Path, manifest: Manifest, keep: int | None, 
         _remove(old)
     in_memory = memory.existing(directory)
     if in_memory is not None and folder.parent == directory:
-        _empty(in_memory)
+        _empty(lineage, in_memory)
 
 
-def set_aside(directory: Path, folder: Path, step: int, base: int | None) -> None:
+def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: int | None) -> None:
     """Rename the checkpoints that a run which now saves `step` in `folder` has not come from, so that no job goes on from them.
 
     These are the later ones, of a run that went further and was left; and those between the step that was restored, `base`,
@@ -104,7 +142,7 @@ def set_aside(directory: Path, folder: Path, step: int, base: int | None) -> Non
 
     def of_another_run(there: Path, now: float) -> list[Path]:
         least = step if base is None else min(base, step)
-        beside = _of_jobs_beside(there, now)
+        beside = lineage.of_other_jobs(there, now)
         return [old for old in found(there) if step_of(old) > least and step_of(old) != step and old not in beside]
 
     if in_memory := memory.existing(directory):
@@ -128,42 +166,19 @@ def set_aside(directory: Path, folder: Path, step: int, base: int | None) -> Non
         )
 
 
-def note_restore(directory: Path) -> None:
-    """Note that a run goes on from a checkpoint of a directory: all that are there are its own, or of runs that it left."""
-    for there in (directory, memory.existing(directory)):
-        for old in found(there) if there else []:
-            with contextlib.suppress(OSError):  # another job has removed it
-                _known.add(_identity(old.stat()))
-
-
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def _empty(in_memory: Path) -> None:
+def _empty(lineage: Lineage, in_memory: Path) -> None:
     """Remove the checkpoints in memory, as there is a newer one on the disk; not those that another job writes there."""
-    beside = _of_jobs_beside(in_memory, time.time())
+    beside = lineage.of_other_jobs(in_memory, time.time())
     for old in found(in_memory):
         if old not in beside:
             _remove(old)
     _remove_left(in_memory)
     with contextlib.suppress(OSError):  # another job uses it
         in_memory.rmdir()
-
-
-def _of_jobs_beside(directory: Path, now: float) -> set[Path]:
-    """The checkpoints that were written since this job began, and that it has neither written nor restored beside.
-
-    `now` is the time of the file system's clock, which may be another machine's.
-    """
-    begun = now - (time.monotonic() - _begun)
-    beside = set()
-    for old in found(directory):
-        with contextlib.suppress(OSError):  # another job has removed it
-            status = old.stat()
-            if status.st_mtime > begun and _identity(status) not in _known:
-                beside.add(old)
-    return beside
 
 
 def _name(folder: Path, step: int) -> Path:
@@ -175,7 +190,6 @@ def _name(folder: Path, step: int) -> Path:
         try:
             if not os.path.lexists(there):
                 folder.rename(there)
-                _known.add(_identity(there.stat()))
                 return there
         except OSError as error:  # another job was faster
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):

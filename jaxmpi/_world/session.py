@@ -2,10 +2,11 @@
 
 import copy
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 from jax import lax
@@ -21,6 +22,7 @@ from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._world.world import World
 
 __all__ = [
+    "Kept",
     "Session",
     "begin",
     "check_root",
@@ -37,10 +39,21 @@ __all__ = [
     "set_speed",
     "size",
     "speed",
+    "state",
     "watch",
     "within",
     "world",
 ]
+
+
+class Kept(Protocol):
+    """State of a layer above that lives in the Session."""
+
+    def close(self) -> None:
+        """Wait for whatever is under way; called once, before the ranks part."""
+
+
+K = TypeVar("K", bound=Kept)
 
 
 @dataclass
@@ -54,6 +67,8 @@ class Session:
       preemption: of a rank that talks to others and has no monitor's thread.
       speed: of messages between the ranks, once `explain` has measured it.
       pmaps: the lines that have called a `jax.pmap`.
+      began: when the session began, by `time.monotonic`.
+      states: state of the layers above, by its class.
     """
 
     backend: Backend
@@ -62,6 +77,8 @@ class Session:
     preemption: Preemption | None = None
     speed: Speed | None = None
     pmaps: set[str] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
+    states: dict[type, Kept] = field(default_factory=dict)
 
 
 _session: Session | None = None
@@ -82,13 +99,17 @@ def watch(backend: MpiProcessGroup) -> None:
 
 @contextmanager
 def within(session: Session) -> Iterator[World]:
-    """Another session for as long as a `with` block."""
+    """Use another session in a `with` block; it shares the states of the session around it, if there is one."""
     global _session
     before, _session = _session, session
+    if before is not None:
+        session.began, session.states = before.began, before.states
     try:
         yield session.world
     finally:
         _session = before
+        if before is None:
+            _close(session)
 
 
 def finalize() -> None:
@@ -104,10 +125,24 @@ def finalize() -> None:
     global _session
     if _session is not None and not _session.backend.forked:
         compare.check_consistent(_session.backend, compare.Statement.of("finalize"))
+        _close(_session)
         if _session.monitor is not None:
             _session.monitor.leave()
         _session.backend.close()
     _session = None
+
+
+def _close(session: Session) -> None:
+    for kept in session.states.values():
+        kept.close()
+
+
+def state(kind: Callable[[float], K]) -> K:
+    """Return the object of class `kind` that the session keeps; the first call makes it, with the start of the session."""
+    assert _session is not None
+    if kind not in _session.states:
+        _session.states[cast(type, kind)] = kind(_session.began)
+    return cast(K, _session.states[cast(type, kind)])
 
 
 def current(function: str) -> Backend:

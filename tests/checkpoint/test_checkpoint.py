@@ -201,6 +201,49 @@ def test_an_automatic_restart_in_a_used_folder_goes_on_with_its_own_run(tmp_path
     assert lines == ["from 0 0.01 0.0", "from 150 0.01 -3.0"]
 
 
+SESSIONS = """
+import sys, time, jaxmpi, jax.numpy as jnp
+from jaxmpi._checkpoint import files
+write = files.write
+files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
+for step in (3, 2):
+    jaxmpi.init()
+    own = jaxmpi.PerRankState(jnp.full(2, jaxmpi.rank()))
+    jaxmpi.save(sys.argv[1], step, own)
+    jaxmpi.finalize()
+    jaxmpi.init()
+    assert jaxmpi.latest(sys.argv[1]) == step
+    assert int(jaxmpi.restore(sys.argv[1], own).per_rank[0]) == jaxmpi.rank()
+    jaxmpi.finalize()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_finalize_waits_for_a_save_which_the_next_session_finds(tmp_path, ranks):
+    script = tmp_path / "script.py"
+    script.write_text(SESSIONS)
+    launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, script, tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    there = {path.name[:27] for path in (tmp_path / "run").iterdir()}
+    assert there == {"step-000000000002", "abandoned-step-000000000003"}
+
+
+def test_simulate_waits_for_a_save_at_the_end_of_its_block(tmp_path):
+    script = """
+import sys, time, jaxmpi, jax.numpy as jnp
+from jaxmpi._checkpoint import files
+write = files.write
+files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
+with jaxmpi.simulate(2):
+    jaxmpi.save(sys.argv[1], 1, jnp.ones(2))
+with jaxmpi.simulate(3):
+    assert jaxmpi.latest(sys.argv[1]) == 1
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True, timeout=60)
+
+
 # a part of a checkpoint
 
 
