@@ -1,18 +1,13 @@
-"""What a checkpoint is made of.
+"""How a training run is written to files, and read back on any number of ranks.
 
 | module | |
 |---|---|
-| manifest | what the leaves are, and where in which file their numbers are, with checksums |
-| manifest_format | the text of a manifest, written and parsed |
-| parts | a tree as leaves: which numbers of each this rank has |
-| leaf_values | the value of a leaf, on the host or on its device |
-| resharding | what a rank gets of a leaf that any number of ranks have saved |
-| compatibility | whether a checkpoint fits the tree that it is to be restored into |
-| files | a rank's file: written in pieces; read and verified, as it may be damaged |
-| commit | a folder that is begun, locked, and renamed when it is whole |
-| folders | the folders of checkpoints: found, and checked |
-| memory | the folder in the memory of the host that belongs to such a folder |
-| rank_checks | what the ranks say to each other about it |
-| writing | a save in the background |
-| reading | on the ranks that there are now |
+| tree_leaves | a pytree as the leaves of a checkpoint, and back: names, layouts, values |
+| manifest | the description of a checkpoint: its leaves, and where their numbers are in the files |
+| array_files | the file of a rank: arrays, written in pieces, read and verified |
+| folders | the folder of a checkpoint: unfinished and locked, whole and checked, removed |
+| memory | the folder in a host's memory that belongs to a folder of checkpoints |
+| agreement | what the ranks compare and tell each other before a call takes effect |
+| saving | a save: what is written, and the thread that writes it |
+| restoring | a restore: the newest whole checkpoint, does it fit, and what each rank gets of it |
 """

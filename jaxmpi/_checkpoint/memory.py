@@ -1,11 +1,13 @@
-"""The folder in the memory of a host that belongs to a folder of checkpoints: what `save(..., in_memory=True)` writes into.
+"""The folder in a host's memory that belongs to a folder of checkpoints, for `in_memory=True`.
 
     directory/in-memory                   a line: the name of the folder in memory
-    /dev/shm/checkpoints-USER-PATH-ID/    PATH: a checksum of the path of `directory`; ID: a random number
-                                          step-000000000110/ and so on, as in `directory`
+    /dev/shm/checkpoints-USER-PATH-ID/    PATH: a checksum of the path of `directory`;
+                                          ID: a random number
+        step-000000000110/ and so on, as in `directory`
 
-A folder in memory is used only where `directory` names it. A `directory` that was removed and made anew, or that is a copy of
-another, names no folder or one of another path: no run goes on from what another one has left in memory.
+A folder in memory is used only where `directory` names it. A `directory` that was removed and made
+anew, or that is a copy of another, names no folder or one of another path: so no run goes on from
+what another one has left in memory.
 """
 
 import contextlib
@@ -29,7 +31,10 @@ _NAME = re.compile(r"checkpoints-\d+-[0-9a-f]{8}-[0-9a-f]{16}")
 
 
 def existing(directory: Path) -> Path | None:
-    """The folder in memory that belongs to a folder of checkpoints; None if there is none, as after the host was started."""
+    """Return the folder in memory that belongs to `directory`; None if there is none.
+
+    There is none where nothing was saved in memory, or where the host was started since.
+    """
     name = _named(directory)
     if name is None:
         return None
@@ -41,47 +46,52 @@ def existing(directory: Path) -> Path | None:
 
 
 def begin(directory: Path) -> Path:
-    """Return the folder in memory that belongs to a folder of checkpoints, made where it is not there."""
+    """Return the folder in memory that belongs to `directory`; make it where it is not there.
+
+    Raises:
+      CheckpointError: it cannot be made, or is another user's.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         name = _named(directory)
         if name is None:
             name = _prefix(directory) + secrets.token_hex(8)
-            marked = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                files.replace(marked, MARKER, name + "\n")
+                files.replace(opened, MARKER, name + "\n")
             finally:
-                os.close(marked)
+                os.close(opened)
         files.make_folder(MEMORY / name)
         os.close(files.open_folder(MEMORY / name, private=True))
     except OSError as error:
         raise CheckpointError(
-            f"save: there can be no folder in {MEMORY} for {directory}: {error}. Save without in_memory=True, to the folder "
-            "itself."
+            f"save: there can be no folder in {MEMORY} for {directory}: {error}. Save without "
+            "in_memory=True, to the folder itself."
         ) from error
     return MEMORY / name
 
 
 def forgotten(directory: Path) -> list[Path]:
-    """Folders in memory of a `directory` of the same path that was removed since, and that no job writes into any more."""
+    """Return folders in memory of an earlier `directory` of the same path, which no job uses."""
     name, old = _named(directory), []
     for folder in MEMORY.glob(f"{_prefix(directory)}*"):
         with contextlib.suppress(OSError):  # another job has removed it
             status = folder.lstat()
-            if folder.name != name and status.st_uid == os.geteuid() and time.time() - status.st_mtime > FORGOTTEN_SECONDS:
+            unused = time.time() - status.st_mtime > FORGOTTEN_SECONDS
+            if folder.name != name and status.st_uid == os.geteuid() and unused:
                 old.append(folder)
     return old
 
 
 def present_time(directory: Path) -> float:
-    """The present time by the clock of the file system of `directory`, which may be another machine's."""
+    """Return the time by the clock of the file system of `directory`, maybe another machine's."""
     marker = directory / MARKER
     os.utime(marker)
     return marker.stat().st_mtime
 
 
 def _named(directory: Path) -> str | None:
-    """The name that `directory` holds, if it is one that `begin` could have given it."""
+    """Return the name in the marker of `directory`, if it is one that `begin` could have given."""
     with contextlib.suppress(OSError, ValueError):
         name = files.read(directory / MARKER).strip()
         if _NAME.fullmatch(name) and name.startswith(_prefix(directory)):
@@ -90,5 +100,6 @@ def _named(directory: Path) -> str | None:
 
 
 def _prefix(directory: Path) -> str:
+    """Return how the names of folders in memory begin, for this user and this path."""
     path = os.path.realpath(directory)
     return f"checkpoints-{os.geteuid()}-{zlib.crc32(os.fsencode(path)):08x}-"

@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._checkpoint import commit, files, folders
+from jaxmpi._checkpoint import array_files, folders
 from jaxmpi._monitor import monitor
 from jaxmpi._run.pool import pool
 from jaxmpi._run.task import Task
@@ -203,9 +203,9 @@ def test_an_automatic_restart_in_a_used_folder_goes_on_with_its_own_run(tmp_path
 
 SESSIONS = """
 import sys, time, jaxmpi, jax.numpy as jnp
-from jaxmpi._checkpoint import files
-write = files.write
-files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
+from jaxmpi._checkpoint import array_files
+write = array_files.write
+array_files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
 for step in (3, 2):
     jaxmpi.init()
     own = jaxmpi.PerRankState(jnp.full(2, jaxmpi.rank()))
@@ -233,9 +233,9 @@ def test_finalize_waits_for_a_save_which_the_next_session_finds(tmp_path, ranks)
 def test_simulate_waits_for_a_save_at_the_end_of_its_block(tmp_path):
     script = """
 import sys, time, jaxmpi, jax.numpy as jnp
-from jaxmpi._checkpoint import files
-write = files.write
-files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
+from jaxmpi._checkpoint import array_files
+write = array_files.write
+array_files.write = lambda *arguments: time.sleep(0.5) or write(*arguments)
 with jaxmpi.simulate(2):
     jaxmpi.save(sys.argv[1], 1, jnp.ones(2))
 with jaxmpi.simulate(3):
@@ -532,18 +532,18 @@ def test_a_save_that_fails_on_one_rank_is_raised_by_the_next_call_on_all(error):
     directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
     tx = jaxmpi.sharded(optax.adam(0.1))
     state = tx.init(jnp.ones(8))
-    whole = files.write
+    whole = array_files.write
 
     def fails(*_):
         raise error("no room")
 
     try:
         if jaxmpi.rank() == jaxmpi.size() - 1:
-            files.write = fails
+            array_files.write = fails
         jaxmpi.save(directory, 1, state)
     finally:
         time.sleep(0.3)
-        files.write = whole
+        array_files.write = whole
     with pytest.raises(jaxmpi.CheckpointError, match=r"save: step 1: .*no room"):
         jaxmpi.save(directory, 2, state)
     assert jaxmpi.latest(directory) == 2  # which was written nevertheless
@@ -583,10 +583,10 @@ def test_steps_of_any_length(tmp_path):
 
 FAILS = """
 import os, sys, jaxmpi, jax.numpy as jnp
-from jaxmpi._checkpoint import files
+from jaxmpi._checkpoint import array_files
 jaxmpi.init()
-whole = files.write
-files.write = lambda folder, *_: whole(folder / "gone", *_)
+whole = array_files.write
+array_files.write = lambda folder, *_: whole(folder / "gone", *_)
 jaxmpi.save(sys.argv[1], 1, {"w": jnp.zeros(2)})
 """
 
@@ -740,10 +740,10 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
 
 
 def test_a_job_leaves_what_another_is_writing(tmp_path):
-    mine, lock = commit.begin(tmp_path)
+    mine, lock = folders.begin(tmp_path)
     jaxmpi.save(tmp_path, 1, {"x": 1}, background=False)
     assert mine.exists() and jaxmpi.latest(tmp_path) == 1
-    files.write(mine, 0, {"x": np.arange(3)})
+    array_files.write(mine, 0, {"x": np.arange(3)})
     lock.close()  # as that of a job that was killed
     jaxmpi.save(tmp_path, 2, {"x": 2}, background=False)
     assert not mine.exists() and [*tmp_path.glob("unfinished*")] == []
@@ -764,11 +764,11 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
 
 def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
     """And what another machine has made without one stays for an hour."""
-    made = "import os, sys; from jaxmpi._checkpoint import commit; from pathlib import Path;"
-    made += "commit.create = lambda path: os.kill(os.getpid(), 9); commit.begin(Path(sys.argv[1]))"
+    made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
+    made += "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
     assert subprocess.run([sys.executable, "-c", made, tmp_path]).returncode == -9
     (left,) = tmp_path.iterdir()
-    elsewhere = left.with_name(left.name.replace(commit._machine(), "0" * 8))
+    elsewhere = left.with_name(left.name.replace(folders._machine(), "0" * 8))
     elsewhere.mkdir()
     jaxmpi.save(tmp_path, 1, {"x": 0}, background=False)
     assert not left.exists() and elsewhere.exists()
@@ -778,8 +778,8 @@ def test_a_folder_that_another_job_renames_is_no_error(tmp_path, monkeypatch):
     folder = tmp_path / "unfinished-of-another"
     folder.mkdir()
     listed = os.listdir
-    monkeypatch.setattr(commit.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
-    assert not commit._abandoned(folder)
+    monkeypatch.setattr(folders.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
+    assert not folders._abandoned(folder)
 
 
 BESIDE = """
@@ -834,13 +834,13 @@ def test_an_error_says_what_to_do(tmp_path, monkeypatch, code, advice):
 
 
 def test_a_folder_that_is_removed_while_it_is_written_is_said(tmp_path, monkeypatch):
-    write = files.write
+    write = array_files.write
 
     def removed(folder, *args):
         shutil.rmtree(folder)
         return write(folder, *args)
 
-    monkeypatch.setattr(files, "write", removed)
+    monkeypatch.setattr(array_files, "write", removed)
     with pytest.raises(
         jaxmpi.CheckpointError, match=r"No such file .* Something has removed it meanwhile: look for what cleans"
     ):
@@ -863,5 +863,5 @@ def test_files_have_the_modes_of_the_umask_and_nothing_is_written_through_links(
     victim.write_text("mine")
     (folder / "rank-1.part").symlink_to(victim)
     with pytest.raises(jaxmpi.CheckpointError, match="File exists"):
-        files.write(folder, 1, {"x": np.ones(3)})
+        array_files.write(folder, 1, {"x": np.ones(3)})
     assert victim.read_text() == "mine"
