@@ -4,13 +4,15 @@ import os
 import warnings
 from pathlib import Path
 
+from jaxmpi._backends.base import Backend
 from jaxmpi._checkpoint import restoring, saving, tree_leaves
 from jaxmpi._checkpoint.agreement import (
-    check_call,
+    Side,
+    agree,
     checked,
     checked_folder,
     checked_step,
-    run_on_all_or_raise,
+    lines_of,
 )
 from jaxmpi._checkpoint.saving import Saves
 from jaxmpi._collectives.objects import untraced
@@ -47,8 +49,14 @@ def save(
     must then be one that all ranks share.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** a comparison of them and of the values, 32 bytes, and of how the last save
-    has ended.
+    **Communication:** two rounds before it is written. All ranks compare one fingerprint, 16 bytes,
+    of the call, of the leaves, of checksums of what is equal on all ranks, and of how the last save
+    has ended; only where it differs do they send more. Then rank 0 sends the path of the folder
+    that it has made, and every rank the Python numbers in its `PerRankState`s. The first save of
+    a session into a directory in which several ranks write takes a third round: whether all see
+    the folder. With `background=False` the ranks tell each other how it has ended, one round. Where
+    MPI cannot be called from threads, they write before `save` returns, and tell rank 0 what, one
+    round; elsewhere the monitor's thread does, beside the training.
 
     Args:
       directory: holds the checkpoints of one run; made if it is not there. The same on all ranks,
@@ -78,31 +86,33 @@ def save(
     """
     backend = untraced("save")
     saves = session.state(Saves)
-    # 1. The ranks agree on the call and on the values that are saved once.
     where = checked(backend, "save", lambda: checked_folder("save", directory))
     step = checked(backend, "save", lambda: checked_step("save", step))
     found = checked(backend, "save", lambda: saving.leaves_to_save(tree, step, keep, backend.axes))
     leaves = [leaf for leaf, _ in found]
-    options = f"step {step}, keep {keep}, background {background}"
-    check_call(backend, "save", leaves, where, options + (", in memory" if in_memory else ""))
-    saving.check_replicated(backend, found)
-    leaves = saving.with_all_ranks_values(backend, leaves)
-    # 2. One save is written at a time.
-    error = saves.wait(backend)
-    # 3. From here on the training may overwrite its arrays.
     writers = saving.writers_of(leaves, backend.place.size)
-    arrays = run_on_all_or_raise(backend, lambda: saving.copies(backend, found, writers))
+    # 1. One save is written at a time: when it is done, there is room for the copies of this one.
+    last_save = saves.wait(backend)
+    prepared = saving.prepare(backend, found, writers)
+    # 2. The first round: the ranks agree on what they save, and that all can.
+    options = f"step {step}, keep {keep}, background {background}"
+    lines = lines_of(leaves, where, options + (", in memory" if in_memory else ""))
+    side = Side(lines, prepared.digests[0], prepared.error, last_save)
+    sides = agree(backend, "save", side)
+    saving.judge(prepared, sides)
+    # 3. The second round: rank 0 has made the folder.
     path = Path(directory).absolute()
-    saves.listen()
-    folder, lock = saving.make_folder(backend, path, len(writers) > 1, in_memory)
+    begun = saving.begin(backend, saves, path, leaves, in_memory)
+    # 4. The ranks write, and rank 0 makes the folder a checkpoint.
     base = saves.lineage.restored.pop(path, None)
-    if in_memory:
-        keep = 1
-    plan = saving.Plan(path, folder, lock, step, keep, base, leaves, writers, arrays)
-    saves.start(backend, plan)
+    kept = 1 if in_memory else keep
+    saves.start(backend, saving.Plan(path, begun, step, kept, base, writers, prepared.arrays))
+    errors = [side.last_save for side in sides]
     if not background:
-        error = error or saves.wait(backend)
-    _raise(error)
+        errors += backend.allgather_object(saves.wait(backend))
+        saves.forget()
+    if error := next(filter(None, errors), ""):
+        raise CheckpointError(f"save: {error}")
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -124,8 +134,7 @@ def latest(directory: str | os.PathLike) -> int | None:
     """
     backend = untraced("latest")
     where = checked(backend, "latest", lambda: checked_folder("latest", directory))
-    check_call(backend, "latest", [], where)
-    _raise(session.state(Saves).wait(backend))
+    _agree_after_save(backend, "latest", [where])
     whole, _ = restoring.newest(backend, Path(directory), None)
     return None if whole is None else whole[1].step
 
@@ -186,8 +195,7 @@ def restore(
     wanted = [leaf for leaf, _ in found]
     omitted = tree_leaves.omitted(like)
     options = f"step {step}, without {omitted}, partial {partial}"
-    check_call(backend, "restore", wanted, where, options)
-    _raise(saves.wait(backend))
+    _agree_after_save(backend, "restore", lines_of(wanted, where, options))
     for tries in range(TRIES, 0, -1):
         # 2. Rank 0 looks for the checkpoint.
         whole, errors = restoring.newest(backend, Path(directory), step)
@@ -224,6 +232,11 @@ def restore(
     return tree_leaves.put_back(like, out)
 
 
-def _raise(error: str | None) -> None:
-    if error:
-        raise CheckpointError(f"save: {error}")
+def _agree_after_save(backend: Backend, function: str, lines: list[str]) -> None:
+    """Compare a call, and wait for the last save; raise its error on all ranks, if there is one."""
+    saves = session.state(Saves)
+    sides = agree(backend, function, Side(lines, last_save=saves.wait(backend)))
+    saves.forget()
+    for side in sides:
+        if side.last_save:
+            raise CheckpointError(f"save: {side.last_save}")

@@ -3,20 +3,23 @@
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-from jaxmpi._backends.base import Backend
+from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._checkpoint.manifest import Leaf
 from jaxmpi._consistency import compare
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError
 
 __all__ = [
-    "check_call",
+    "Side",
+    "agree",
     "checked",
     "checked_folder",
     "checked_step",
+    "lines_of",
     "ranks_here",
     "run_on_all_or_raise",
+    "text_of",
 ]
 
 SIGNATURES = {
@@ -28,28 +31,76 @@ SIGNATURES = {
 T = TypeVar("T")
 
 
-def check_call(backend: Backend, function: str, leaves: Sequence[Leaf], *options: str) -> None:
-    """Compare what the ranks are to save or restore, but for the values.
+class Side(NamedTuple):
+    """One rank's side of a call, which the ranks compare before the call takes effect.
 
-    **Communication:** 16 bytes.
+    Attributes:
+      lines: what the call is given, but for values.
+      digests: of the values that are to be equal on all ranks.
+      error: why this rank cannot go on; "" if it can.
+      last_save: how this rank's part of the last save has failed; "" if it has not.
+    """
+
+    lines: Sequence[str]
+    digests: Sequence[str] = ()
+    error: str = ""
+    last_save: str = ""
+
+
+def lines_of(leaves: Sequence[Leaf], *options: str) -> list[str]:
+    """Return the lines that tell what a call is given."""
+    return [*options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
+
+
+def agree(backend: Backend, function: str, side: Side) -> list[Side]:
+    """Compare the ranks' sides of a call.
+
+    The calls that the ranks make must be equal. What else differs is for the caller to judge, which
+    comes to the same judgment on every rank.
+
+    **Communication:** 16 bytes, one round; where the sides differ, an allgather of them.
+
+    Returns:
+      All ranks' sides, in their order; or this one alone, if all are equal.
 
     Raises:
-      RankMismatchError: on every rank, with the first difference.
+      RankMismatchError: on every rank, if they make different calls, with the first difference.
     """
-    lines = [*options, *(f"leaf {leaf.name}: {leaf}" for leaf in leaves)]
-    statement = compare.Statement.of(function, "\n".join([function, *lines]))
-    compare.check_consistent(backend, statement, lambda: {"given": lines})
+    smallest, largest = backend.extremes(fingerprint_of(repr((function, *side))), function)
+    if smallest == largest:
+        return [side]
+    # A rank that makes another call is in `compare.check_consistent` now, and gathers details, too.
+    details = {
+        "given": side.lines,
+        "digests": side.digests,
+        "error": [side.error],
+        "last save": [side.last_save],
+    }
+    call = _statement(function, side.lines)
+    everyone = compare.gather_sides(cast(ProcessGroup, backend), call, details)
+    if any(statement != everyone[0][0] for statement, _, _ in everyone):
+        raise compare.mismatch_of(everyone)
+    sides = []
+    for _, its, _ in everyone:
+        sides.append(Side(its["given"], its["digests"], its["error"][0], its["last save"][0]))
+    return sides
+
+
+def _statement(function: str, lines: Sequence[str]) -> compare.Statement:
+    return compare.Statement.of(function, "\n".join([function, *lines]))
 
 
 def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
     """Return what `check` returns; where it raises on one rank, all raise.
 
-    The others get a RankMismatchError with its text, unless they raise the same.
+    The others are in `agree`. They get a RankMismatchError with its text, unless they raise the
+    same.
     """
     try:
         return check()
     except (TypeError, ValueError) as error:
-        check_call(backend, function, [], f"{type(error).__name__}: {error}")
+        lines = [f"{type(error).__name__}: {error}"]
+        compare.check_consistent(backend, _statement(function, lines), lambda: {"given": lines})
         raise
 
 
@@ -91,14 +142,17 @@ def run_on_all_or_raise(backend: Backend, function: Callable[[], T]) -> T:
     error, of_count = "", False
     try:
         result = function()
-    except CheckpointError as caught:
-        error, of_count = str(caught), isinstance(caught, RankCountError)
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
+        error, of_count = text_of(caught), isinstance(caught, RankCountError)
     for its_error, its_of_count in backend.allgather_object((error, of_count)):
         if its_error:
             raise (CheckpointRankCountError if its_of_count else CheckpointError)(its_error)
     return result
+
+
+def text_of(error: Exception) -> str:
+    """Return the text of an error for other ranks, with its type unless it is a CheckpointError."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def ranks_here(backend: Backend) -> Iterator[int]:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi._backends.base import Backend, fingerprint_of, long_operation
+from jaxmpi._backends.base import Backend, long_operation
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint import array_files, folders
-from jaxmpi._checkpoint.agreement import ranks_here, run_on_all_or_raise
+from jaxmpi._checkpoint.agreement import Side, ranks_here, text_of
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_plain
 from jaxmpi._checkpoint.tree_leaves import leaves_of, to_host
 from jaxmpi._consistency import compare
@@ -33,11 +33,10 @@ from jaxmpi._world import session
 __all__ = [
     "Plan",
     "Saves",
-    "check_replicated",
-    "copies",
+    "begin",
+    "judge",
     "leaves_to_save",
-    "make_folder",
-    "with_all_ranks_values",
+    "prepare",
     "writers_of",
 ]
 
@@ -67,52 +66,75 @@ def leaves_to_save(
     return leaves
 
 
-def check_replicated(backend: Backend, leaves: Sequence[tuple[Leaf, LeafValue]]) -> None:
-    """Compare the values of replicated leaves.
+class Prepared(NamedTuple):
+    """What this process compares and writes.
 
-    **Communication:** 16 bytes; where the ranks differ, a checksum for each leaf.
-
-    Raises:
-      RankMismatchError: on every rank, with the first leaf that differs.
+    Attributes:
+      replicated: the leaves that are to be equal on all ranks.
+      digests: of these leaves, on each rank that lives in this process.
+      arrays: copies of what each rank of this process writes, by rank and name.
+      error: why there are none; "" if there are.
     """
-    if backend.place.size == 1:
-        return
-    replicated = []
-    for leaf, x in leaves:
-        may_differ = isinstance(x, PerRank) or not backend.simulates
-        if leaf.layout == "replicated" and (leaf.stored or leaf.plain) and may_differ:
-            replicated.append((leaf, x))
-    if backend.simulates:
-        digests = [[_digest(x[rank]) for _, x in replicated] for rank in range(backend.place.size)]
-    else:
-        mine = [_digest(x) for _, x in replicated]
-        smallest, largest = backend.extremes(fingerprint_of(repr(mine)), "save")
-        if smallest == largest:
-            return
-        digests = backend.allgather_object(mine)
-    if error := _unequal([leaf for leaf, _ in replicated], digests):
-        raise RankMismatchError(error)
+
+    replicated: list[Leaf]
+    digests: list[list[str]]
+    arrays: dict[int, dict[str, np.ndarray]]
+    error: str
 
 
-def _unequal(leaves: Sequence[Leaf], digests: Sequence[Sequence[int | str]]) -> str:
-    """Return the error about the first leaf whose digests differ; "" if there is none.
+def prepare(backend: Backend, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range) -> Prepared:
+    """Compute digests and copy arrays; from then on, the training may overwrite them."""
+    ranks = list(ranks_here(backend))
+    replicated: list[Leaf] = []
+    digests: list[list[str]] = [[] for _ in ranks]
+    arrays: dict[int, dict[str, np.ndarray]] = {rank: {} for rank in ranks if rank in writers}
+    one_value = backend.simulates or backend.place.size == 1  # of what is no `PerRank`
+    try:
+        for leaf, x in leaves:
+            may_differ = isinstance(x, PerRank) or not one_value
+            if leaf.layout == "replicated" and (leaf.stored or leaf.plain) and may_differ:
+                replicated.append(leaf)
+                for of_rank, rank in zip(digests, ranks, strict=True):
+                    of_rank.append(_digest(x[rank] if isinstance(x, PerRank) else x))
+        for rank, copies in arrays.items():
+            for leaf, x in leaves:
+                if leaf.in_file(rank):
+                    value = x[rank] if isinstance(x, PerRank) else x
+                    copies[leaf.name] = to_host(value, copy=True)
+    except Exception as error:  # such as a MemoryError: all ranks raise it
+        return Prepared([], [[]], {}, text_of(error))
+    return Prepared(replicated, digests, arrays, "")
+
+
+def judge(prepared: Prepared, sides: Sequence[Side]) -> None:
+    """Raise, on every rank, unless all ranks can save, and replicated leaves are equal.
 
     Args:
-      leaves: that are to be equal.
-      digests: of each rank, in the order of the leaves.
+      prepared: by this process.
+      sides: of the ranks, as `agree` returns them.
+
+    Raises:
+      CheckpointError: with the first rank's error.
+      RankMismatchError: with the first leaf that differs.
     """
+    for side in sides:
+        if side.error:
+            raise CheckpointError(side.error)
+    # the sides of processes, or the digests of ranks that are simulated in this one
+    several = len(prepared.digests) > 1
+    digests = prepared.digests if several else [side.digests for side in sides]
     differ = []
-    for leaf, *of_ranks in zip(leaves, *digests, strict=False):
+    for leaf, *of_ranks in zip(prepared.replicated, *digests, strict=False):
         if len(set(of_ranks)) > 1:
             differ.append((leaf, of_ranks))
     if not differ:
-        return ""
+        return
     leaf, of_ranks = differ[0]
     others, who_have = compare.outliers(of_ranks)
     usual = next(one for rank, one in enumerate(of_ranks) if rank not in others)
     values = f" ({of_ranks[others[0]]}, and {usual} elsewhere)" if leaf.plain else ""
     more = f", and {len(differ) - 1} more leaves" if len(differ) > 1 else ""
-    return (
+    raise RankMismatchError(
         f"save: leaf {leaf.name} is not equal on all ranks: {who_have} other values{values}{more}. "
         "If each rank has its own (a key, an environment, BatchNorm statistics), wrap it in a "
         "jaxmpi.PerRankState, or in nnx make it an nnx.BatchStat; if not, make it equal with "
@@ -120,33 +142,13 @@ def _unequal(leaves: Sequence[Leaf], digests: Sequence[Sequence[int | str]]) -> 
     )
 
 
-def _digest(x: LeafValue) -> int | str:
+def _digest(x: LeafValue) -> str:
     """Return the CRC-32 of an array, or the text of a Python number or text."""
     if is_plain(x):
         text = repr(x)
         return text if len(text) <= 80 else f"{text[:80]}... {zlib.crc32(text.encode())}"
     numbers = np.ascontiguousarray(to_host(x, copy=False))
-    return zlib.crc32(numbers.reshape(-1).view(np.uint8).data)
-
-
-def with_all_ranks_values(backend: Backend, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Return the leaves with the values of all ranks for per-rank Python numbers.
-
-    **Communication:** an allgather of these numbers, if there are any.
-    """
-    mine = {}
-    for leaf in leaves:
-        if leaf.layout != "replicated" and leaf.plain:
-            mine[leaf.name] = leaf.value
-    if not mine:
-        return list(leaves)
-    everyone = backend.allgather_object(mine)
-    complete = []
-    for leaf in leaves:
-        if leaf.name in mine:
-            leaf = leaf._replace(value=[values[leaf.name] for values in everyone])
-        complete.append(leaf)
-    return complete
+    return str(zlib.crc32(numbers.reshape(-1).view(np.uint8).data))
 
 
 def writers_of(leaves: Sequence[Leaf], size: int) -> range:
@@ -154,55 +156,70 @@ def writers_of(leaves: Sequence[Leaf], size: int) -> range:
     return range(1 if all(leaf.layout == "replicated" for leaf in leaves) else size)
 
 
-def copies(
-    backend: Backend, leaves: Sequence[tuple[Leaf, LeafValue]], writers: range
-) -> dict[int, dict[str, np.ndarray]]:
-    """Return copies of the arrays that each rank of this process writes, by rank and name."""
-    arrays: dict[int, dict[str, np.ndarray]] = {}
-    for rank in ranks_here(backend):
-        if rank in writers:
-            arrays[rank] = {}
-            for leaf, x in leaves:
-                if leaf.in_file(rank):
-                    of_rank = x[rank] if isinstance(x, PerRank) else x
-                    arrays[rank][leaf.name] = to_host(of_rank, copy=True)
-    return arrays
+class Begun(NamedTuple):
+    """What all ranks know of a save when they begin to write.
+
+    Attributes:
+      folder: the unfinished folder, which rank 0 has made.
+      lock: of the folder, on rank 0.
+      leaves: of the tree, with all ranks' values of per-rank Python numbers.
+    """
+
+    folder: Path
+    lock: BufferedWriter | None
+    leaves: list[Leaf]
 
 
-def make_folder(
-    backend: Backend, directory: Path, shared: bool, in_memory: bool
-) -> tuple[Path, BufferedWriter | None]:
+def begin(
+    backend: Backend, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool
+) -> Begun:
     """Have rank 0 make the folder that is written into.
 
-    **Communication:** the path, and whether rank 0 could make it and all ranks see it.
+    **Communication:** one round, an allgather of the path or the error from rank 0, and of per-rank
+    Python numbers. One more where ranks write into a directory for the first time in a session:
+    whether all see what rank 0 has made there.
 
     Args:
       backend: the ranks.
+      saves: of the session.
       directory: of the checkpoints of a run.
-      shared: whether all ranks write.
-      in_memory: whether it is in the host's memory.
+      leaves: of the tree.
+      in_memory: whether the folder is in the host's memory.
 
-    Returns:
-      The folder, and on rank 0 its lock.
+    Raises:
+      CheckpointError: on every rank, if rank 0 cannot make it or some rank does not see it.
     """
-
-    def make() -> tuple[Path | None, BufferedWriter | None]:
-        return folders.begin(directory, in_memory) if backend.place.rank == 0 else (None, None)
-
-    made, lock = run_on_all_or_raise(backend, make)
-    folder = backend.broadcast_object(made, 0)
-
-    def look() -> None:
-        if (shared or in_memory) and not folder.exists():
-            raise CheckpointError(_not_seen(backend.place.rank, folder, in_memory))
-
-    try:
-        run_on_all_or_raise(backend, look)
-    except CheckpointError:
-        if lock:
-            lock.close()
-        raise
-    return folder, lock
+    saves.listen()  # a rank that returns from the allgather may write at once
+    rank, folder, lock, error = backend.place.rank, None, None, ""
+    if rank == 0:
+        try:
+            folder, lock = folders.begin(directory, in_memory)
+        except Exception as caught:
+            error = text_of(caught)
+    numbers = {}
+    for leaf in leaves:
+        if leaf.layout != "replicated" and leaf.plain:
+            numbers[leaf.name] = leaf.value
+    everyone = backend.allgather_object((folder, error, numbers))
+    folder, error, _ = everyone[0]
+    if folder is None:
+        raise CheckpointError(error)
+    complete = []
+    for leaf in leaves:
+        if leaf.name in numbers:
+            leaf = leaf._replace(value=[its[leaf.name] for _, _, its in everyone])
+        complete.append(leaf)
+    # Ranks on other hosts may have another disk, or memory, under the same path.
+    several = len(writers_of(leaves, backend.place.size)) > 1
+    if (several or in_memory) and folder.parent not in saves.seen:
+        seen = folder.exists()
+        errors = backend.allgather_object("" if seen else _not_seen(rank, folder, in_memory))
+        if error := next(filter(None, errors), ""):
+            if lock:
+                lock.close()
+            raise CheckpointError(error)
+        saves.seen.add(folder.parent)
+    return Begun(folder, lock, complete)
 
 
 def _not_seen(rank: int, folder: Path, in_memory: bool) -> str:
@@ -227,23 +244,19 @@ class Plan(NamedTuple):
 
     Attributes:
       directory: of the checkpoints of the run.
-      folder: the unfinished folder.
-      lock: of the folder, on rank 0.
+      begun: the folder and the leaves.
       step: the number of the checkpoint.
       keep: how many checkpoints to keep; None for all.
       base: the step that was restored from `directory` since its last save, if any.
-      leaves: of the tree.
       writers: the ranks that write a file.
       arrays: that this process writes, by rank and name.
     """
 
     directory: Path
-    folder: Path
-    lock: BufferedWriter | None
+    begun: Begun
     step: int
     keep: int | None
     base: int | None
-    leaves: list[Leaf]
     writers: range
     arrays: dict[int, dict[str, np.ndarray]]
 
@@ -253,6 +266,7 @@ class Saves:
 
     def __init__(self, began: float) -> None:
         self.lineage = folders.Lineage(began)
+        self.seen: set[Path] = set()  # directories in which all ranks see what rank 0 makes
         self._last: _Save | None = None
         # by folder and rank, what the other ranks have written, or an error; on rank 0
         self._outcomes: dict[str, dict[int, Written | str]] = {}
@@ -268,25 +282,16 @@ class Saves:
         self._last = _Save(self, backend, plan)
         self._last.start()
 
-    def wait(self, backend: Backend) -> str | None:
-        """Wait for the last save; return the first rank's error, if there is one, on all ranks.
-
-        **Communication:** an allgather of the error texts, if any.
-        """
-        error = self.wait_here(backend)
-        self.forget()
-        return next(filter(None, backend.allgather_object(error)), None)
-
-    def wait_here(self, backend: Backend) -> str | None:
-        """Wait for this rank's part of the last save; return its error, if there is one."""
+    def wait(self, backend: Backend) -> str:
+        """Wait for this rank's part of the last save; return its error, or ""."""
         if self._last is None:
-            return None
+            return ""
         with long_operation(backend, f"writing the checkpoint of {self._last.name}"):
             self._last.wait()
-        return self._last.error
+        return self._last.error or ""
 
     def forget(self) -> None:
-        """Forget the last save: its outcome is known to the caller."""
+        """Forget the last save, once all ranks know how it has ended."""
         self._last = None
 
     def close(self) -> None:
@@ -359,7 +364,7 @@ class _Save:
             outcomes = self._backend.allgather_object(self._write())
             if self._backend.place.rank == 0:
                 for rank, outcome in enumerate(outcomes[1:], 1):
-                    self._saves.note_written(rank, (self._plan.folder.name, outcome))
+                    self._saves.note_written(rank, (self._plan.begun.folder.name, outcome))
                 self._finish(outcomes[0])
             return
         try:
@@ -379,14 +384,14 @@ class _Save:
         if self._backend.place.rank == 0:
             self._finish(outcome)
         elif self._monitor:
-            self._monitor.send(0, "saved", (self._plan.folder.name, outcome))
+            self._monitor.send(0, "saved", (self._plan.begun.folder.name, outcome))
 
     def _write(self) -> Written | str:
         """Write this process's files; return what is in them, or the error."""
         try:
             written = {}
             for rank, arrays in self._arrays.items():
-                written[rank] = array_files.write(self._plan.folder, rank, arrays)
+                written[rank] = array_files.write(self._plan.begun.folder, rank, arrays)
             return written
         except Exception as error:  # the next call raises it
             self.error = f"{self.name}: {error}"
@@ -403,7 +408,7 @@ class _Save:
             others = len(plan.writers) - len(plan.arrays)
             poll = self._monitor.poll if self._monitor else None
             written: Written = {}
-            for one in (outcome, *self._saves.outcomes(plan.folder.name, others, poll)):
+            for one in (outcome, *self._saves.outcomes(plan.begun.folder.name, others, poll)):
                 if isinstance(one, str):
                     self.error = self.error or one
                 else:
@@ -411,11 +416,17 @@ class _Save:
             if self.error is None:
                 sizes = [written[rank][0] for rank in plan.writers]
                 members = [written[rank][1] for rank in plan.writers]
-                manifest = Manifest(plan.step, len(plan.writers), sizes, members, plan.leaves)
-                lineage = self._saves.lineage
-                folders.commit(lineage, plan.directory, plan.folder, manifest, plan.keep, plan.base)
+                manifest = Manifest(plan.step, len(plan.writers), sizes, members, plan.begun.leaves)
+                folders.commit(
+                    self._saves.lineage,
+                    plan.directory,
+                    plan.begun.folder,
+                    manifest,
+                    plan.keep,
+                    plan.base,
+                )
         except Exception as error:
             self.error = f"{self.name}: {error}"
         finally:
-            if plan.lock:
-                plan.lock.close()
+            if plan.begun.lock:
+                plan.begun.lock.close()

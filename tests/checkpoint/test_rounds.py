@@ -1,0 +1,146 @@
+"""The collective rounds of `save`, `latest` and `restore`, and errors of one rank, which all raise in them."""
+
+import os
+import re
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi._checkpoint import array_files, saving
+from jaxmpi._world import session
+from jaxmpi.testing import run_ranks
+
+ROUNDS = ("allgather_object", "broadcast_object", "broadcast_buffer", "extremes", "barrier", "gather_details", "start_vote")
+
+
+@pytest.fixture(autouse=True)
+def initialized():
+    jaxmpi.init()
+
+
+@contextmanager
+def counted():
+    """Yield a list that gets the name of each collective that the backend carries out for Python."""
+    backend, names = session.current("test"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ROUNDS:
+            if hasattr(backend, name):
+                patch.setattr(backend, name, noted(getattr(backend, name), name, names))
+        yield names
+
+
+def noted(call, name, names):
+    def noted_call(*args, **kwargs):
+        names.append(name)
+        return call(*args, **kwargs)
+
+    return noted_call
+
+
+def of_rank(step):
+    """Of all layouts: replicated, sharded, per rank; arrays and Python numbers."""
+    w = jnp.arange(5.0) + step
+    own = {"key": np.full(2, jaxmpi.rank() + step), "score": jaxmpi.rank() / 3, "name": "x" * (jaxmpi.rank() + 1)}
+    return {"w": w, "step": step, "state": jaxmpi.sharded(optax.adam(0.1)).init({"w": w}), "own": jaxmpi.PerRankState(own)}
+
+
+def count_rounds():
+    directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
+    two = ["extremes", "allgather_object"]
+    with counted() as names:
+        jaxmpi.save(directory, 1, {"w": jnp.ones(3), "step": 1})
+    assert names == two
+    trees = {step: of_rank(step) for step in (2, 3, 4)}
+    with counted() as names:
+        jaxmpi.save(directory, 2, trees[2])
+    assert names[:3] == [*two, "allgather_object"]  # whether all ranks see the folder
+    written = [] if session.monitor() is not None else ["allgather_object"]  # where MPI allows no threads
+    with counted() as names:
+        jaxmpi.save(directory, 3, trees[3])
+    assert names == [*two, *written]
+    with counted() as names:
+        jaxmpi.save(directory, 4, trees[4], background=False)
+    assert names == [*two, *written, "allgather_object"]
+    with counted() as names:
+        assert jaxmpi.latest(directory) == 4
+    assert names[0] == "extremes" and len(names) == 4
+    got = jaxmpi.restore(directory, trees[2])
+    assert got["own"].per_rank["score"] == jaxmpi.rank() / 3 and got["step"] == 4
+    np.testing.assert_array_equal(got["own"].per_rank["key"], np.full(2, jaxmpi.rank() + 4))
+
+
+@run_ranks(2, 3)
+def test_save_takes_two_rounds():
+    count_rounds()
+
+
+@run_ranks(2, backend="xla")
+def test_save_takes_two_rounds_on_xla():
+    count_rounds()
+
+
+@run_ranks(2, 3)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_save_names_the_rank_that_does_not_see_the_folder(in_memory):
+    """As far as one host can show it: the last rank looks elsewhere."""
+    directory, last = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.size() - 1
+    advice = "save without in_memory=True" if in_memory else "gather the state with jaxmpi.unshard first"
+    exists = Path.exists
+    with pytest.MonkeyPatch.context() as patch:
+        if jaxmpi.rank() == last:
+            patch.setattr(Path, "exists", lambda path: not path.name.startswith("unfinished-") and exists(path))
+        with pytest.raises(jaxmpi.CheckpointError, match=f"save: rank {last} on .* does not see .*{advice}"):
+            jaxmpi.save(directory, 1, of_rank(1), in_memory=in_memory)
+    assert jaxmpi.latest(directory) is None
+    jaxmpi.save(directory, 2, of_rank(2), in_memory=in_memory)
+    assert jaxmpi.latest(directory) == 2
+    jaxmpi.save(directory, 3, of_rank(3), background=False)
+
+
+@run_ranks(1, 2, 3)
+def test_save_raises_the_error_of_a_copy_on_all_ranks_and_keeps_that_of_the_save_before():
+    directory, last = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.rank() == jaxmpi.size() - 1
+    tree = of_rank(1)
+
+    def refuse(*args, **kwargs):
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(array_files, "write", refuse)
+        jaxmpi.save(directory, 1, tree)
+        time.sleep(0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(saving, "to_host", refuse)
+        with pytest.raises(jaxmpi.CheckpointError, match=r"^MemoryError: no room$"):
+            jaxmpi.save(directory, 2, tree)
+    with pytest.raises(jaxmpi.CheckpointError, match=r"^save: step 1: no room$"):
+        jaxmpi.save(directory, 3, tree)
+    assert jaxmpi.latest(directory) == 3
+
+
+@run_ranks(2, 3)
+def test_save_beside_another_call_is_a_mismatch_with_both():
+    """Whatever differs between those that save, such as their values."""
+    directory, rank = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.rank()
+    others = {
+        "latest": lambda: jaxmpi.latest(directory),
+        "barrier": jaxmpi.barrier,
+        "tree_allreduce": lambda: jaxmpi.tree_allreduce(jnp.ones(2)),
+    }
+    for name, call in others.items():
+        for odd in (0, jaxmpi.size() - 1):
+            with pytest.raises(jaxmpi.RankMismatchError) as caught:
+                call() if rank == odd else jaxmpi.save(directory, 1, {"x": rank})
+            text = str(caught.value)
+            assert re.search(r"called save at .*test_rounds\.py:\d+", text) and f"called {name}" in text, text
+    assert jaxmpi.latest(directory) is None
+    assert not os.listdir(directory)
