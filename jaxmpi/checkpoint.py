@@ -99,7 +99,7 @@ def save(
     lines = lines_of(leaves, where, options + (", in memory" if in_memory else ""))
     side = Side(lines, prepared.digests[0], prepared.error, last_save)
     sides = agree(backend, "save", side)
-    saving.judge(prepared, sides)
+    saving.check_sides(prepared, sides)
     # 3. The second round: rank 0 has made the folder.
     path = Path(directory).absolute()
     begun = saving.begin(backend, saves, path, leaves, in_memory)
@@ -122,7 +122,9 @@ def latest(directory: str | os.PathLike) -> int | None:
     over.
 
     **Collective:** every rank calls it.
-    **Communication:** the number, and whether all ranks see the folder in memory.
+    **Communication:** a comparison of the call and of how the last save has ended, 16 bytes; from
+    every rank the path of the folder in memory that it sees, and an error if there is one; from
+    rank 0 the manifest.
 
     Raises:
       CheckpointError: on every rank, if the save before could not be written.
@@ -158,8 +160,9 @@ def restore(
     ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** what is equal on all ranks, from rank 0, which alone reads it; whether all
-    see the folder in memory.
+    **Communication:** a comparison of the call and of how the last save has ended, 16 bytes; from
+    every rank the path of the folder in memory that it sees, and an error if there is one; from
+    rank 0 the manifest, and the numbers of what is equal on all ranks, which it alone reads.
 
     Args:
       directory: that of `save`.

@@ -1,4 +1,4 @@
-"""What the ranks compare and tell each other before a call on a checkpoint takes effect."""
+"""Agreement of the ranks on a call that saves or restores, before it takes effect."""
 
 import operator
 import os

@@ -43,7 +43,7 @@ LeafValue: TypeAlias = Any  # an array, a `PerRank`, or a Python number or text:
 Layout: TypeAlias = Literal["replicated", "sharded", "per-rank"]
 
 LAYOUTS: dict[str, Layout] = {"all": "replicated", "shard": "sharded", "own": "per-rank"}
-LAYOUT_WORDS = {layout: word for word, layout in LAYOUTS.items()}  # in a manifest
+SAVED_LAYOUTS = {layout: saved for saved, layout in LAYOUTS.items()}  # in a manifest
 
 # Python numbers and text, which stand in the manifest itself
 PLAIN_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
@@ -169,7 +169,7 @@ def format_manifest(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "ranks": manifest.ranks,
         "files": files,
-        "leaves": [[leaf.name, LAYOUT_WORDS[leaf.layout], *leaf[2:]] for leaf in manifest.leaves],
+        "leaves": [[leaf.name, SAVED_LAYOUTS[leaf.layout], *leaf[2:]] for leaf in manifest.leaves],
     }
     text = json.dumps(about, indent=1)
     return f'{{"checksum": {zlib.crc32(text.encode())},\n{text[1:]}'.encode()
@@ -207,7 +207,7 @@ def parse_manifest(text: bytes) -> Manifest:
 def _parse_leaf(
     ranks: int,
     name: str,
-    word: str,
+    saved_layout: str,
     dtype: str,
     shape: list[int],
     value: LeafValue,
@@ -216,9 +216,9 @@ def _parse_leaf(
     axes: Sequence[tuple[str, int]] = (),
 ) -> Leaf:
     """Return a leaf with its row of a manifest checked; rows may end where the rest is default."""
-    layout = LAYOUTS.get(word)
+    layout = LAYOUTS.get(saved_layout)
     if not isinstance(name, str) or layout is None:
-        raise ValueError(f"leaf {name} is {word}")
+        raise ValueError(f"leaf {name} is {saved_layout}")
     sizes = tuple(map(_count, shape))
     over = _parse_axis(ranks, layout, axis, axes)
     leaf = Leaf(name, layout, dtype, sizes, value, _count(stacked), *over)

@@ -34,7 +34,7 @@ __all__ = [
     "Plan",
     "Saves",
     "begin",
-    "judge",
+    "check_sides",
     "leaves_to_save",
     "prepare",
     "writers_of",
@@ -67,7 +67,7 @@ def leaves_to_save(
 
 
 class Prepared(NamedTuple):
-    """What this process compares and writes.
+    """Leaves of this process, as they are compared and written.
 
     Attributes:
       replicated: the leaves that are to be equal on all ranks.
@@ -106,7 +106,7 @@ def prepare(backend: Backend, leaves: Sequence[tuple[Leaf, LeafValue]], writers:
     return Prepared(replicated, digests, arrays, "")
 
 
-def judge(prepared: Prepared, sides: Sequence[Side]) -> None:
+def check_sides(prepared: Prepared, sides: Sequence[Side]) -> None:
     """Raise, on every rank, unless all ranks can save, and replicated leaves are equal.
 
     Args:
@@ -157,7 +157,7 @@ def writers_of(leaves: Sequence[Leaf], size: int) -> range:
 
 
 class Begun(NamedTuple):
-    """What all ranks know of a save when they begin to write.
+    """Facts about a save that all ranks know before they write.
 
     Attributes:
       folder: the unfinished folder, which rank 0 has made.

@@ -22,8 +22,8 @@ from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._world.world import World
 
 __all__ = [
-    "Kept",
     "Session",
+    "SessionState",
     "begin",
     "check_root",
     "current",
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 
-class Kept(Protocol):
+class SessionState(Protocol):
     """State of a layer above that lives in the Session."""
 
     def close(self) -> None:
-        """Wait for whatever is under way; called once, before the ranks part."""
+        """Wait for whatever is under way; called once, at the end of the session."""
 
 
-K = TypeVar("K", bound=Kept)
+S = TypeVar("S", bound=SessionState)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Session:
     speed: Speed | None = None
     pmaps: set[str] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
-    states: dict[type, Kept] = field(default_factory=dict)
+    states: dict[type, SessionState] = field(default_factory=dict)
 
 
 _session: Session | None = None
@@ -133,16 +133,16 @@ def finalize() -> None:
 
 
 def _close(session: Session) -> None:
-    for kept in session.states.values():
-        kept.close()
+    for its_state in session.states.values():
+        its_state.close()
 
 
-def state(kind: Callable[[float], K]) -> K:
-    """Return the object of class `kind` that the session keeps; the first call makes it, with the start of the session."""
+def state(cls: Callable[[float], S]) -> S:
+    """Return the session's object of a class of a layer above; the first call makes it, with the time the session began."""
     assert _session is not None
-    if kind not in _session.states:
-        _session.states[cast(type, kind)] = kind(_session.began)
-    return cast(K, _session.states[cast(type, kind)])
+    if cls not in _session.states:
+        _session.states[cast(type, cls)] = cls(_session.began)
+    return cast(S, _session.states[cast(type, cls)])
 
 
 def current(function: str) -> Backend:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -144,3 +146,41 @@ def test_save_beside_another_call_is_a_mismatch_with_both():
             assert re.search(r"called save at .*test_rounds\.py:\d+", text) and f"called {name}" in text, text
     assert jaxmpi.latest(directory) is None
     assert not os.listdir(directory)
+
+
+WITHOUT_THREADS = """
+import sys, mpi4py
+mpi4py.rc.thread_level = "funneled"
+import jax.numpy as jnp, jaxmpi
+from jaxmpi._checkpoint import array_files
+from jaxmpi._world import session
+jaxmpi.init()
+backend, rank = session.current("test"), jaxmpi.rank()
+assert session.monitor() is None
+allgather, count = backend.allgather_object, []
+backend.allgather_object = lambda x: count.append(x) or allgather(x)
+own = lambda step: jaxmpi.PerRankState(jnp.full(2, rank + step))
+for step in (1, 2):
+    jaxmpi.save(sys.argv[1], step, own(step))
+assert len(count) == 3 + 2, count  # the folder, whether it is seen, and what was written; the folder, and what was written
+assert jaxmpi.restore(sys.argv[1], own(0)).per_rank.tolist() == [rank + 2] * 2
+write = array_files.write
+if rank == 1:
+    array_files.write = lambda *_: 1 / 0
+jaxmpi.save(sys.argv[1], 3, own(3))
+array_files.write = write
+try:
+    jaxmpi.latest(sys.argv[1])
+except jaxmpi.CheckpointError as error:
+    assert str(error) == "save: step 3: division by zero", error
+    assert jaxmpi.latest(sys.argv[1]) == 2
+    print(f"rank {rank}: all is well")
+"""
+
+
+def test_save_without_threads_writes_before_it_returns(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_THREADS)
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", script, tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.count("all is well") == 2, done.stdout + done.stderr
