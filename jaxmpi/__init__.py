@@ -5,6 +5,6 @@ The names are those of `__init__.pyi`, and each is imported when it is first use
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,11 +7,11 @@ class PyJaxmpi(PythonPackage):
     """Data-parallel training for JAX and Flax over MPI: pure functions on pytrees and one optax transform."""
 
     homepage = "https://pypi.org/project/jaxmpi"
-    pypi = "jaxmpi/jaxmpi-0.1.0.tar.gz"
+    pypi = "jaxmpi/jaxmpi-0.2.0.tar.gz"
 
     license("MIT")
 
-    version("0.1.0")  # `spack checksum py-jaxmpi` adds its sha256
+    version("0.2.0")  # `spack checksum py-jaxmpi` adds its sha256
 
     depends_on("cxx", type="build")
     depends_on("cmake@3.20:", type="build")
