@@ -9,6 +9,7 @@ same file records an older jaxmpi. benchmarks/parity.py compares two such folder
 
 import hashlib
 import json
+import os
 import re
 import runpy
 import sys
@@ -83,6 +84,7 @@ def main():
     jaxmpi.jit = recording(jaxmpi.jit, records)
     jaxmpi.nn.jit = recording(jaxmpi.nn.jit, records)
     sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)  # as Python does for a script, which imports what is beside it
     runpy.run_path(script, run_name="__main__")
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, f"rank{jaxmpi.rank()}.json").write_text(json.dumps(records))
