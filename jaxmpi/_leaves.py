@@ -257,7 +257,10 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
     if str(dtype) in ("int1", "uint1"):
         raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which XLA takes for booleans. Cast it to int2 or to bool.")
     try:
-        x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
+        if isinstance(leaf, jax.Array):
+            x = leaf  # which `jnp.asarray` would return, after checks that take a third of an eager call
+        else:
+            x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
     except (TypeError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
         raise TypeError(f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}") from error
     if op is not None and is_key(x):
