@@ -257,8 +257,10 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
     if str(dtype) in ("int1", "uint1"):
         raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which XLA takes for booleans. Cast it to int2 or to bool.")
     try:
-        if isinstance(leaf, jax.Array):
-            x = leaf  # which `jnp.asarray` would return, after checks that take a third of an eager call
+        # `jnp.asarray` would return an array as it is, after checks that take a third of an eager call; of what is traced,
+        # it makes an array where the number behind it is none (`jax.grad` of a Python float)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            x = leaf
         else:
             x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
     except (TypeError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
