@@ -9,9 +9,11 @@ namespace jaxmpi {
 namespace {
 
 constexpr int64_t kHotBytes = 8192;  // what has just been converted is still in the L1 cache
-// Tags: of words; of chunks, which are numbered modulo kTagged; and of what is sent ahead, in which the disagreements are
-// counted. What was sent ahead in a message that the ranks did not agree on is never received.
-constexpr int kFirstTag = 1, kTag = 2, kTagged = 16384, kAheadTag = kTag + kTagged, kAheadTagged = 8192;
+// Tags: of words; of chunks, which are numbered modulo kTagged; and of what is sent ahead, in which
+// the disagreements are counted. What was sent ahead in a message that the ranks did not agree on
+// is never received.
+constexpr int kFirstTag = 1, kTag = 2, kTagged = 16384, kAheadTag = kTag + kTagged,
+              kAheadTagged = 8192;
 
 struct Words {
   int64_t smallest, largest;
@@ -49,15 +51,17 @@ void accumulate(Type type, Op op, const char* x, char* total, int64_t n) {
 
 }  // namespace
 
-BetweenNodes::BetweenNodes(const Place& place, const Node& node, Lanes& lanes, const Operation& operation,
-                           std::vector<Array> arrays)
-    : Call(place, node, operation, std::move(arrays), rows_in_slot(operation.kind, place.size)), lanes_(lanes) {
+BetweenNodes::BetweenNodes(const Place& place, const Node& node, Lanes& lanes,
+                           const Operation& operation, std::vector<Array> arrays)
+    : Call(place, node, operation, std::move(arrays), rows_in_slot(operation.kind, place.size)),
+      lanes_(lanes) {
   nodes_ = at_.nodes();
   alone_ = at_.size == nodes_;
   direct_ = nodes_ <= lanes_.tuning.direct_nodes;
   if (operation_.kind == Kind::Bcast) root_node_ = at_.node_of(operation_.source, root_local_);
   if (operation_.kind == Kind::Allreduce && chunks_.size() == 1 && !operation_.bucket) {
-    at_once_ = count(chunks_[0]) * size_of(wide(chunks_[0].stream->type)) <= lanes_.tuning.small_bytes;
+    at_once_ =
+        count(chunks_[0]) * size_of(wide(chunks_[0].stream->type)) <= lanes_.tuning.small_bytes;
   }
   if (at_once_) owners_ = 1;
   if (moves() && chunks_.size() == 1) {
@@ -71,7 +75,10 @@ Node::Message BetweenNodes::message(int64_t word) {
   message.lay_out = [this](int64_t k) { write(k); };
   message.reduce = [this](int64_t k) { begin(k); };
   if (!moves()) message.take = [this](int64_t k) { take(k); };
-  if (ahead_) message.send_ahead = [this] { lane(0).exchange.send_ahead(*lanes_.network, tag(0), rows_between(0)); };
+  if (ahead_)
+    message.send_ahead = [this] {
+      lane(0).exchange.send_ahead(*lanes_.network, tag(0), rows_between(0));
+    };
   message.give_up = [this] {
     if (ahead_) lane(0).exchange.give_up();
     ++lanes_.disagreements;
@@ -83,8 +90,8 @@ Node::Message BetweenNodes::message(int64_t word) {
   return message;
 }
 
-// The first message of a node's first rank: the extremes of the words so far and, as long as they are equal, what is to be
-// reduced if it is small.
+// The first message of a node's first rank: the extremes of the words so far and, as long as they
+// are equal, what is to be reduced if it is small.
 Extremes BetweenNodes::agree(Extremes words) {
   Network& network = *lanes_.network;
   const int64_t most = sizeof(Words) + lanes_.tuning.small_bytes;
@@ -113,7 +120,8 @@ Extremes BetweenNodes::agree(Extremes words) {
       }
       if (transfer.to >= 0) {
         const int64_t bytes = mine->smallest == mine->largest ? wide_bytes : 0;
-        network.send(peer(transfer.to), kFirstTag, lanes_.mine.data(), sizeof(Words) + bytes, pending);
+        network.send(peer(transfer.to), kFirstTag, lanes_.mine.data(), sizeof(Words) + bytes,
+                     pending);
       }
       for (Patience patience(node_.layout().crowded, what); pending > 0;) {
         network.progress() ? patience.reset() : static_cast<void>(patience.pause());
@@ -125,7 +133,8 @@ Extremes BetweenNodes::agree(Extremes words) {
   return {mine->smallest, mine->largest};
 }
 
-// What has arrived, into what this node has so far; in the order of the nodes, or the bits of a NaN would differ.
+// What has arrived, into what this node has so far; in the order of the nodes, or the bits of a NaN
+// would differ.
 void BetweenNodes::merge(const Transfer& transfer, int64_t wide_bytes) {
   auto* mine = reinterpret_cast<Words*>(lanes_.mine.data());
   const auto* theirs = reinterpret_cast<const Words*>(lanes_.theirs.data());
@@ -138,7 +147,8 @@ void BetweenNodes::merge(const Transfer& transfer, int64_t wide_bytes) {
   }
   const Type type = chunks_[0].stream->type;
   const bool first = at_.node < transfer.from;
-  combine_wide(type, operation_.op, first ? here : there, first ? there : here, here, count(chunks_[0]));
+  combine_wide(type, operation_.op, first ? here : there, first ? there : here, here,
+               count(chunks_[0]));
 }
 
 void BetweenNodes::finish_small() {
@@ -146,7 +156,8 @@ void BetweenNodes::finish_small() {
   const int64_t item = chunk.stream->item, wide_item = size_of(wide(chunk.stream->type));
   each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
     char* out = a.out + column * item;
-    finish(a.type, lanes_.mine.data() + sizeof(Words) + from * wide_item, operation_.divisor, out, n);
+    finish(a.type, lanes_.mine.data() + sizeof(Words) + from * wide_item, operation_.divisor, out,
+           n);
     if (local_ > 1) copy_bytes(at(0, me_, 0, from), out, n * item);
   });
 }
@@ -163,7 +174,8 @@ void BetweenNodes::begin(int64_t k) {
   if (!moves() && (me_ >= owners_ || mine.count() == 0)) return exchange(k, lane, {}, {});
   if (reduces()) {
     const bool rounded = is_short_float(chunks_[k].stream->type) && (!alone_ || !direct_);
-    before_ = rounded ? operation_.divisor : 1;  // or a sum of float16 might be too large to be sent
+    before_ =
+        rounded ? operation_.divisor : 1;  // or a sum of float16 might be too large to be sent
     after_ = rounded ? 1 : operation_.divisor;
   }
   switch (operation_.kind) {
@@ -182,7 +194,8 @@ void BetweenNodes::exchange(int64_t k, Lane& lane, Stages stages, std::function<
 }
 
 int BetweenNodes::tag(int64_t k) const {
-  return ahead_ ? kAheadTag + lanes_.disagreements % kAheadTagged : kTag + node_.sequence(k) % kTagged;
+  return ahead_ ? kAheadTag + lanes_.disagreements % kAheadTagged
+                : kTag + node_.sequence(k) % kTagged;
 }
 
 bool BetweenNodes::advance() {
@@ -196,12 +209,13 @@ bool BetweenNodes::advance() {
   return true;
 }
 
-// Where the block of each node begins, in items, counted from this node's; n items are for each rank, or for each block of an
-// allreduce.
+// Where the block of each node begins, in items, counted from this node's; n items are for each
+// rank, or for each block of an allreduce.
 std::vector<int64_t> BetweenNodes::starts(int64_t n) const {
   std::vector<int64_t> starts = {0};
   for (int i = 0; i < nodes_; ++i) {
-    const int64_t rows = operation_.kind == Kind::Allreduce ? 1 : at_.ranks[(at_.node + i) % nodes_];
+    const int64_t rows =
+        operation_.kind == Kind::Allreduce ? 1 : at_.ranks[(at_.node + i) % nodes_];
     starts.push_back(starts.back() + rows * n);
   }
   return starts;
@@ -234,7 +248,8 @@ void BetweenNodes::begin_pair(int64_t k, Lane& lane) {
       const void* both[2];
       both[at_.node] = here + offset;
       both[other] = there + offset;
-      reduce(type, operation_.op, both, 2, divisor, a.out + column * item, local_ > 1 ? at(k, me_, 0, from) : nullptr, n);
+      reduce(type, operation_.op, both, 2, divisor, a.out + column * item,
+             local_ > 1 ? at(k, me_, 0, from) : nullptr, n);
     });
   });
 }
@@ -252,7 +267,8 @@ void BetweenNodes::begin_reduce(int64_t k, Lane& lane) {
     const int theirs = (at_.node + i) % nodes_;
     char* to = parts + starts[i] * item;
     if (whole) {
-      const int64_t begin = std::min(mine.begin + theirs * block, mine.end), end = std::min(begin + block, mine.end);
+      const int64_t begin = std::min(mine.begin + theirs * block, mine.end),
+                    end = std::min(begin + block, mine.end);
       partial(k, {begin, end}, 0, to);
     } else {
       for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
@@ -265,7 +281,8 @@ void BetweenNodes::begin_reduce(int64_t k, Lane& lane) {
   direct_ ? add_direct(stages, lane, type, starts) : add_rounds(stages, lane, type, starts);
   if (!whole) {
     return exchange(k, lane, std::move(stages), [=] {
-      for (int rank = 0; rank < local_; ++rank) copy_bytes(at(k, me_, rank, mine.begin), reduced + rank * n * item, n * item);
+      for (int rank = 0; rank < local_; ++rank)
+        copy_bytes(at(k, me_, rank, mine.begin), reduced + rank * n * item, n * item);
       take_from(k, me_);
     });
   }
@@ -273,7 +290,8 @@ void BetweenNodes::begin_reduce(int64_t k, Lane& lane) {
   exchange(k, lane, std::move(stages), [=] {
     for (int i = 0; i < nodes_; ++i) {
       const int theirs = (at_.node + i) % nodes_;
-      const int64_t begin = std::min(mine.begin + theirs * block, mine.end), end = std::min(begin + block, mine.end);
+      const int64_t begin = std::min(mine.begin + theirs * block, mine.end),
+                    end = std::min(begin + block, mine.end);
       each(chunks_[k], {begin, end}, [&](const Array& a, int64_t column, int64_t m, int64_t from) {
         const char* piece = reduced + (starts[i] + from - begin) * item;
         copy_bytes(a.out + column * item, piece, m * item);
@@ -283,8 +301,10 @@ void BetweenNodes::begin_reduce(int64_t k, Lane& lane) {
   });
 }
 
-// The parts of the other nodes come each in a message, and are reduced in the order of the nodes once all are there.
-void BetweenNodes::add_direct(Stages& stages, Lane& lane, Type type, const std::vector<int64_t>& starts) {
+// The parts of the other nodes come each in a message, and are reduced in the order of the nodes
+// once all are there.
+void BetweenNodes::add_direct(Stages& stages, Lane& lane, Type type,
+                              const std::vector<int64_t>& starts) {
   const int64_t item = size_of(type), n = starts[1];
   const char* parts = lane.partial.data();
   char *arrived = room(lane.arrived, (nodes_ - 1) * n * item), *reduced = lane.reduced.data();
@@ -296,7 +316,8 @@ void BetweenNodes::add_direct(Stages& stages, Lane& lane, Type type, const std::
       char* to = arrived + (t.send_begin - 1) * n * item;
       all[t.from] = to;
       const int64_t sent = starts[t.send_end] - starts[t.send_begin];
-      stage.moves.push_back({peer(t.to), parts + starts[t.send_begin] * item, sent * item, peer(t.from), to, n * item});
+      stage.moves.push_back({peer(t.to), parts + starts[t.send_begin] * item, sent * item,
+                             peer(t.from), to, n * item});
     }
   }
   stage.after = [=, op = operation_.op, divisor = after_] {
@@ -306,7 +327,8 @@ void BetweenNodes::add_direct(Stages& stages, Lane& lane, Type type, const std::
 }
 
 // Sums on the way are float32 for short floats, and rounded where they are sent.
-void BetweenNodes::add_rounds(Stages& stages, Lane& lane, Type type, const std::vector<int64_t>& starts) {
+void BetweenNodes::add_rounds(Stages& stages, Lane& lane, Type type,
+                              const std::vector<int64_t>& starts) {
   const Op op = operation_.op;
   const int64_t item = size_of(type), wide_item = size_of(wide(type)), n = starts.back();
   const bool rounds = is_short_float(type);
@@ -320,10 +342,13 @@ void BetweenNodes::add_rounds(Stages& stages, Lane& lane, Type type, const std::
   char *arrived = room(lane.arrived, n * item), *reduced = lane.reduced.data();
   for (const Round& round : reduce_scatter_schedule(nodes_, at_.node, direct_)) {
     const Transfer& t = round[0];
-    const int64_t begin = starts[t.send_begin], m = starts[t.send_end] - begin, received = starts[t.receive_end];
+    const int64_t begin = starts[t.send_begin], m = starts[t.send_end] - begin,
+                  received = starts[t.receive_end];
     Exchange::Stage stage;
-    stage.moves.push_back({peer(t.to), sent + begin * item, m * item, peer(t.from), arrived, received * item});
-    if (rounds) stage.before = [=] { finish(type, totals + begin * wide_item, 1, sent + begin * item, m); };
+    stage.moves.push_back(
+        {peer(t.to), sent + begin * item, m * item, peer(t.from), arrived, received * item});
+    if (rounds)
+      stage.before = [=] { finish(type, totals + begin * wide_item, 1, sent + begin * item, m); };
     stage.after = [=] { accumulate(type, op, arrived, totals, received); };
     stages.push_back(std::move(stage));
     arrived += received * item;
@@ -336,12 +361,15 @@ void BetweenNodes::add_rounds(Stages& stages, Lane& lane, Type type, const std::
   };
 }
 
-void BetweenNodes::add_allgather(Stages& stages, char* blocks, int64_t item, const std::vector<int64_t>& starts) {
+void BetweenNodes::add_allgather(Stages& stages, char* blocks, int64_t item,
+                                 const std::vector<int64_t>& starts) {
   for (const Round& round : allgather_schedule(nodes_, at_.node, direct_)) {
     Exchange::Stage stage;
     for (const Transfer& t : round) {
-      char *sent = blocks + starts[t.send_begin] * item, *received = blocks + starts[t.receive_begin] * item;
-      stage.moves.push_back({peer(t.to), sent, (starts[t.send_end] - starts[t.send_begin]) * item, peer(t.from), received,
+      char *sent = blocks + starts[t.send_begin] * item,
+           *received = blocks + starts[t.receive_begin] * item;
+      stage.moves.push_back({peer(t.to), sent, (starts[t.send_end] - starts[t.send_begin]) * item,
+                             peer(t.from), received,
                              (starts[t.receive_end] - starts[t.receive_begin]) * item});
     }
     stages.push_back(std::move(stage));
@@ -353,7 +381,8 @@ void BetweenNodes::begin_allgather(int64_t k, Lane& lane) {
   const int64_t item = chunks_[k].stream->item, n = mine.count();
   const std::vector<int64_t> starts = this->starts(n);
   char* blocks = room(lane.reduced, starts.back() * item);
-  for (int rank = 0; rank < local_; ++rank) copy_bytes(blocks + rank * n * item, at(k, rank, 0, mine.begin), n * item);
+  for (int rank = 0; rank < local_; ++rank)
+    copy_bytes(blocks + rank * n * item, at(k, rank, 0, mine.begin), n * item);
   Stages stages;
   add_allgather(stages, blocks, item, starts);
   exchange(k, lane, std::move(stages), [=] {
@@ -361,7 +390,8 @@ void BetweenNodes::begin_allgather(int64_t k, Lane& lane) {
       const int theirs = (at_.node + i) % nodes_;
       for (int rank = 0; rank < at_.ranks[theirs]; ++rank) {
         const int row = at_.order[at_.firsts[theirs] + rank];
-        copy_bytes(at(k, me_, 1 + row, mine.begin), blocks + (starts[i] + rank * n) * item, n * item);
+        copy_bytes(at(k, me_, 1 + row, mine.begin), blocks + (starts[i] + rank * n) * item,
+                   n * item);
       }
     }
     take_from(k, me_);
@@ -377,7 +407,8 @@ void BetweenNodes::begin_bcast(int64_t k, Lane& lane) {
   for (const Round& round : broadcast_schedule(nodes_, at_.node, root_node_)) {
     Exchange::Stage stage;
     for (const Transfer& t : round) {
-      stage.moves.push_back({t.to < 0 ? -1 : peer(t.to), memory, size, t.from < 0 ? -1 : peer(t.from), memory, size});
+      stage.moves.push_back(
+          {t.to < 0 ? -1 : peer(t.to), memory, size, t.from < 0 ? -1 : peer(t.from), memory, size});
     }
     stages.push_back(std::move(stage));
   }
@@ -386,15 +417,18 @@ void BetweenNodes::begin_bcast(int64_t k, Lane& lane) {
   });
 }
 
-// What ranks of other nodes send to this one and it to them: in an alltoall, from its slot, its row to each rank; in a permute,
-// its one row to one rank.
+// What ranks of other nodes send to this one and it to them: in an alltoall, from its slot, its row
+// to each rank; in a permute, its one row to one rank.
 std::vector<Exchange::Move> BetweenNodes::rows_between(int64_t k) {
   const int64_t size = bytes(chunks_[k]);
   if (operation_.kind == Kind::Permute) {
     int local = 0;
-    auto elsewhere = [&](int rank) { return rank >= 0 && at_.node_of(rank, local) != at_.node ? rank : -1; };
+    auto elsewhere = [&](int rank) {
+      return rank >= 0 && at_.node_of(rank, local) != at_.node ? rank : -1;
+    };
     char* arrived = room(lane(k).arrived, size);
-    return {{elsewhere(operation_.dest), at(k, me_, 0, 0), size, elsewhere(operation_.source), arrived, size}};
+    return {{elsewhere(operation_.dest), at(k, me_, 0, 0), size, elsewhere(operation_.source),
+             arrived, size}};
   }
   std::vector<Exchange::Move> moves;
   char* arrived = room(lane(k).arrived, (at_.size - local_) * size);
@@ -413,7 +447,8 @@ void BetweenNodes::begin_rows(int64_t k, Lane& lane) {
   exchange(k, lane, {{moves}}, [=] {
     gather(k);
     for (const Exchange::Move& move : moves) {
-      if (move.from >= 0) store(k, operation_.kind == Kind::Alltoall ? move.from : 0, move.received);
+      if (move.from >= 0)
+        store(k, operation_.kind == Kind::Alltoall ? move.from : 0, move.received);
     }
   });
 }
@@ -432,7 +467,8 @@ void BetweenNodes::take_from(int64_t k, int owner) {
   each(chunk, share(chunk, owner), [&](const Array& a, int64_t column, int64_t n, int64_t from) {
     if (operation_.kind == Kind::Allgather) {
       for (int64_t row = 0; row < at_.size; ++row) {
-        copy_bytes(a.out + (row * a.pitch() + column) * item, at(k, owner, 1 + row, from), n * item);
+        copy_bytes(a.out + (row * a.pitch() + column) * item, at(k, owner, 1 + row, from),
+                   n * item);
       }
     } else {
       const int64_t row = operation_.kind == Kind::ReduceScatter ? me_ : 0;

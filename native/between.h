@@ -1,4 +1,5 @@
-// A collective of ranks on several nodes: within each through shared memory, and between them by MPI's messages.
+// A collective of ranks on several nodes: within each through shared memory, and between them by
+// MPI's messages.
 #pragma once
 
 #include <memory>
@@ -13,17 +14,20 @@ namespace jaxmpi {
 
 // Which algorithm is taken between nodes.
 struct Tuning {
-  int64_t small_bytes;  // up to here, an allreduce, alltoall or permute is sent together with the word of the message
+  int64_t small_bytes;  // up to here, an allreduce, alltoall or permute is sent together with the
+                        // word of the message
   int direct_nodes;     // up to so many, blocks go straight to where they are needed
 };
 
-// What the chunks that are on their way need: as many as there are slots. Memory is allocated when it is first needed.
+// What the chunks that are on their way need: as many as there are slots. Memory is allocated when
+// it is first needed.
 class Lanes {
  public:
   struct Lane {
     Exchange exchange;
     bool done = true;
-    // What this node has of it; the same in float32, for short floats; what other nodes sent; what is reduced.
+    // What this node has of it; the same in float32, for short floats; what other nodes sent; what
+    // is reduced.
     std::vector<char> partial, totals, arrived, reduced;
   };
 
@@ -43,7 +47,8 @@ class Lanes {
 
 class BetweenNodes : public Call {
  public:
-  BetweenNodes(const Place& place, const Node& node, Lanes& lanes, const Operation& operation, std::vector<Array> arrays);
+  BetweenNodes(const Place& place, const Node& node, Lanes& lanes, const Operation& operation,
+               std::vector<Array> arrays);
 
   Node::Message message(int64_t word);
 
@@ -69,14 +74,21 @@ class BetweenNodes : public Call {
   void exchange(int64_t k, Lane& lane, Stages stages, std::function<void()> end);
   void add_direct(Stages& stages, Lane& lane, Type type, const std::vector<int64_t>& starts);
   void add_rounds(Stages& stages, Lane& lane, Type type, const std::vector<int64_t>& starts);
-  void add_allgather(Stages& stages, char* blocks, int64_t item, const std::vector<int64_t>& starts);
+  void add_allgather(Stages& stages, char* blocks, int64_t item,
+                     const std::vector<int64_t>& starts);
 
-  bool moves() const { return operation_.kind == Kind::Alltoall || operation_.kind == Kind::Permute; }
-  bool reduces() const { return operation_.kind == Kind::Allreduce || operation_.kind == Kind::ReduceScatter; }
+  bool moves() const {
+    return operation_.kind == Kind::Alltoall || operation_.kind == Kind::Permute;
+  }
+  bool reduces() const {
+    return operation_.kind == Kind::Allreduce || operation_.kind == Kind::ReduceScatter;
+  }
   bool pairs() const { return nodes_ == 2 && direct_ && operation_.kind == Kind::Allreduce; }
   Lane& lane(int64_t k) const { return lanes_[node_.sequence(k)]; }
   int tag(int64_t k) const;
-  int peer(int node) const { return at_.order[at_.firsts[node] + me_]; }  // the owner there that has the same share
+  int peer(int node) const {
+    return at_.order[at_.firsts[node] + me_];
+  }  // the owner there that has the same share
   std::vector<int64_t> starts(int64_t n) const;
   void partial(int64_t k, Range part, int64_t row, char* to);
   void take_from(int64_t k, int owner);

@@ -31,21 +31,25 @@ int Place::node_of(int rank, int& local) const {
   return static_cast<int>(after - firsts.begin()) - 1;
 }
 
-Stream::Stream(Type type, std::vector<Array> arrays) : type(type), item(size_of(type)), arrays_(std::move(arrays)) {
+Stream::Stream(Type type, std::vector<Array> arrays)
+    : type(type), item(size_of(type)), arrays_(std::move(arrays)) {
   for (const Array& array : arrays_) {
     starts_.push_back(columns);
     columns += array.columns;
   }
 }
 
-Call::Call(const Place& place, const Node& node, const Operation& operation, std::vector<Array> arrays, int64_t rows_in_slot)
+Call::Call(const Place& place, const Node& node, const Operation& operation,
+           std::vector<Array> arrays, int64_t rows_in_slot)
     : at_(place), node_(node), operation_(operation), owners_(place.owners) {
   me_ = node_.layout().rank;
   local_ = node_.layout().size;
   sources_.resize(local_);
-  for (auto begin = arrays.begin(); begin != arrays.end();) {  // all of the first one's type, and then the others
+  for (auto begin = arrays.begin();
+       begin != arrays.end();) {  // all of the first one's type, and then the others
     const Type type = begin->type;
-    const auto end = std::stable_partition(begin, arrays.end(), [=](const Array& array) { return array.type == type; });
+    const auto end = std::stable_partition(begin, arrays.end(),
+                                           [=](const Array& array) { return array.type == type; });
     streams_.emplace_back(type, std::vector<Array>(begin, end));
     begin = end;
   }
@@ -92,7 +96,8 @@ void Call::lay_out(int64_t k, decltype(copy_bytes)* write) const {
 }
 
 const void* const* Call::sources(int64_t k, int64_t row, int64_t column, const void* own) {
-  for (int rank = 0; rank < local_; ++rank) sources_[rank] = rank == me_ ? own : at(k, rank, row, column);
+  for (int rank = 0; rank < local_; ++rank)
+    sources_[rank] = rank == me_ ? own : at(k, rank, row, column);
   return sources_.data();
 }
 
@@ -108,15 +113,17 @@ void Call::store_own(int64_t k, int64_t row, int64_t from) const {
   const Chunk& chunk = chunks_[k];
   const int64_t item = chunk.stream->item;
   each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t) {
-    copy_bytes(a.out + (row * a.pitch() + column) * item, a.in + (from * a.pitch() + column) * item, n * item);
+    copy_bytes(a.out + (row * a.pitch() + column) * item, a.in + (from * a.pitch() + column) * item,
+               n * item);
   });
 }
 
 void Call::store_zeros(int64_t k) const {
   const Chunk& chunk = chunks_[k];
   const int64_t item = chunk.stream->item;
-  each(chunk, {0, count(chunk)},
-       [&](const Array& a, int64_t column, int64_t n, int64_t) { std::memset(a.out + column * item, 0, n * item); });
+  each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t) {
+    std::memset(a.out + column * item, 0, n * item);
+  });
 }
 
 void Call::gather(int64_t k) const {

@@ -17,13 +17,16 @@ struct Operation {
   Kind kind;
   Op op;
   int divisor;
-  int source, dest;     // ranks: the root of a bcast; in a permute, from and to whom this rank's array goes, or -1
-  bool bucket = false;  // whether it is a part of a large message: it takes the algorithm of that, and gives the same bits
+  int source, dest;  // ranks: the root of a bcast; in a permute, from and to whom this rank's array
+                     // goes, or -1
+  bool bucket = false;  // whether it is a part of a large message: it takes the algorithm of that,
+                        // and gives the same bits
   bool beside = false;  // whether the rank computes meanwhile, and needs its cores
 };
 
-// One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter and an alltoall, and `out` in
-// an allgather and an alltoall; one row otherwise. In an allreduce, the two may be the same memory.
+// One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter
+// and an alltoall, and `out` in an allgather and an alltoall; one row otherwise. In an allreduce,
+// the two may be the same memory.
 struct Array {
   Type type;
   const char* in;
@@ -61,11 +64,13 @@ class Stream {
  public:
   Stream(Type type, std::vector<Array> arrays);
 
-  // Calls f(array, its first column, n, the columns before in the range) for each array that the range touches.
+  // Calls f(array, its first column, n, the columns before in the range) for each array that the
+  // range touches.
   template <class F>
   void each(Range range, F f) const {
     auto after = std::upper_bound(starts_.begin(), starts_.end(), range.begin);
-    for (size_t i = after - starts_.begin() - 1; i < arrays_.size() && starts_[i] < range.end; ++i) {
+    for (size_t i = after - starts_.begin() - 1; i < arrays_.size() && starts_[i] < range.end;
+         ++i) {
       const int64_t begin = std::max(range.begin, starts_[i]);
       const int64_t end = std::min(range.end, starts_[i] + arrays_[i].columns);
       if (begin < end) f(arrays_[i], begin - starts_[i], end - begin, begin - range.begin);
@@ -81,11 +86,12 @@ class Stream {
   std::vector<int64_t> starts_;
 };
 
-// In a slot, each row of the chunk follows the one before. The first ranks of the node, its owners, each reduce a share of the
-// columns of every chunk.
+// In a slot, each row of the chunk follows the one before. The first ranks of the node, its owners,
+// each reduce a share of the columns of every chunk.
 class Call {
  public:
-  Call(const Place& place, const Node& node, const Operation& operation, std::vector<Array> arrays, int64_t rows_in_slot);
+  Call(const Place& place, const Node& node, const Operation& operation, std::vector<Array> arrays,
+       int64_t rows_in_slot);
 
  protected:
   struct Chunk {
@@ -100,12 +106,14 @@ class Call {
   // The columns of a chunk, counted from its first, that an owner reduces.
   Range share(const Chunk& chunk, int owner) const;
 
-  // f(array, its first column, n, the column of the chunk) for the arrays of some columns of a chunk
+  // f(array, its first column, n, the column of the chunk) for the arrays of some columns of a
+  // chunk
   template <class F>
   void each(const Chunk& chunk, Range part, F f) const {
     const Range columns = {chunk.columns.begin + part.begin, chunk.columns.begin + part.end};
-    chunk.stream->each(
-        columns, [&](const Array& a, int64_t column, int64_t n, int64_t before) { f(a, column, n, part.begin + before); });
+    chunk.stream->each(columns, [&](const Array& a, int64_t column, int64_t n, int64_t before) {
+      f(a, column, n, part.begin + before);
+    });
   }
 
   char* at(int64_t k, int rank, int64_t row, int64_t column) const;
@@ -116,7 +124,8 @@ class Call {
   // Where each rank of the node has a row of the chunk; this one has its own array.
   const void* const* sources(int64_t k, int64_t row, int64_t column, const void* own);
 
-  // To a row of the arrays: a row of a chunk that lies in one piece, or a row of this rank's own arrays, or zeros.
+  // To a row of the arrays: a row of a chunk that lies in one piece, or a row of this rank's own
+  // arrays, or zeros.
   void store(int64_t k, int64_t row, const char* from) const;
   void store_own(int64_t k, int64_t row, int64_t from) const;
   void store_zeros(int64_t k) const;

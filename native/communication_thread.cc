@@ -8,11 +8,13 @@
 
 namespace jaxmpi {
 
-// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must not wait for any.
+// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must
+// not wait for any.
 bool CommunicationThread::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
 
 void CommunicationThread::start(std::function<void()> carry, Memory memory) {
-  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+  if (forked())
+    throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   const Lock lock(mutex_);
   if (thread_of_ == 0) {
     std::thread([this] { run(); }).detach();
@@ -27,7 +29,8 @@ void CommunicationThread::run() {
   Lock lock(mutex_);
   for (;;) {
     started_.wait(lock, [this] { return begun_ < messages_.size() && !failure_; });
-    Message& message = messages_[begun_++];  // references to the elements of a deque outlive what is done at its ends
+    Message& message = messages_[begun_++];  // references to the elements of a deque outlive what
+                                             // is done at its ends
     carrying_ = true;
     lock.unlock();
     try {
@@ -46,7 +49,8 @@ void CommunicationThread::run() {
 
 void CommunicationThread::wait(const Memory& memory) {
   Lock lock(mutex_);
-  if (messages_.empty()) throw std::logic_error("a program waits for a message that it has not started");
+  if (messages_.empty())
+    throw std::logic_error("a program waits for a message that it has not started");
   ended_.wait(lock, [this] { return messages_.front().done; });
   if (messages_.front().failure) fail(lock);
   const bool moved = messages_.front().memory != memory;
@@ -55,7 +59,9 @@ void CommunicationThread::wait(const Memory& memory) {
   --count_;
   if (moved) {
     forget(lock);
-    throw std::logic_error("XLA has moved an array while it was on its way. Set JAXMPI_OVERLAP=0, and report it to jaxmpi");
+    throw std::logic_error(
+        "XLA has moved an array while it was on its way. Set JAXMPI_OVERLAP=0, and report it to "
+        "jaxmpi");
   }
 }
 
@@ -73,7 +79,8 @@ void CommunicationThread::forget() {
 }
 
 void CommunicationThread::forget(Lock& lock) {
-  messages_.erase(messages_.begin() + begun_, messages_.end());  // nothing behind the one that is on its way begins any more
+  messages_.erase(messages_.begin() + begun_,
+                  messages_.end());  // nothing behind the one that is on its way begins any more
   ended_.wait(lock, [this] { return !carrying_; });
   messages_.clear();
   begun_ = 0;

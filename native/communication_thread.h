@@ -12,8 +12,9 @@
 
 namespace jaxmpi {
 
-// A program starts its messages in one order, the same on all ranks; they are carried out in that order, and waited for in it.
-// Once one has failed, those behind it are not begun: the other ranks do the same, or the job ends.
+// A program starts its messages in one order, the same on all ranks; they are carried out in that
+// order, and waited for in it. Once one has failed, those behind it are not begun: the other ranks
+// do the same, or the job ends.
 class CommunicationThread {
  public:
   using Memory = std::vector<const void*>;
@@ -21,8 +22,9 @@ class CommunicationThread {
   // Hands over a message. From here to its wait, the memory is the message's.
   void start(std::function<void()> carry, Memory memory);
 
-  // Returns when the oldest message that nobody has waited for is done. If it has failed, throws what it has thrown, and
-  // forgets those behind it. `memory` is where the program has it now: it must not have been moved.
+  // Returns when the oldest message that nobody has waited for is done. If it has failed, throws
+  // what it has thrown, and forgets those behind it. `memory` is where the program has it now: it
+  // must not have been moved.
   void wait(const Memory& memory);
 
   // Returns when nothing is on its way. If a message has failed, throws as `wait` does.

@@ -10,12 +10,15 @@
 namespace jaxmpi {
 namespace {
 
-constexpr unsigned kPortableAndMapped = 1 | 2;  // CU_MEMHOSTALLOC_PORTABLE, _DEVICEMAP: pinned, and mapped, in every context
-constexpr unsigned kDisableTiming = 2;          // CU_EVENT_DISABLE_TIMING
-constexpr unsigned kNonBlocking = 1;            // CU_STREAM_NON_BLOCKING
-constexpr unsigned kBlockingSync = 1;  // CU_EVENT_BLOCKING_SYNC: a rank that waits for its GPU leaves the core to the others
-constexpr int kNotReady = 600;         // CUDA_ERROR_NOT_READY
-constexpr auto kPolling = std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
+constexpr unsigned kPortableAndMapped =
+    1 | 2;  // CU_MEMHOSTALLOC_PORTABLE, _DEVICEMAP: pinned, and mapped, in every context
+constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+constexpr unsigned kBlockingSync =
+    1;  // CU_EVENT_BLOCKING_SYNC: a rank that waits for its GPU leaves the core to the others
+constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+constexpr auto kPolling =
+    std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
 
 template <class Function>
 void find(void* library, const char* name, Function& function) {
@@ -27,7 +30,8 @@ void find(void* library, const char* name, Function& function) {
 
 Cuda::Cuda(const std::string& library) {
   void* opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!opened) throw std::runtime_error("the CUDA driver cannot be opened: " + std::string(dlerror()));
+  if (!opened)
+    throw std::runtime_error("the CUDA driver cannot be opened: " + std::string(dlerror()));
   find(opened, "cuStreamGetCtx", stream_get_ctx_);
   find(opened, "cuCtxPushCurrent_v2", ctx_push_);
   find(opened, "cuCtxPopCurrent_v2", ctx_pop_);
@@ -83,22 +87,29 @@ Cuda::Stream Cuda::stream() const {
 Cuda::Kernel Cuda::gather_kernel() const {
   void* module = nullptr;
   Kernel kernel = nullptr;
-  if (module_load_(&module, kGatherPtx) != 0 || module_function_(&kernel, module, "jaxmpi_gather") != 0) return nullptr;
+  if (module_load_(&module, kGatherPtx) != 0 ||
+      module_function_(&kernel, module, "jaxmpi_gather") != 0)
+    return nullptr;
   return kernel;
 }
 
 void Cuda::copy(const Piece& piece, Stream stream) const {
-  const auto to = reinterpret_cast<uintptr_t>(piece.to), from = reinterpret_cast<uintptr_t>(piece.from);
+  const auto to = reinterpret_cast<uintptr_t>(piece.to),
+             from = reinterpret_cast<uintptr_t>(piece.from);
   check(memcpy_async_(to, from, piece.bytes, stream), "cuMemcpyAsync");
 }
 
 void Cuda::gather(Kernel kernel, const Piece* pieces, int64_t count, Stream stream) const {
   constexpr unsigned kThreads = 256;
   void* parameters[] = {&pieces};
-  check(launch_(kernel, static_cast<unsigned>(count), 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr), "cuLaunchKernel");
+  check(launch_(kernel, static_cast<unsigned>(count), 1, 1, kThreads, 1, 1, 0, stream, parameters,
+                nullptr),
+        "cuLaunchKernel");
 }
 
-void Cuda::record(Event event, Stream stream) const { check(event_record_(event, stream), "cuEventRecord"); }
+void Cuda::record(Event event, Stream stream) const {
+  check(event_record_(event, stream), "cuEventRecord");
+}
 
 void Cuda::wait(Event event) const {
   const auto start = std::chrono::steady_clock::now();
@@ -109,16 +120,21 @@ void Cuda::wait(Event event) const {
   check(event_synchronize_(event), "cuEventSynchronize");
 }
 
-void Cuda::hold(Stream stream, Event event) const { check(stream_wait_event_(stream, event, 0), "cuStreamWaitEvent"); }
+void Cuda::hold(Stream stream, Event event) const {
+  check(stream_wait_event_(stream, event, 0), "cuStreamWaitEvent");
+}
 
-void Cuda::finish(Stream stream) const { check(stream_synchronize_(stream), "cuStreamSynchronize"); }
+void Cuda::finish(Stream stream) const {
+  check(stream_synchronize_(stream), "cuStreamSynchronize");
+}
 
 void Cuda::check(int code, const char* function) const {
   if (code == 0) return;
   const char *name = nullptr, *text = nullptr;
   get_error_name_(code, &name);
   get_error_string_(code, &text);
-  throw std::runtime_error(std::string(function) + " failed: " + (name ? name : "an unknown error") +
+  throw std::runtime_error(std::string(function) +
+                           " failed: " + (name ? name : "an unknown error") +
                            (text ? std::string(" (") + text + ")" : ""));
 }
 

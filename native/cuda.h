@@ -1,4 +1,5 @@
-// The few functions of the CUDA driver that staging needs, from the library that runs: nothing here is compiled against CUDA.
+// The few functions of the CUDA driver that staging needs, from the library that runs: nothing here
+// is compiled against CUDA.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +39,14 @@ class Cuda {
   };
 
   // All of these act in the current context, and throw std::runtime_error with the driver's words.
-  char* pinned(int64_t bytes) const;  // page-locked memory of the host, which the GPU can reach, and which is never freed
+  char* pinned(int64_t bytes)
+      const;  // page-locked memory of the host, which the GPU can reach, and which is never freed
   Event event() const;
   Stream stream() const;                               // one that waits for no other
   Kernel gather_kernel() const;                        // null where the driver cannot compile it
   void copy(const Piece& piece, Stream stream) const;  // starts
-  void gather(Kernel kernel, const Piece* pieces, int64_t count, Stream stream) const;  // starts; the table is in pinned memory
+  void gather(Kernel kernel, const Piece* pieces, int64_t count,
+              Stream stream) const;  // starts; the table is in pinned memory
   void record(Event event, Stream stream) const;
   void wait(Event event) const;                 // the host waits
   void hold(Stream stream, Event event) const;  // what the stream is given from here on waits
@@ -66,7 +69,8 @@ class Cuda {
   int (*memcpy_async_)(uintptr_t, uintptr_t, size_t, Stream);
   int (*module_load_)(void**, const void*);
   int (*module_function_)(Kernel*, void*, const char*);
-  int (*launch_)(Kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
+  int (*launch_)(Kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                 Stream, void**, void**);
   int (*get_error_name_)(int, const char**);
   int (*get_error_string_)(int, const char**);
 };

@@ -4,7 +4,8 @@
 
 namespace jaxmpi {
 
-void Exchange::begin(Network& network, int tag, std::vector<Stage> stages, std::function<void()> end) {
+void Exchange::begin(Network& network, int tag, std::vector<Stage> stages,
+                     std::function<void()> end) {
   network_ = &network;
   tag_ = tag;
   stages_ = std::move(stages);
@@ -13,7 +14,8 @@ void Exchange::begin(Network& network, int tag, std::vector<Stage> stages, std::
   receiving_.assign(stages_.size(), 0);
   for (size_t i = 0; i < stages_.size(); ++i) {
     for (const Move& move : stages_[i].moves) {
-      if (move.from >= 0) network.receive(move.from, tag, move.received, move.received_bytes, receiving_[i]);
+      if (move.from >= 0)
+        network.receive(move.from, tag, move.received, move.received_bytes, receiving_[i]);
     }
   }
   if (!std::exchange(sent_ahead_, false)) send();

@@ -20,17 +20,21 @@ class Exchange {
   };
   struct Stage {
     std::vector<Move> moves;
-    std::function<void()> before = {}, after = {};  // makes what is sent; does with what was received what is to be done
+    std::function<void()>
+        before = {},
+        after = {};  // makes what is sent; does with what was received what is to be done
   };
 
-  // Sends what a first stage will send, before it is known whether that will begin: `begin` does not send it again.
+  // Sends what a first stage will send, before it is known whether that will begin: `begin` does
+  // not send it again.
   void send_ahead(Network& network, int tag, const std::vector<Move>& moves);
 
   // The stage of what was sent ahead will not begin.
   void give_up();
 
-  // Begins the first stage, and is ready to receive what belongs to all of them. `end` is called after the last. One tag is
-  // enough: MPI keeps the order of the messages from one rank to another.
+  // Begins the first stage, and is ready to receive what belongs to all of them. `end` is called
+  // after the last. One tag is enough: MPI keeps the order of the messages from one rank to
+  // another.
   void begin(Network& network, int tag, std::vector<Stage> stages, std::function<void()> end);
 
   // Begins what can be begun by now; returns whether all is done.

@@ -7,18 +7,19 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kAlign = 64;             // bytes
-constexpr int64_t kLargePiece = 64 << 10;  // bytes from which on a copy of its own is faster than a block of the kernel
-constexpr int64_t kMostPieces = 4096;      // of a batch, each way
-constexpr int64_t kFewPieces = 2;          // up to so many, separate copies are faster than a launch
-constexpr size_t kAhead = 2;               // batches on their way to the host
+constexpr int64_t kAlign = 64;  // bytes
+constexpr int64_t kLargePiece =
+    64 << 10;  // bytes from which on a copy of its own is faster than a block of the kernel
+constexpr int64_t kMostPieces = 4096;  // of a batch, each way
+constexpr int64_t kFewPieces = 2;      // up to so many, separate copies are faster than a launch
+constexpr size_t kAhead = 2;           // batches on their way to the host
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 }  // namespace
 
-// Some columns of some arrays in memory of the host. Rows of a part follow each other there; on the GPU they are a whole array
-// apart.
+// Some columns of some arrays in memory of the host. Rows of a part follow each other there; on the
+// GPU they are a whole array apart.
 struct Staging::Batch {
   struct Part {
     const Array* array;
@@ -30,7 +31,8 @@ struct Staging::Batch {
 
   std::vector<Array> staged(char* memory) const {
     std::vector<Array> arrays;
-    for (const Part& part : parts) arrays.push_back({part.array->type, memory + part.in, memory + part.out, part.columns});
+    for (const Part& part : parts)
+      arrays.push_back({part.array->type, memory + part.in, memory + part.out, part.columns});
     return arrays;
   }
 
@@ -40,7 +42,8 @@ struct Staging::Batch {
       const Array& array = *part.array;
       const int64_t item = size_of(array.type), bytes = part.columns * item;
       for (int64_t row = 0; row < rows_in; ++row) {
-        pieces.push_back({memory + part.in + row * bytes, array.in + (row * array.columns + part.column) * item, bytes});
+        pieces.push_back({memory + part.in + row * bytes,
+                          array.in + (row * array.columns + part.column) * item, bytes});
       }
     }
     return pieces;
@@ -52,27 +55,33 @@ struct Staging::Batch {
       const Array& array = *part.array;
       const int64_t item = size_of(array.type), bytes = part.columns * item;
       for (int64_t row = 0; row < rows_out; ++row) {
-        pieces.push_back({array.out + (row * array.columns + part.column) * item, memory + part.out + row * bytes, bytes});
+        pieces.push_back({array.out + (row * array.columns + part.column) * item,
+                          memory + part.out + row * bytes, bytes});
       }
     }
     return pieces;
   }
 };
 
-std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int ranks, const std::vector<Array>& arrays) const {
+std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int ranks,
+                                                const std::vector<Array>& arrays) const {
   const Kind kind = operation.kind;
   const int64_t rows_in = kind == Kind::ReduceScatter || kind == Kind::Alltoall ? ranks : 1;
   const int64_t rows_out = kind == Kind::Allgather || kind == Kind::Alltoall ? ranks : 1;
   const bool in_place = kind == Kind::Allreduce;
-  const auto most_parts = static_cast<size_t>(std::max<int64_t>(1, kMostPieces / std::max(rows_in, rows_out)));
+  const auto most_parts =
+      static_cast<size_t>(std::max<int64_t>(1, kMostPieces / std::max(rows_in, rows_out)));
   std::vector<Batch> batches(1, {{}, rows_in, rows_out});
   for (const Array& array : arrays) {
-    const int64_t item = size_of(array.type), column_bytes = item * (in_place ? 1 : rows_in + rows_out);
-    const int64_t line = std::max<int64_t>(1, kAlign / item);  // columns: a cut there leaves both sides aligned
+    const int64_t item = size_of(array.type),
+                  column_bytes = item * (in_place ? 1 : rows_in + rows_out);
+    const int64_t line =
+        std::max<int64_t>(1, kAlign / item);  // columns: a cut there leaves both sides aligned
     for (int64_t column = 0; column < array.columns;) {
       int64_t room = (batch_bytes_ - batches.back().bytes) / column_bytes;
       if (room >= line) room = room / line * line;
-      if (!batches.back().parts.empty() && (room < 1 || batches.back().parts.size() == most_parts)) {
+      if (!batches.back().parts.empty() &&
+          (room < 1 || batches.back().parts.size() == most_parts)) {
         batches.push_back({{}, rows_in, rows_out});
         continue;
       }
@@ -87,22 +96,24 @@ std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int 
   return batches;
 }
 
-void Staging::run(const Operation& operation, int ranks, const std::vector<Array>& arrays, Cuda::Stream stream,
-                  const std::function<void()>& begin, const Carry& carry) {
+void Staging::run(const Operation& operation, int ranks, const std::vector<Array>& arrays,
+                  Cuda::Stream stream, const std::function<void()>& begin, const Carry& carry) {
   const Ready at = ready(stream);
   const Cuda::Current current(cuda_, at->context);
   stage(*at, operation, ranks, arrays, begin, carry);
   cuda_.hold(stream, at->event);
 }
 
-void Staging::run_beside(const Ready& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
-                         const std::function<void()>& begin, const Carry& carry) {
+void Staging::run_beside(const Ready& ready, const Operation& operation, int ranks,
+                         const std::vector<Array>& arrays, const std::function<void()>& begin,
+                         const Carry& carry) {
   const Cuda::Current current(cuda_, ready->context);
   stage(*ready, operation, ranks, arrays, begin, carry);
   cuda_.wait(ready->event);
 }
 
-// A wait refers to the record that was current when it was issued, so the event can be recorded again.
+// A wait refers to the record that was current when it was issued, so the event can be recorded
+// again.
 Staging::Ready Staging::ready(Cuda::Stream stream) {
   void* const handle = cuda_.context_of(stream);
   const Cuda::Current current(cuda_, handle);
@@ -126,8 +137,9 @@ Staging::Ready Staging::ready(Cuda::Stream stream) {
 }
 
 // Starts after `ready.event`; at the end records it again, to fire when the results are on the GPU.
-void Staging::stage(const Point& ready, const Operation& operation, int ranks, const std::vector<Array>& arrays,
-                    const std::function<void()>& begin, const Carry& carry) {
+void Staging::stage(const Point& ready, const Operation& operation, int ranks,
+                    const std::vector<Array>& arrays, const std::function<void()>& begin,
+                    const Carry& carry) {
   Context& context = context_of(ready.context);
   const std::vector<Batch> batches = batches_of(operation, ranks, arrays);
   auto buffer_of = [&](size_t k) -> Buffer& { return context.buffers[k % kBuffers]; };
@@ -166,8 +178,8 @@ void Staging::stage(const Point& ready, const Operation& operation, int ranks, c
 }
 
 // Small pieces in one launch, if there are several.
-void Staging::copy(const Context& context, Cuda::Piece* table, const std::vector<Cuda::Piece>& pieces,
-                   Cuda::Stream stream) const {
+void Staging::copy(const Context& context, Cuda::Piece* table,
+                   const std::vector<Cuda::Piece>& pieces, Cuda::Stream stream) const {
   auto small = [](const Cuda::Piece& piece) { return piece.bytes < kLargePiece; };
   const auto smalls = std::count_if(pieces.begin(), pieces.end(), small);
   const bool together = context.gather && smalls > kFewPieces && smalls <= kMostPieces;
@@ -188,7 +200,9 @@ Staging::Context& Staging::context_of(void* handle) {
   if (!context.up) context.up = cuda_.stream();
   for (Buffer& buffer : context.buffers) {
     if (!buffer.memory) buffer.memory = cuda_.pinned(batch_bytes_ + 2 * kAlign);
-    if (!buffer.table) buffer.table = reinterpret_cast<Cuda::Piece*>(cuda_.pinned(kMostPieces * sizeof(Cuda::Piece)));
+    if (!buffer.table)
+      buffer.table =
+          reinterpret_cast<Cuda::Piece*>(cuda_.pinned(kMostPieces * sizeof(Cuda::Piece)));
     if (!buffer.here) buffer.here = cuda_.event();
     if (!buffer.gone) buffer.gone = cuda_.event();
   }

@@ -21,8 +21,9 @@ struct Network::Functions {
 
 namespace {
 
-// MPI sends a longer message only once the other side has answered that there is room for it, and the answer waits behind what
-// that side sends itself: Open MPI's limit on TCP is 64 KB with the header.
+// MPI sends a longer message only once the other side has answered that there is room for it, and
+// the answer waits behind what that side sends itself: Open MPI's limit on TCP is 64 KB with the
+// header.
 constexpr int64_t kPieceBytes = 60 << 10;
 constexpr int kErrorBytes = 2048;  // more than any MPI_MAX_ERROR_STRING
 constexpr int kStatusBytes = 64;   // more than any MPI_Status
@@ -80,14 +81,16 @@ void* Network::add(int& pending) {
 void Network::send(int rank, int tag, const void* from, int64_t bytes, int& pending) {
   each_piece(bytes, [&](int64_t begin, int count) {
     const void* piece = static_cast<const char*>(from) + begin;
-    check(functions().isend(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Isend");
+    check(functions().isend(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)),
+          "MPI_Isend");
   });
 }
 
 void Network::receive(int rank, int tag, void* to, int64_t bytes, int& pending) {
   each_piece(bytes, [&](int64_t begin, int count) {
     void* piece = static_cast<char*>(to) + begin;
-    check(functions().irecv(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)), "MPI_Irecv");
+    check(functions().irecv(piece, count, handles_.byte, rank, tag, handles_.comm, add(pending)),
+          "MPI_Irecv");
   });
 }
 
@@ -99,16 +102,19 @@ void Network::forget(int& pending) {
 bool Network::progress() {
   if (pending_.empty()) return false;
   int count = 0;
-  check(functions().testsome(static_cast<int>(pending_.size()), requests_.data(), &count, completed_.data(), statuses_.data()),
+  check(functions().testsome(static_cast<int>(pending_.size()), requests_.data(), &count,
+                             completed_.data(), statuses_.data()),
         "MPI_Testsome");
   if (count <= 0) return false;
-  // the last of the array takes the place of one that is complete: from behind, so that it is one that is not
+  // the last of the array takes the place of one that is complete: from behind, so that it is one
+  // that is not
   std::sort(completed_.begin(), completed_.begin() + count, std::greater<int>());
   const size_t bytes = handles_.request_bytes;
   for (int i = 0; i < count; ++i) {
     const int at = completed_[i], last = static_cast<int>(pending_.size()) - 1;
     --*pending_[at];
-    if (at != last) std::memcpy(requests_.data() + at * bytes, requests_.data() + last * bytes, bytes);
+    if (at != last)
+      std::memcpy(requests_.data() + at * bytes, requests_.data() + last * bytes, bytes);
     pending_[at] = pending_[last];
     pending_.pop_back();
     requests_.resize(last * bytes);

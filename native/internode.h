@@ -7,14 +7,16 @@
 
 namespace jaxmpi {
 
-// Nothing here is compiled against an MPI. Handles are pointers in some MPIs and ints in others; as an argument, both travel in
-// a register of 64 bits. Arrays of them have the size that the MPI gives them.
+// Nothing here is compiled against an MPI. Handles are pointers in some MPIs and ints in others; as
+// an argument, both travel in a register of 64 bits. Arrays of them have the size that the MPI
+// gives them.
 class Network {
  public:
   using Handle = intptr_t;
 
   struct Handles {
-    Handle comm;        // of all ranks, by their ranks in the job, or of those of a group, by theirs in it
+    Handle
+        comm;  // of all ranks, by their ranks in the job, or of those of a group, by theirs in it
     Handle byte;        // datatype
     int request_bytes;  // of the handle of a request
   };
@@ -22,8 +24,9 @@ class Network {
   // library: the path of libmpi.
   Network(const std::string& library, const Handles& handles);
 
-  // Begin a message. It adds 1 to `pending`, and takes it away again when the memory is free to use, or has arrived. An empty
-  // one is none. Both sides name the same number of bytes, or they are fewer than a piece.
+  // Begin a message. It adds 1 to `pending`, and takes it away again when the memory is free to
+  // use, or has arrived. An empty one is none. Both sides name the same number of bytes, or they
+  // are fewer than a piece.
   void send(int rank, int tag, const void* from, int64_t bytes, int& pending);
   void receive(int rank, int tag, void* to, int64_t bytes, int& pending);
 

@@ -13,7 +13,8 @@ std::function<std::string(const Fingerprints&, int32_t)>& explain =
 
 Transport& current(size_t group) {
   if (group >= transports.size()) {
-    throw std::runtime_error("jaxmpi is not initialized: its programs run between init and finalize");
+    throw std::runtime_error(
+        "jaxmpi is not initialized: its programs run between init and finalize");
   }
   return *transports[group];
 }
@@ -46,7 +47,8 @@ void close() {
   communication.forget();
   ahead.forget();
   uncompared.forget();
-  for (auto& transport : transports) const std::lock_guard<std::mutex> until_its_message_has_ended(transport->one_at_a_time);
+  for (auto& transport : transports)
+    const std::lock_guard<std::mutex> until_its_message_has_ended(transport->one_at_a_time);
   transports.clear();
 }
 

@@ -1,5 +1,5 @@
-// The state of a job in this process: what carries its messages. One of each, and for as long as the process lives: a program
-// may still run when Python ends.
+// The state of a job in this process: what carries its messages. One of each, and for as long as
+// the process lives: a program may still run when Python ends.
 #pragma once
 
 #include <functional>
@@ -21,11 +21,13 @@ namespace jaxmpi::job {
 
 constexpr int kAll = 0;  // the transport of all ranks
 
-// The first is that of all ranks, and there is one more for each way to part them into groups: that of this rank's.
+// The first is that of all ranks, and there is one more for each way to part them into groups: that
+// of this rank's.
 extern std::vector<std::unique_ptr<Transport>>& transports;
-extern std::unique_ptr<Staging>& staging;   // for arrays of a GPU
-extern CommunicationThread& communication;  // of messages that are on their way while a program computes
-extern MessagesAhead& ahead;                // and of those from one of its calls to a later one
+extern std::unique_ptr<Staging>& staging;  // for arrays of a GPU
+extern CommunicationThread&
+    communication;            // of messages that are on their way while a program computes
+extern MessagesAhead& ahead;  // and of those from one of its calls to a later one
 extern UncomparedCalls& uncompared;
 // What Python makes of a disagreement: it asks the other ranks for their sides, in words.
 extern std::function<std::string(const Fingerprints&, int32_t group)>& explain;
@@ -41,7 +43,8 @@ struct Refused : std::runtime_error {
   const int32_t group;
 };
 
-// Of a message to the ranks of a group; to all ranks, what this rank has called before is part of them.
+// Of a message to the ranks of a group; to all ranks, what this rank has called before is part of
+// them.
 Fingerprints fingerprints_of(int32_t group, int64_t word);
 
 // Waits until nothing is on its way any more that another message of a group must stay behind.
@@ -49,7 +52,8 @@ void drain(int32_t group);
 
 // run(begin): it calls `begin` when this rank is ready to communicate.
 template <class Run>
-void carry_out(Transport& transport, int32_t group, const Fingerprints& word, int64_t bytes, Run run) {
+void carry_out(Transport& transport, int32_t group, const Fingerprints& word, int64_t bytes,
+               Run run) {
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<record::Entered> entered;
   try {

@@ -1,5 +1,6 @@
-// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this one. Nothing here may end up
-// as a function that another file shares, which could be the copy of a processor that is not there.
+// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this
+// one. Nothing here may end up as a function that another file shares, which could be the copy of a
+// processor that is not there.
 
 #include "loops.h"
 
@@ -36,7 +37,8 @@ To bit_cast(From from) {
 
 inline float widen(BF16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
 
-// To nearest, ties to even. A NaN stays one, as the lower half of its bits is 0: it is from a BF16, or made by the processor.
+// To nearest, ties to even. A NaN stays one, as the lower half of its bits is 0: it is from a BF16,
+// or made by the processor.
 inline BF16 to_bf16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
@@ -58,7 +60,8 @@ template <>
 void widen_all(const F16* in, float* out, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+    _mm256_storeu_ps(out + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
   }
   for (; i < n; ++i) out[i] = widen(in[i]);
 }
@@ -93,19 +96,21 @@ int64_t copy_lines(char* out, const char* in, int64_t i, int64_t bytes, Store st
 }
 #endif
 
-// As memcpy, which in glibc 2.36 is an instruction that takes up to 27 times as long on AMD's Zen 3 where `to` is a few bytes
-// after `from`, modulo 4096.
+// As memcpy, which in glibc 2.36 is an instruction that takes up to 27 times as long on AMD's Zen 3
+// where `to` is a few bytes after `from`, modulo 4096.
 void copy_bytes(void* to, const void* from, int64_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
   int64_t i = 0;
 #if defined(__AVX2__)
-  i = copy_lines(out, in, i, bytes, [](__m256i* place, __m256i half) { _mm256_storeu_si256(place, half); });
+  i = copy_lines(out, in, i, bytes,
+                 [](__m256i* place, __m256i half) { _mm256_storeu_si256(place, half); });
 #endif
   if (i < bytes) std::memcpy(out + i, in + i, bytes - i);
 }
 
-// As copy_bytes, past the caches. Only whole cache lines: parts of one would each go to memory on their own.
+// As copy_bytes, past the caches. Only whole cache lines: parts of one would each go to memory on
+// their own.
 void stream_bytes(void* to, const void* from, int64_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
@@ -113,7 +118,8 @@ void stream_bytes(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX2__)
   i = std::min<int64_t>(bytes, -reinterpret_cast<uintptr_t>(out) % 64);
   copy_bytes(out, in, i);
-  i = copy_lines(out, in, i, bytes, [](__m256i* place, __m256i half) { _mm256_stream_si256(place, half); });
+  i = copy_lines(out, in, i, bytes,
+                 [](__m256i* place, __m256i half) { _mm256_stream_si256(place, half); });
 #endif
   copy_bytes(out + i, in + i, bytes - i);
 }
@@ -219,7 +225,8 @@ void add_on(const T* source, Wide<T>* __restrict total, int64_t n) {
 
 // Up to kBlock elements.
 template <Op op, class T>
-void combine_block(const void* const* sources, int count, int64_t start, Wide<T>* __restrict total, int64_t n) {
+void combine_block(const void* const* sources, int count, int64_t start, Wide<T>* __restrict total,
+                   int64_t n) {
   auto source = [&](int i) { return static_cast<const T*>(sources[i]) + start; };
   int done = 1;
   if constexpr (is_short<T>) {
@@ -266,7 +273,8 @@ int64_t reduce_first(const void* const*, int, int, T*, T*, int64_t) {
   return 0;
 }
 
-// The compiler's own vectors, as wide as those that this file is compiled for: 16 bytes is what every processor has.
+// The compiler's own vectors, as wide as those that this file is compiled for: 16 bytes is what
+// every processor has.
 #if defined(__AVX512BW__)
 constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -278,7 +286,8 @@ using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kLanes = kVectorBytes / sizeof(float);
 
-// Two vectors of numbers of a type, as floats: in whatever order, the same for each source and for the result.
+// Two vectors of numbers of a type, as floats: in whatever order, the same for each source and for
+// the result.
 struct Pair {
   static constexpr int64_t kNumbers = 2 * kLanes;
   Floats x, y;
@@ -317,7 +326,8 @@ inline void store_pair(BF16* out, const Pair& pair) {
 
 // A sum stays in the registers from the ranks' arrays to the rounded mean.
 template <class T>
-int64_t sum_first(const void* const* sources, int count, int divisor, T* out, T* second, int64_t n) {
+int64_t sum_first(const void* const* sources, int count, int divisor, T* out, T* second,
+                  int64_t n) {
   const bool exact = (divisor & (divisor - 1)) == 0;
   const float by = static_cast<float>(divisor), inverse = 1 / by;
   int64_t i = 0;
@@ -336,12 +346,14 @@ int64_t sum_first(const void* const* sources, int count, int divisor, T* out, T*
 }
 
 template <>
-int64_t reduce_first<Op::Sum>(const void* const* sources, int count, int divisor, float* out, float* second, int64_t n) {
+int64_t reduce_first<Op::Sum>(const void* const* sources, int count, int divisor, float* out,
+                              float* second, int64_t n) {
   return sum_first(sources, count, divisor, out, second, n);
 }
 
 template <>
-int64_t reduce_first<Op::Sum>(const void* const* sources, int count, int divisor, BF16* out, BF16* second, int64_t n) {
+int64_t reduce_first<Op::Sum>(const void* const* sources, int count, int divisor, BF16* out,
+                              BF16* second, int64_t n) {
   return sum_first(sources, count, divisor, out, second, n);
 }
 
@@ -381,17 +393,20 @@ void finish(Type type, const void* total, int divisor, void* out, int64_t n) {
   });
 }
 
-void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n) {
+void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out,
+            void* second, int64_t n) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     with_op(op, [&](auto o) {
-      const int64_t done = reduce_first<o()>(sources, count, divisor, static_cast<T*>(out), static_cast<T*>(second), n);
+      const int64_t done = reduce_first<o()>(sources, count, divisor, static_cast<T*>(out),
+                                             static_cast<T*>(second), n);
       in_blocks(done, n, [&](int64_t start, int64_t m) {
         Wide<T> block[kBlock];
         combine_block<o(), T>(sources, count, start, block, m);
         divide_block(block, divisor, m);
         narrow_block<T>(block, static_cast<T*>(out) + start, m);
-        if (second) copy_bytes(static_cast<T*>(second) + start, static_cast<T*>(out) + start, m * sizeof(T));
+        if (second)
+          copy_bytes(static_cast<T*>(second) + start, static_cast<T*>(out) + start, m * sizeof(T));
       });
     });
   });

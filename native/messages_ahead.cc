@@ -14,7 +14,8 @@
 namespace jaxmpi {
 namespace {
 
-constexpr size_t kMost = 64;    // that nobody has taken: of a program that goes on without its last results
+constexpr size_t kMost =
+    64;  // that nobody has taken: of a program that goes on without its last results
 constexpr int64_t kAlign = 64;  // bytes
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -26,16 +27,22 @@ void MessagesAhead::count_from(int64_t first) {
   next_ = first;
 }
 
-// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must not wait for any. It looks
-// before it takes the mutex, which may have been taken when it was made.
+// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must
+// not wait for any. It looks before it takes the mutex, which may have been taken when it was made.
 bool MessagesAhead::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
 
-int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays, int64_t rows, Carry carry) {
-  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays, int64_t rows,
+                             Carry carry) {
+  if (forked())
+    throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
   int64_t bytes = 0;
   for (const Array& array : arrays) bytes += aligned(array.bytes()) + aligned(rows * array.bytes());
-  auto message = std::make_shared<Message>(Message{
-      transport, rows, arrays, {static_cast<char*>(std::aligned_alloc(kAlign, std::max(bytes, kAlign))), std::free}, {}});
+  auto message = std::make_shared<Message>(
+      Message{transport,
+              rows,
+              arrays,
+              {static_cast<char*>(std::aligned_alloc(kAlign, std::max(bytes, kAlign))), std::free},
+              {}});
   if (!message->memory) throw std::bad_alloc();
   char* at = message->memory.get();
   for (Array& array : message->arrays) {
@@ -85,7 +92,8 @@ void MessagesAhead::run() {
     queue_.pop_front();
     if (failure) {  // those behind it are not begun on any rank, and nobody waits for them
       failed_ = true;
-      for (auto it = messages_.begin(); it != messages_.end();) it = it->second->done ? std::next(it) : messages_.erase(it);
+      for (auto it = messages_.begin(); it != messages_.end();)
+        it = it->second->done ? std::next(it) : messages_.erase(it);
       queue_.clear();
     }
     ended_.notify_all();
@@ -102,7 +110,8 @@ bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
   ended_.wait(lock, [&] { return message->done; });
   lock.unlock();
   if (message->failure) std::rethrow_exception(message->failure);
-  if (message->arrays.size() != arrays.size()) throw std::logic_error("a message of other arrays than those that take it");
+  if (message->arrays.size() != arrays.size())
+    throw std::logic_error("a message of other arrays than those that take it");
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array &mine = message->arrays[i], &to = arrays[i];
     if (mine.type != to.type || mine.columns != to.columns) {

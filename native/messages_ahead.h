@@ -16,8 +16,8 @@
 
 namespace jaxmpi {
 
-// Each has memory of its own, and a number that is the same on all ranks. A thread carries them out one after the other, beside
-// the messages of other transports.
+// Each has memory of its own, and a number that is the same on all ranks. A thread carries them out
+// one after the other, beside the messages of other transports.
 class MessagesAhead {
  public:
   // Carries out a collective on arrays, as message `number` of a transport.
@@ -26,15 +26,17 @@ class MessagesAhead {
   // The number of the first message: the same on all ranks, and another one in each job.
   void count_from(int64_t first);
 
-  // Copies the arrays' `in`, and returns the number of the message. Throws as `drain` does. `rows`: of each result, as large as
-  // the array.
+  // Copies the arrays' `in`, and returns the number of the message. Throws as `drain` does. `rows`:
+  // of each result, as large as the array.
   int64_t start(size_t transport, const std::vector<Array>& arrays, int64_t rows, Carry carry);
 
-  // Waits for a message and copies what it has brought to the arrays' `out`. False where there is none of this number (any
-  // more): then there is none on the other ranks either. Throws what it has thrown.
+  // Waits for a message and copies what it has brought to the arrays' `out`. False where there is
+  // none of this number (any more): then there is none on the other ranks either. Throws what it
+  // has thrown.
   bool take(int64_t number, const std::vector<Array>& arrays);
 
-  // Returns when no message of a transport is on its way. Throws what one has thrown that nobody has taken.
+  // Returns when no message of a transport is on its way. Throws what one has thrown that nobody
+  // has taken.
   void drain(size_t transport);
 
   // Throws it now: the other ranks have been told, and wait for this one.
@@ -63,7 +65,7 @@ class MessagesAhead {
   std::mutex mutex_;
   std::condition_variable started_, ended_;
   std::map<int64_t, std::shared_ptr<Message>> messages_;  // that were started, and not taken
-  std::deque<std::shared_ptr<Message>> queue_;            // that are not done; the thread is at the first
+  std::deque<std::shared_ptr<Message>> queue_;  // that are not done; the thread is at the first
   bool carrying_ = false;
   std::atomic<bool> failed_ = false;  // one of messages_, to look at without the mutex
   int64_t next_ = 1;

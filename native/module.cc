@@ -1,4 +1,5 @@
-// The Python module: what Python needs to set up the transports and XLA's handlers, and to look at what they do.
+// The Python module: what Python needs to set up the transports and XLA's handlers, and to look at
+// what they do.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -37,20 +38,23 @@ void set_explain(nb::callable f) {
 }
 
 // Returns the number of the transport; that of all ranks is the first.
-size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank, std::vector<int> local_names,
-            int64_t slot_bytes, int slots, int threads, bool crowded, intptr_t memory, int file) {
-  const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes, slots, crowded, std::move(local_names)};
+size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank,
+            std::vector<int> local_names, int64_t slot_bytes, int slots, int threads, bool crowded,
+            intptr_t memory, int file) {
+  const Node::Layout layout = {local_rank, ranks.at(node), slot_bytes,
+                               slots,      crowded,        std::move(local_names)};
   std::vector<std::unique_ptr<Node>> nodes;
   for (int i = 0; i < threads; ++i) {
-    nodes.push_back(std::make_unique<Node>(layout, reinterpret_cast<char*>(memory) + i * layout.bytes(), file));
+    nodes.push_back(
+        std::make_unique<Node>(layout, reinterpret_cast<char*>(memory) + i * layout.bytes(), file));
   }
-  job::transports.push_back(
-      std::make_unique<Transport>(Place(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
+  job::transports.push_back(std::make_unique<Transport>(
+      Place(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
   return job::transports.size() - 1;
 }
 
-void connect(size_t group, const std::string& library, intptr_t comm, intptr_t byte, int request_bytes, int64_t small_bytes,
-             int direct_nodes) {
+void connect(size_t group, const std::string& library, intptr_t comm, intptr_t byte,
+             int request_bytes, int64_t small_bytes, int direct_nodes) {
   auto network = std::make_unique<Network>(library, Network::Handles{comm, byte, request_bytes});
   job::current(group).connect(std::move(network), Tuning{small_bytes, direct_nodes});
 }
@@ -68,7 +72,8 @@ std::tuple<int64_t, int64_t, int64_t> meet(int64_t own) {
   return {met.words.smallest, met.words.largest, met.calls};
 }
 
-// The rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin, receive_end, reduces).
+// The rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin, receive_end,
+// reduces).
 auto schedule(const std::string& name, int nodes, int node, bool direct, int root) {
   const Schedule rounds = name == "reduce_scatter" ? reduce_scatter_schedule(nodes, node, direct)
                           : name == "allgather"    ? allgather_schedule(nodes, node, direct)
@@ -77,7 +82,8 @@ auto schedule(const std::string& name, int nodes, int node, bool direct, int roo
   std::vector<std::vector<std::tuple<int, int, int, int, int, int, bool>>> out;
   for (const Round& round : rounds) {
     auto& transfers = out.emplace_back();
-    for (const auto& [to, from, a, b, c, d, reduces] : round) transfers.emplace_back(to, from, a, b, c, d, reduces);
+    for (const auto& [to, from, a, b, c, d, reduces] : round)
+      transfers.emplace_back(to, from, a, b, c, d, reduces);
   }
   return out;
 }
@@ -91,30 +97,38 @@ constexpr char kCompiler[] = "GCC " __VERSION__;
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Collectives through shared memory within a node, and over MPI between nodes; see native/ in the sources.";
-  m.attr("interface") = 9;  // another number for every change of what Python calls: jaxmpi/_backends/extension.py has it, too
+  m.doc() =
+      "Collectives through shared memory within a node, and over MPI between nodes; see native/ in "
+      "the sources.";
+  m.attr("interface") = 9;  // another number for every change of what Python calls:
+                            // jaxmpi/_backends/extension.py has it, too
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = handlers::ffi_version();
   m.attr("compiler") = kCompiler;
   m.def("can_reduce", &can_reduce);
   m.def("handler", [](const std::string& name) { return nb::capsule(handlers::find(name)); });
   m.def("set_rank", &handlers::set_rank);
-  m.def("use_cuda", [](const std::string& library) {  // pinned memory is never freed: each `init` takes what is there
-    if (!job::staging || job::staging->library() != library) job::staging = std::make_unique<Staging>(library);
+  m.def("use_cuda", [](const std::string& library) {  // pinned memory is never freed: each `init`
+                                                      // takes what is there
+    if (!job::staging || job::staging->library() != library)
+      job::staging = std::make_unique<Staging>(library);
   });
   m.def("staged_ns", [] {
     const auto& staging = job::staging;
-    return staging ? std::make_pair(staging->waited_ns(), staging->carried_ns()) : std::make_pair(int64_t{0}, int64_t{0});
+    return staging ? std::make_pair(staging->waited_ns(), staging->carried_ns())
+                   : std::make_pair(int64_t{0}, int64_t{0});
   });
-  m.def("layout_bytes",
-        [](int size, int64_t slot_bytes, int slots) { return Node::Layout{0, size, slot_bytes, slots, false, {}}.bytes(); });
-  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("order"), nb::arg("ranks"), nb::arg("node"),
-        nb::arg("local_rank"), nb::arg("local_names") = std::vector<int>(), nb::arg("slot_bytes"), nb::arg("slots"),
-        nb::arg("threads") = 1, nb::arg("crowded"), nb::arg("memory"), nb::arg("file"));
-  m.def("connect", &connect, nb::kw_only(), nb::arg("group"), nb::arg("library"), nb::arg("comm"), nb::arg("byte"),
-        nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
-  m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"), nb::arg("direct") = false,
-        nb::arg("root") = 0);
+  m.def("layout_bytes", [](int size, int64_t slot_bytes, int slots) {
+    return Node::Layout{0, size, slot_bytes, slots, false, {}}.bytes();
+  });
+  m.def("open", &open, nb::kw_only(), nb::arg("rank"), nb::arg("order"), nb::arg("ranks"),
+        nb::arg("node"), nb::arg("local_rank"), nb::arg("local_names") = std::vector<int>(),
+        nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("threads") = 1, nb::arg("crowded"),
+        nb::arg("memory"), nb::arg("file"));
+  m.def("connect", &connect, nb::kw_only(), nb::arg("group"), nb::arg("library"), nb::arg("comm"),
+        nb::arg("byte"), nb::arg("request_bytes"), nb::arg("small_bytes"), nb::arg("direct_nodes"));
+  m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"),
+        nb::arg("direct") = false, nb::arg("root") = 0);
   m.def("count_ahead_from", [](int64_t first) { job::ahead.count_from(first); });
   m.def("on_disagreement", &set_explain);
   m.def("meet", &meet);

@@ -10,9 +10,11 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kLine = 128;  // bytes that two ranks should not write to: a cache line and its neighbour
+constexpr int64_t kLine =
+    128;  // bytes that two ranks should not write to: a cache line and its neighbour
 
-// The lock that says that a rank lives: the kernel takes it away when the process ends, however it does.
+// The lock that says that a rank lives: the kernel takes it away when the process ends, however it
+// does.
 struct flock lock_of(int rank) {
   struct flock lock = {};
   lock.l_type = F_WRLCK;
@@ -24,32 +26,41 @@ struct flock lock_of(int rank) {
 
 }  // namespace
 
-// What a rank says to the others: how many chunks it has laid out, reduced and taken since the beginning.
+// What a rank says to the others: how many chunks it has laid out, reduced and taken since the
+// beginning.
 struct Node::Post {
   alignas(kLine) std::atomic<uint64_t> laid_out;
   int64_t word[2];  // of this message and the one before, which a slower rank may still be reading
   alignas(kLine) std::atomic<uint64_t> reduced;
   alignas(kLine) std::atomic<uint64_t> taken;
-  std::atomic<uint64_t> broken;  // 1 once a message has failed on this rank: its counters mean nothing from then on
+  std::atomic<uint64_t>
+      broken;  // 1 once a message has failed on this rank: its counters mean nothing from then on
   // Of the node's first rank: what it has heard from the other nodes, and about how many messages.
   alignas(kLine) Extremes everywhere[2];
   std::atomic<uint64_t> heard;
 };
 
-int64_t Node::Layout::bytes() const { return size * (static_cast<int64_t>(sizeof(Post)) + slots * slot_bytes); }
-
-Node::Node(const Layout& layout, char* memory, int file) : layout_(layout), memory_(memory), file_(file) {
-  struct flock lock = lock_of(layout_.rank);
-  if (fcntl(file_, F_SETLK, &lock) != 0) throw std::runtime_error("the shared-memory file of the node cannot be locked");
+int64_t Node::Layout::bytes() const {
+  return size * (static_cast<int64_t>(sizeof(Post)) + slots * slot_bytes);
 }
 
-Node::Post& Node::post(int rank) const { return *reinterpret_cast<Post*>(memory_ + rank * sizeof(Post)); }
+Node::Node(const Layout& layout, char* memory, int file)
+    : layout_(layout), memory_(memory), file_(file) {
+  struct flock lock = lock_of(layout_.rank);
+  if (fcntl(file_, F_SETLK, &lock) != 0)
+    throw std::runtime_error("the shared-memory file of the node cannot be locked");
+}
+
+Node::Post& Node::post(int rank) const {
+  return *reinterpret_cast<Post*>(memory_ + rank * sizeof(Post));
+}
 
 void Node::fail() { post(layout_.rank).broken = 1; }
 
 char* Node::slot(int rank, int64_t chunk) const {
   const int64_t index = (chunks_ + chunk) % layout_.slots;
-  return memory_ + layout_.size * sizeof(Post) + (rank * layout_.slots + index) * layout_.slot_bytes;
+  return memory_ + layout_.size * sizeof(Post) +
+         (rank * layout_.slots + index) * layout_.slot_bytes;
 }
 
 void Node::wait(Counter counter, uint64_t value) {
@@ -72,7 +83,8 @@ void Node::wait_for(int rank, Counter counter, uint64_t value) {
 
 void Node::throw_lost(int rank, bool gone) const {
   const int name = layout_.names.empty() ? rank : layout_.names.at(rank);
-  throw RankLost("local rank " + std::to_string(name) + " of this node has " + (gone ? "ended" : "failed in a message"));
+  throw RankLost("local rank " + std::to_string(name) + " of this node has " +
+                 (gone ? "ended" : "failed in a message"));
 }
 
 bool Node::is_gone(int rank) const {
@@ -82,7 +94,8 @@ bool Node::is_gone(int rank) const {
 
 bool Node::have(Counter counter, uint64_t value) const {
   for (int rank = 0; rank < layout_.size; ++rank) {
-    if (rank != layout_.rank && (post(rank).*counter).load(std::memory_order_acquire) < value) return false;
+    if (rank != layout_.rank && (post(rank).*counter).load(std::memory_order_acquire) < value)
+      return false;
   }
   return true;
 }
@@ -120,7 +133,9 @@ Extremes Node::agree(const Message& message) {
 
 Extremes Node::exchange(const Message& message) {
   Post& mine = post(layout_.rank);
-  if (mine.broken) throw std::runtime_error("an earlier message has failed on this rank: nothing more can be sent");
+  if (mine.broken)
+    throw std::runtime_error(
+        "an earlier message has failed on this rank: nothing more can be sent");
   try {
     return pass(message);
   } catch (...) {
@@ -132,7 +147,8 @@ Extremes Node::exchange(const Message& message) {
 Extremes Node::pass(const Message& message) {
   Post& mine = post(layout_.rank);
   mine.word[messages_ & 1] = message.word;
-  if (chunks_ + 1 > static_cast<uint64_t>(layout_.slots)) wait(&Post::taken, chunks_ + 1 - layout_.slots);
+  if (chunks_ + 1 > static_cast<uint64_t>(layout_.slots))
+    wait(&Post::taken, chunks_ + 1 - layout_.slots);
   if (message.chunks) message.lay_out(0);
   mine.laid_out.store(chunks_ + 1, std::memory_order_release);
   if (message.send_ahead) message.send_ahead();
@@ -147,7 +163,8 @@ Extremes Node::pass(const Message& message) {
     mine.reduced.store(chunks_ + 1, std::memory_order_release);
     mine.taken.store(chunks_ + 1, std::memory_order_release);
   }
-  chunks_ += agreed ? std::max<int64_t>(message.chunks, 1) : 1;  // a message of nothing is one chunk of nothing
+  chunks_ += agreed ? std::max<int64_t>(message.chunks, 1)
+                    : 1;  // a message of nothing is one chunk of nothing
   ++messages_;
   return extremes;
 }
@@ -178,8 +195,8 @@ void Node::pass_within(const Message& message) {
   }
 }
 
-// The same with as many chunks on their way as there are slots: each stage of a chunk begins when it can, and nothing waits for
-// anything else.
+// The same with as many chunks on their way as there are slots: each stage of a chunk begins when
+// it can, and nothing waits for anything else.
 void Node::pass_between(const Message& message) {
   Post& mine = post(layout_.rank);
   const uint64_t first = chunks_, slots = layout_.slots;
@@ -202,7 +219,8 @@ void Node::pass_between(const Message& message) {
       moved = true;
     }
     const uint64_t end = first + laid_out + 1;
-    if (laid_out < chunks && first + taken + slots >= end && (end <= slots || have(&Post::taken, end - slots))) {
+    if (laid_out < chunks && first + taken + slots >= end &&
+        (end <= slots || have(&Post::taken, end - slots))) {
       message.lay_out(laid_out++);
       mine.laid_out.store(end, std::memory_order_release);
       moved = true;

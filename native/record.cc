@@ -20,13 +20,15 @@ struct Wait {
 };
 struct Record {
   std::atomic<int64_t> started, ended;  // messages
-  std::atomic<int64_t> exposed;         // nanoseconds for which programs have waited for messages, and done nothing else
+  std::atomic<int64_t>
+      exposed;  // nanoseconds for which programs have waited for messages, and done nothing else
   Event events[kEvents];
   std::atomic<int64_t> waited;  // how many times
   Wait waits[kEvents];
 };
 
-// In a file without a name, which `jaxmpi top` reads as /proc/PID/fd/N; in memory of our own where there can be none.
+// In a file without a name, which `jaxmpi top` reads as /proc/PID/fd/N; in memory of our own where
+// there can be none.
 Record& make_record() {
   const int file = memfd_create("jaxmpi-events", MFD_CLOEXEC);
   if (file < 0) return *new Record{};
@@ -55,7 +57,8 @@ Event& next(int64_t word, int64_t bytes) {
 
 }  // namespace
 
-Entered::Entered(const Transport& transport, int64_t word, int64_t bytes) : event_(next(word, bytes)), transport_(transport) {}
+Entered::Entered(const Transport& transport, int64_t word, int64_t bytes)
+    : event_(next(word, bytes)), transport_(transport) {}
 
 Entered::~Entered() {
   event_.end = now();
@@ -84,11 +87,14 @@ std::vector<std::pair<int64_t, int64_t>> last_waits() {
 }
 
 std::pair<int64_t, int64_t> messages() {
-  const int64_t ended = record.ended;  // first, so that what is between two messages does not look like being inside of one
+  const int64_t ended = record.ended;  // first, so that what is between two messages does not look
+                                       // like being inside of one
   return {record.started, ended};
 }
 
-int64_t word() { return record.started ? record.events[(record.started - 1) % kEvents].word.load() : 0; }
+int64_t word() {
+  return record.started ? record.events[(record.started - 1) % kEvents].word.load() : 0;
+}
 
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events() {
   std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> out;

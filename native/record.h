@@ -11,7 +11,8 @@
 
 namespace jaxmpi::record {
 
-// Marks a message as the last one, from when this rank is ready to communicate; under the transport's mutex.
+// Marks a message as the last one, from when this rank is ready to communicate; under the
+// transport's mutex.
 class Entered {
  public:
   Entered(const Transport& transport, int64_t word, int64_t bytes);
@@ -34,7 +35,8 @@ class Exposed {
 };
 int64_t exposed_ns();
 
-// When the last of these waits began and ended, in nanoseconds of the steady clock, in the order of their ends.
+// When the last of these waits began and ended, in nanoseconds of the steady clock, in the order of
+// their ends.
 std::vector<std::pair<int64_t, int64_t>> last_waits();
 
 // How many have begun, and how many of them have ended.
@@ -43,8 +45,8 @@ std::pair<int64_t, int64_t> messages();
 // The word of the last message.
 int64_t word();
 
-// number, word, bytes, start, met, end. Times are nanoseconds of the steady clock: when this rank entered it, when all ranks
-// had, and when it was done here; 0 for what has not happened yet.
+// number, word, bytes, start, met, end. Times are nanoseconds of the steady clock: when this rank
+// entered it, when all ranks had, and when it was done here; 0 for what has not happened yet.
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events();
 
 }  // namespace jaxmpi::record

@@ -10,14 +10,16 @@ namespace jaxmpi {
 namespace {
 
 #if defined(__x86_64__)
-// Whether the processor has AVX2 and F16C, and AVX-512 with F, DQ, CD, BW and VL, and the system saves their registers. Not by
+// Whether the processor has AVX2 and F16C, and AVX-512 with F, DQ, CD, BW and VL, and the system
+// saves their registers. Not by
 // __builtin_cpu_supports, whose table not every compiler's runtime fills in.
 struct Processor {
   bool avx2 = false, avx512 = false;
 
   Processor() {
-    constexpr unsigned kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;                  // leaf 1, ecx
-    constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 3u << 30;  // leaf 7, ebx
+    constexpr unsigned kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;  // leaf 1, ecx
+    constexpr unsigned kAvx2 = 1u << 5,
+                       kAvx512 = 1u << 16 | 1u << 17 | 1u << 28 | 3u << 30;  // leaf 7, ebx
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, kXsave | kAvx | kF16c)) return;
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -61,14 +63,19 @@ void combine_wide(Type type, Op op, const void* left, const void* right, void* t
   best().combine_wide(wide(type), op, left, right, total, n);
 }
 
-void finish(Type type, const void* total, int divisor, void* out, int64_t n) { best().finish(type, total, divisor, out, n); }
+void finish(Type type, const void* total, int divisor, void* out, int64_t n) {
+  best().finish(type, total, divisor, out, n);
+}
 
-void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n) {
+void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out,
+            void* second, int64_t n) {
   best().reduce(type, op, sources, count, divisor, out, second, n);
 }
 
 void copy_bytes(void* to, const void* from, int64_t bytes) { best().copy_bytes(to, from, bytes); }
 
-void stream_bytes(void* to, const void* from, int64_t bytes) { best().stream_bytes(to, from, bytes); }
+void stream_bytes(void* to, const void* from, int64_t bytes) {
+  best().stream_bytes(to, from, bytes);
+}
 
 }  // namespace jaxmpi

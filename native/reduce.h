@@ -32,17 +32,20 @@ inline int64_t size_of(Type type) {
 // The type that sums are formed in: F32 for 16-bit floats, the type itself otherwise.
 Type wide(Type type);
 
-// total = sources[0] op sources[1] op ..., in this order, of `wide(type)`. The total overlaps no source.
+// total = sources[0] op sources[1] op ..., in this order, of `wide(type)`. The total overlaps no
+// source.
 void combine(Type type, Op op, const void* const* sources, int count, void* total, int64_t n);
 
 // total = left op right, of `wide(type)`; the total may be one of them.
 void combine_wide(Type type, Op op, const void* left, const void* right, void* total, int64_t n);
 
-// out = total / divisor, of `wide(type)`, rounded to `type`. The divisor of integers and complex numbers is 1.
+// out = total / divisor, of `wide(type)`, rounded to `type`. The divisor of integers and complex
+// numbers is 1.
 void finish(Type type, const void* total, int divisor, void* out, int64_t n);
 
 // Both at once, block by block; each out may be a source, and the second may be null.
-void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out, void* second, int64_t n);
+void reduce(Type type, Op op, const void* const* sources, int count, int divisor, void* out,
+            void* second, int64_t n);
 
 void copy_bytes(void* to, const void* from, int64_t bytes);
 

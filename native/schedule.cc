@@ -7,7 +7,8 @@ namespace {
 
 int modulo(int i, int n) { return (i % n + n) % n; }
 
-// How many blocks are left after each round of a circulant reduce-scatter: p, ceil(p / 2), ceil(p / 4), ..., 1.
+// How many blocks are left after each round of a circulant reduce-scatter: p, ceil(p / 2), ceil(p /
+// 4), ..., 1.
 std::vector<int> halvings(int nodes) {
   std::vector<int> left = {nodes};
   while (left.back() > 1) left.push_back((left.back() + 1) / 2);
@@ -29,7 +30,8 @@ Schedule reduce_scatter_schedule(int nodes, int node, bool direct) {
   const std::vector<int> left = halvings(nodes);
   for (size_t k = 0; k + 1 < left.size(); ++k) {
     const int skip = left[k + 1], sent = left[k] - skip;
-    schedule.push_back({{modulo(node + skip, nodes), modulo(node - skip, nodes), skip, left[k], 0, sent, true}});
+    schedule.push_back(
+        {{modulo(node + skip, nodes), modulo(node - skip, nodes), skip, left[k], 0, sent, true}});
   }
   return schedule;
 }
@@ -47,7 +49,8 @@ Schedule allgather_schedule(int nodes, int node, bool direct) {
   const std::vector<int> left = halvings(nodes);
   for (size_t k = left.size() - 1; k-- > 0;) {
     const int skip = left[k + 1], sent = left[k] - skip;
-    schedule.push_back({{modulo(node - skip, nodes), modulo(node + skip, nodes), 0, sent, skip, left[k], false}});
+    schedule.push_back(
+        {{modulo(node - skip, nodes), modulo(node + skip, nodes), 0, sent, skip, left[k], false}});
   }
   return schedule;
 }
@@ -55,7 +58,8 @@ Schedule allgather_schedule(int nodes, int node, bool direct) {
 Schedule recursive_doubling_schedule(int nodes, int node) {
   int power = 1;
   while (2 * power <= nodes) power *= 2;
-  const int rest = nodes - power;  // so many nodes leave their part with a neighbour: of the first 2 · rest, the odd ones
+  const int rest = nodes - power;  // so many nodes leave their part with a neighbour: of the first
+                                   // 2 · rest, the odd ones
   Schedule schedule;
   const bool folds = node < 2 * rest;
   if (folds && node % 2 == 1) {
@@ -77,11 +81,13 @@ Schedule broadcast_schedule(int nodes, int node, int root) {
   const int place = modulo(node - root, nodes);
   Schedule schedule;
   int distance = 1;
-  while (distance < nodes && !(place & distance)) distance *= 2;  // above the root's own bits, or the lowest bit of the place
+  while (distance < nodes && !(place & distance))
+    distance *= 2;  // above the root's own bits, or the lowest bit of the place
   if (place) schedule.push_back({{-1, modulo(place - distance + root, nodes), 0, 0, 0, 1, false}});
   Round children;
   for (distance /= 2; distance > 0; distance /= 2) {
-    if (place + distance < nodes) children.push_back({modulo(place + distance + root, nodes), -1, 0, 1, 0, 0, false});
+    if (place + distance < nodes)
+      children.push_back({modulo(place + distance + root, nodes), -1, 0, 1, 0, 0, false});
   }
   if (!children.empty()) schedule.push_back(children);
   return schedule;

@@ -16,7 +16,8 @@ void Stores::decide() {
     return times[times.size() / 2];
   };
   const double ordinary = median(false), streamed = median(true);
-  streaming_ = streaming_ ? streamed < 1.1 * ordinary : streamed < 0.9 * ordinary;  // no change for chance
+  streaming_ =
+      streaming_ ? streamed < 1.1 * ordinary : streamed < 0.9 * ordinary;  // no change for chance
   spent_ = {};
 }
 

@@ -1,10 +1,12 @@
 // How a rank writes to shared memory what others will read.
 //
-// Ordinary stores leave it in the caches of this core, where a rank that shares a cache finds it soonest. A core that shares
-// none fetches each line from this core's cache, which takes longer than from memory: there, streaming stores, which go past
-// the caches, are up to twice as fast. Nothing says which it is, and in a virtual machine it changes while the job runs. So it
-// is tried: of every kPeriod large chunks, all ranks write the first kTrial the one way and the other in turn, and time what
-// they do with them. Each decides for itself: where some of three ranks share a cache, what they decide may differ.
+// Ordinary stores leave it in the caches of this core, where a rank that shares a cache finds it
+// soonest. A core that shares none fetches each line from this core's cache, which takes longer
+// than from memory: there, streaming stores, which go past the caches, are up to twice as fast.
+// Nothing says which it is, and in a virtual machine it changes while the job runs. So it is tried:
+// of every kPeriod large chunks, all ranks write the first kTrial the one way and the other in
+// turn, and time what they do with them. Each decides for itself: where some of three ranks share a
+// cache, what they decide may differ.
 #pragma once
 
 #include <array>
@@ -23,7 +25,8 @@ class Stores {
     return at < kTrial ? tried(at) : streaming_;
   }
 
-  // f(), a part of what this rank does with a chunk of so many bytes: what it does, not how long it waits for others.
+  // f(), a part of what this rank does with a chunk of so many bytes: what it does, not how long it
+  // waits for others.
   template <class F>
   void time(int64_t chunk, int64_t bytes, F f) {
     const int64_t at = (chunks_ + chunk) % kPeriod;
@@ -39,9 +42,12 @@ class Stores {
 
  private:
   static constexpr int64_t kTrial = 32, kPeriod = 2048;
-  static constexpr int64_t kHalf = kTrial / 2;     // in the second, the ways change places: messages may have two chunks each
-  static constexpr int64_t kWarm = 4;              // the first of a half, until each slot was written in its way
-  static constexpr int64_t kDecided = kTrial + 3;  // before it is laid out, all of the trial are taken
+  static constexpr int64_t kHalf =
+      kTrial / 2;  // in the second, the ways change places: messages may have two chunks each
+  static constexpr int64_t kWarm =
+      4;  // the first of a half, until each slot was written in its way
+  static constexpr int64_t kDecided =
+      kTrial + 3;  // before it is laid out, all of the trial are taken
   static bool tried(int64_t at) { return (at ^ at / kHalf) & 1; }
   void decide();
 

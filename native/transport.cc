@@ -21,9 +21,11 @@ std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64
   for (const Array& array : arrays) {
     const int64_t item = size_of(array.type), here = lines_of(array);
     const int64_t first = std::clamp<int64_t>(begin - before, 0, here) * (kLine / item);
-    const int64_t last = std::min(array.columns, std::clamp<int64_t>(end - before, 0, here) * (kLine / item));
+    const int64_t last =
+        std::min(array.columns, std::clamp<int64_t>(end - before, 0, here) * (kLine / item));
     if (first < last) {
-      parts.push_back({array.type, array.in + first * item, array.out + first * item, last - first, array.pitch()});
+      parts.push_back({array.type, array.in + first * item, array.out + first * item, last - first,
+                       array.pitch()});
     }
     before += here;
   }
@@ -38,7 +40,8 @@ Transport::Transport(const Place& place, std::vector<std::unique_ptr<Node>> node
 }
 
 void Transport::connect(std::unique_ptr<Network> network, const Tuning& tuning) {
-  lanes_ = std::make_unique<Lanes>(std::move(network), tuning, stripes_.front().node->layout().slots);
+  lanes_ =
+      std::make_unique<Lanes>(std::move(network), tuning, stripes_.front().node->layout().slots);
 }
 
 Extremes Transport::meet(int64_t word) {
@@ -60,11 +63,12 @@ void Transport::run(const Operation& operation, int64_t word, std::vector<Array>
   if (words.smallest != words.largest) throw Disagreement("the ranks do not do the same");
 }
 
-// The other stripes begin once the ranks have agreed in the first. What fails in one of them must fail in all: the other ranks
-// would wait.
+// The other stripes begin once the ranks have agreed in the first. What fails in one of them must
+// fail in all: the other ranks would wait.
 Extremes Transport::within(const Operation& operation, int64_t word, std::vector<Array> arrays) {
   const int count = workers_.count() + 1;
-  if (count == 1 || bytes_of(arrays) < kStripedBytes) return carry(stripes_.front(), operation, word, std::move(arrays));
+  if (count == 1 || bytes_of(arrays) < kStripedBytes)
+    return carry(stripes_.front(), operation, word, std::move(arrays));
   workers_.check();
   bool begun = false;
   std::exception_ptr failure;
@@ -96,8 +100,8 @@ Extremes Transport::within(const Operation& operation, int64_t word, std::vector
   std::rethrow_exception(failure);
 }
 
-Extremes Transport::carry(Stripe& stripe, const Operation& operation, int64_t word, std::vector<Array> arrays,
-                          std::function<void()> agreed) {
+Extremes Transport::carry(Stripe& stripe, const Operation& operation, int64_t word,
+                          std::vector<Array> arrays, std::function<void()> agreed) {
   WithinNode call(place_, *stripe.node, stripe.stores, operation, std::move(arrays));
   Node::Message message = call.message(word);
   message.agreed = std::move(agreed);

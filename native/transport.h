@@ -21,13 +21,15 @@ struct Disagreement : std::runtime_error {
 
 class Transport {
  public:
-  // nodes: the same ranks of this node, several times: each carries a part of a large message, by a thread of its own.
+  // nodes: the same ranks of this node, several times: each carries a part of a large message, by a
+  // thread of its own.
   Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes);
 
   // To the other nodes, if there are several.
   void connect(std::unique_ptr<Network> network, const Tuning& tuning);
 
-  // Carry out a collective on all arrays. The ranks compare `word`. Throws Disagreement on all of them if it differs.
+  // Carry out a collective on all arrays. The ranks compare `word`. Throws Disagreement on all of
+  // them if it differs.
   void run(const Operation& operation, int64_t word, std::vector<Array> arrays);
 
   int size() const { return place_.size; }
@@ -48,8 +50,8 @@ class Transport {
     Stores stores;
   };
   Extremes within(const Operation& operation, int64_t word, std::vector<Array> arrays);
-  Extremes carry(Stripe& stripe, const Operation& operation, int64_t word, std::vector<Array> arrays,
-                 std::function<void()> agreed = {});
+  Extremes carry(Stripe& stripe, const Operation& operation, int64_t word,
+                 std::vector<Array> arrays, std::function<void()> agreed = {});
 
   Place place_;
   std::vector<Stripe> stripes_;   // at least one

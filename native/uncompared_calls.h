@@ -17,9 +17,10 @@ struct Fingerprints {
   int64_t calls;  // how many these are
 };
 
-// A program whose messages are all in branches does not compare itself when it is called. Its first call sends a comparison.
-// Later ones become part of what the following messages compare: nothing more is sent, and a difference is found at the next
-// message, or at the comparison that is sent after kMost calls.
+// A program whose messages are all in branches does not compare itself when it is called. Its first
+// call sends a comparison. Later ones become part of what the following messages compare: nothing
+// more is sent, and a difference is found at the next message, or at the comparison that is sent
+// after kMost calls.
 class UncomparedCalls {
  public:
   // Adds a call of a program, or returns true: then the ranks are to compare it now, all of them.
@@ -31,7 +32,8 @@ class UncomparedCalls {
   // Of a message that this rank is about to send to all ranks.
   Fingerprints fingerprints_of(int64_t word);
 
-  // The number of the first call that is still known, and the programs of this one and of those behind it, before `calls`.
+  // The number of the first call that is still known, and the programs of this one and of those
+  // behind it, before `calls`.
   std::pair<int64_t, std::vector<int64_t>> before(int64_t calls);
 
   // Forgets the calls. All ranks do so at the same place.

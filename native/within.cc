@@ -3,10 +3,12 @@
 namespace jaxmpi {
 namespace {
 
-constexpr int64_t kLine = 64;            // bytes, of the caches
-constexpr int64_t kDirectBytes = 32768;  // up to here it is quicker if every rank reduces everything itself
-constexpr int64_t kLargeBytes = 65536;   // from here on, what is laid out of a chunk may be written past the caches
-constexpr int64_t kHotBytes = 8192;      // what has just been reduced is still in the L1 cache
+constexpr int64_t kLine = 64;  // bytes, of the caches
+constexpr int64_t kDirectBytes =
+    32768;  // up to here it is quicker if every rank reduces everything itself
+constexpr int64_t kLargeBytes =
+    65536;  // from here on, what is laid out of a chunk may be written past the caches
+constexpr int64_t kHotBytes = 8192;  // what has just been reduced is still in the L1 cache
 
 int64_t rows(const Operation& operation, int size) {
   return operation.kind == Kind::ReduceScatter || operation.kind == Kind::Alltoall ? size : 1;
@@ -14,13 +16,15 @@ int64_t rows(const Operation& operation, int size) {
 
 }  // namespace
 
-WithinNode::WithinNode(const Place& place, const Node& node, Stores& stores, const Operation& operation,
-                       std::vector<Array> arrays)
-    : Call(place, node, operation, std::move(arrays), rows(operation, place.size)), stores_(stores) {
+WithinNode::WithinNode(const Place& place, const Node& node, Stores& stores,
+                       const Operation& operation, std::vector<Array> arrays)
+    : Call(place, node, operation, std::move(arrays), rows(operation, place.size)),
+      stores_(stores) {
   for (const Chunk& chunk : chunks_) {
     large_of_.push_back(kCanStream && bytes(chunk) * rows_in() >= kLargeBytes ? large_++ : -1);
   }
-  direct_ = operation_.kind == Kind::Allreduce && chunks_.size() == 1 && bytes(chunks_[0]) * local_ <= kDirectBytes;
+  direct_ = operation_.kind == Kind::Allreduce && chunks_.size() == 1 &&
+            bytes(chunks_[0]) * local_ <= kDirectBytes;
   if (direct_) owners_ = 0;
 }
 
@@ -46,7 +50,9 @@ std::function<void(int64_t)> WithinNode::timed(void (WithinNode::*step)(int64_t)
   };
 }
 
-bool WithinNode::streams(int64_t k) const { return large_of_[k] >= 0 && stores_.streams(large_of_[k]); }
+bool WithinNode::streams(int64_t k) const {
+  return large_of_[k] >= 0 && stores_.streams(large_of_[k]);
+}
 
 void WithinNode::write(int64_t k) {
   const bool reads = operation_.kind != Kind::Bcast || operation_.source == at_.rank;
@@ -56,8 +62,8 @@ void WithinNode::write(int64_t k) {
 void WithinNode::reduce_all(int64_t k) {
   const Chunk& chunk = chunks_[k];
   each(chunk, {0, count(chunk)}, [&](const Array& a, int64_t column, int64_t n, int64_t from) {
-    reduce(a.type, operation_.op, sources(k, 0, from, at(k, me_, 0, from)), local_, operation_.divisor,
-           a.out + column * chunk.stream->item, nullptr, n);
+    reduce(a.type, operation_.op, sources(k, 0, from, at(k, me_, 0, from)), local_,
+           operation_.divisor, a.out + column * chunk.stream->item, nullptr, n);
   });
 }
 
@@ -71,25 +77,29 @@ void WithinNode::reduce_share(int64_t k) {
       const int64_t item = chunk.stream->item;
       const char* own = a.in + (row * a.pitch() + column) * item;
       char *out = a.out + column * item, *slot = at(k, me_, i, from);
-      const bool own_result = rows_in() == 1 || i == me_, others_result = rows_in() == 1 || i != me_;
-      reduce_piece(k, row, from, own, own_result ? out : nullptr, others_result ? slot : nullptr, n);
+      const bool own_result = rows_in() == 1 || i == me_,
+                 others_result = rows_in() == 1 || i != me_;
+      reduce_piece(k, row, from, own, own_result ? out : nullptr, others_result ? slot : nullptr,
+                   n);
     });
   }
 }
 
 // To one of `out` and `slot`, or to both.
-void WithinNode::reduce_piece(int64_t k, int64_t row, int64_t from, const char* own, char* out, char* slot, int64_t n) {
+void WithinNode::reduce_piece(int64_t k, int64_t row, int64_t from, const char* own, char* out,
+                              char* slot, int64_t n) {
   const Type type = chunks_[k].stream->type;
   const int64_t item = size_of(type), hot = kHotBytes / item;
   if (!slot || !streams(k)) {
-    return reduce(type, operation_.op, sources(k, row, from, own), local_, operation_.divisor, out ? out : slot,
-                  out ? slot : nullptr, n);
+    return reduce(type, operation_.op, sources(k, row, from, own), local_, operation_.divisor,
+                  out ? out : slot, out ? slot : nullptr, n);
   }
   alignas(kLine) char block[kHotBytes];
   for (int64_t i = 0; i < n; i += hot) {
     const int64_t m = std::min(hot, n - i);
     char* reduced = out ? out + i * item : block;
-    reduce(type, operation_.op, sources(k, row, from + i, own + i * item), local_, operation_.divisor, reduced, nullptr, m);
+    reduce(type, operation_.op, sources(k, row, from + i, own + i * item), local_,
+           operation_.divisor, reduced, nullptr, m);
     stream_bytes(slot + i * item, reduced, m * item);
   }
 }

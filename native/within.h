@@ -8,7 +8,8 @@ namespace jaxmpi {
 
 class WithinNode : public Call {
  public:
-  WithinNode(const Place& place, const Node& node, Stores& stores, const Operation& operation, std::vector<Array> arrays);
+  WithinNode(const Place& place, const Node& node, Stores& stores, const Operation& operation,
+             std::vector<Array> arrays);
 
   Node::Message message(int64_t word);
 
@@ -21,7 +22,8 @@ class WithinNode : public Call {
   void gather_all(int64_t k) { gather(k); }
   void reduce_all(int64_t k);
   void reduce_share(int64_t k);
-  void reduce_piece(int64_t k, int64_t row, int64_t from, const char* own, char* out, char* slot, int64_t n);
+  void reduce_piece(int64_t k, int64_t row, int64_t from, const char* own, char* out, char* slot,
+                    int64_t n);
   void take(int64_t k);
 
   Stores& stores_;

@@ -10,7 +10,8 @@
 namespace jaxmpi {
 namespace {
 
-constexpr auto kSpinning = std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
+constexpr auto kSpinning =
+    std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
 
 template <class Until>
 void spin(Until until) {
@@ -34,7 +35,8 @@ WorkerThreads::WorkerThreads(int count) : threads_of_(getpid()) {
 bool WorkerThreads::forked() const { return threads_of_ != getpid(); }
 
 void WorkerThreads::check() const {
-  if (forked()) throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+  if (forked())
+    throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
 }
 
 WorkerThreads::~WorkerThreads() {

@@ -15,7 +15,8 @@ namespace jaxmpi {
 
 class WorkerThreads {
  public:
-  // The threads are made here, before any message: a rank that had none in the middle of one would keep all others waiting.
+  // The threads are made here, before any message: a rank that had none in the middle of one would
+  // keep all others waiting.
   explicit WorkerThreads(int count);
   ~WorkerThreads();
   WorkerThreads(const WorkerThreads&) = delete;
