@@ -21,7 +21,7 @@ import numpy as np
 from common import Report, parser
 
 import jaxmpi
-from jaxmpi._monitor import monitor
+from jaxmpi._job.monitor import monitor
 from jaxmpi._world import session
 
 STEP_SECONDS = 0.01

@@ -21,9 +21,17 @@ from ._collectives.trees import (
     tree_reduce_scatter,
 )
 from ._data.prefetch import prefetch
-from ._errors import CheckpointError, MPIError, NotInitializedError, RankCountError, RankMismatchError
+from ._errors import (
+    CheckpointError,
+    MPIError,
+    NotInitializedError,
+    RankCountError,
+    RankMismatchError,
+)
 from ._jit.api import jit, local
 from ._jit.pmap import pmap
+from ._job.launch.notebook import launch
+from ._job.process.busy import busy
 from ._leaves import PerRankState
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss
@@ -38,8 +46,6 @@ from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.sharded_array import ShardedArray
 from ._optim.sharded_state import reshard
 from ._optim.zero1 import sharded
-from ._process.busy import busy
-from ._run.notebook import launch
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size
 from ._world.simulate import simulate

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from jaxmpi._cli import timeline
-from jaxmpi._run import run
+from jaxmpi._job.launch import run
+from jaxmpi._job.tools import timeline
 
 __all__ = ["main"]
 
@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:
         return run.run(arguments[1:])
     if arguments[:1] == ["doctor"]:
-        from jaxmpi._cli import doctor
+        from jaxmpi._job.tools import doctor
 
         return doctor.run(arguments[1:])
     if arguments[:1] == ["top"]:
-        from jaxmpi._cli import top
+        from jaxmpi._job.tools import top
 
         return top.run(arguments[1:])
     if arguments[:1] == ["timeline"]:

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
+from jaxmpi._job.monitor.ordered_output import Key
+from jaxmpi._job.process import settings
+from jaxmpi._job.process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._leaves import PyTree, as_array, check_fits, widest
-from jaxmpi._monitor.ordered_output import Key
 from jaxmpi._optim.weights import Weight, weighted_mean
-from jaxmpi._process import settings
-from jaxmpi._process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._world import session
 
 __all__ = ["average_metrics", "get_logger", "print", "progress"]

@@ -78,7 +78,7 @@ set_up() {
 test_one() (
   echo "== setting up $1"
   set_up "$1" || exit
-  echo "== running the tests on $1: $(".venv-$1/bin/python" -c 'from jaxmpi._run.mpiexec import library; print(*library())')"
+  echo "== running the tests on $1: $(".venv-$1/bin/python" -c 'from jaxmpi._job.launch.mpiexec import library; print(*library())')"
   # shellcheck disable=SC2086 # several words
   ".venv-$1/bin/python" -m pytest -n 2 --dist worksteal -m "$marks" ${TESTS:-}
 )

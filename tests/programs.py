@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._process import run_dir
+from jaxmpi._job.process import run_dir
 
 ROOT = Path(__file__).parent.parent
 

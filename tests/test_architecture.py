@@ -9,19 +9,39 @@ import pytest
 import jaxmpi
 
 PACKAGE = Path(jaxmpi.__file__).parent
-FOUNDATION = {"_axis", "_errors", "_leaves", "_devices", "_jaxcompat", "_process", "_data"}
+FOUNDATION = {"_axis", "_errors", "_leaves", "_devices", "_jaxcompat", "_job.process", "_data"}
 FOLDERS = [
-    *("_backends", "_consistency", "_lowering", "_monitor", "_world", "_jit", "_collectives"),
-    *("_optim", "_nn", "_checkpoint", "_run", "_cli"),
+    *("_backends", "_consistency", "_lowering", "_job.monitor", "_world", "_jit", "_collectives"),
+    *("_optim", "_nn", "_checkpoint", "_job.launch", "_job.tools"),
 ]
-PUBLIC = {"data", "nn", "codecs", "console", "checkpoint", "diagnose", "testing", "__main__", "__init__"}
-LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]  # the one list: each imports from itself and from those before
+PUBLIC = {
+    "data",
+    "nn",
+    "codecs",
+    "console",
+    "checkpoint",
+    "diagnose",
+    "testing",
+    "__main__",
+    "__init__",
+}
+# the one list: each imports from itself and from those before
+LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]
 
 
 def modules():
     """The name of each module below `jaxmpi`, and its file."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"), path
+        yield (
+            ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"),
+            path,
+        )
+
+
+def folder(name):
+    """The folder of a module by which LAYERS orders it: of `_job`, the folder within."""
+    first, *rest = name.split(".")
+    return f"_job.{rest[0]}" if first == "_job" and rest else first
 
 
 def imports(path):
@@ -39,14 +59,14 @@ def imports(path):
 
 
 def test_every_module_stands_in_a_layer():
-    assert {name.partition(".")[0] for name, _ in modules()} == set().union(*LAYERS)
+    assert {folder(name) for name, _ in modules()} - {"_job"} == set().union(*LAYERS)
 
 
 def test_modules_import_from_their_own_layer_or_below():
     layer = {name: i for i, names in enumerate(LAYERS) for name in names}
     for name, path in modules():
         for imported in imports(path):
-            assert layer[imported.partition(".")[0]] <= layer[name.partition(".")[0]], f"{name} imports {imported}, above it"
+            assert layer[folder(imported)] <= layer[folder(name)], f"{name} imports {imported}, above it"
 
 
 def test_no_two_files_import_each_other():
@@ -55,7 +75,7 @@ def test_no_two_files_import_each_other():
 
 
 def test_what_a_rank_is_as_a_process_needs_no_jax():
-    for path in (PACKAGE / "_process").glob("*.py"):
+    for path in (PACKAGE / "_job" / "process").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -65,9 +85,9 @@ def test_what_a_rank_is_as_a_process_needs_no_jax():
 
 STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
-    "_run.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
+    "_job.launch.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
     "_data.prefetch": {"_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"},
-    "_process.at_exit": {
+    "_job.process.at_exit": {
         "_calls": "calls for the end of the process, not of the job",
         "_threads": "threads that end before the process does, in a job or not",
     },
@@ -114,10 +134,9 @@ def test_no_code_asks_for_the_name_of_a_backend():
 
 
 def test_each_folder_has_a_line_for_each_of_its_files():
-    for folder in PACKAGE.iterdir():
-        if (folder / "__init__.py").exists() and folder.name.startswith("_"):
-            for path in folder.glob("*.py"):
-                assert path.stem in (folder / "__init__.py").read_text() or path.stem == "__init__", path
+    for path in PACKAGE.glob("_*/**/*.py"):
+        described = (path.parent / "__init__.py").read_text()
+        assert path.stem == "__init__" or path.stem in described, path
 
 
 def test_file_names_are_told_apart_by_more_than_a_line_below():

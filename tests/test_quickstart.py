@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from programs import ROOT, on_ranks, run_all
 from test_monitor import crowded
 
-from jaxmpi._run import mpiexec
+from jaxmpi._job.launch import mpiexec
 
 
 @pytest.mark.launcher

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._run.pool import pool
+from jaxmpi._job.launch.pool import pool
 from jaxmpi.testing import RankFailure, assert_equivalent, assert_replicated, run_ranks
 
 
@@ -192,7 +192,7 @@ def test_a_launch_after_an_interrupt_returns_its_own_results(monkeypatch, where)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        target = "jaxmpi._run.pool.wait" if where == "wait" else "multiprocessing.connection.Listener.accept"
+        target = "jaxmpi._job.launch.pool.wait" if where == "wait" else "multiprocessing.connection.Listener.accept"
         patch.setattr(target, interrupted)
         with pytest.raises(KeyboardInterrupt):
             jaxmpi.launch(double, 2, 2)

@@ -15,8 +15,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmpi._backends.groups import described
-from jaxmpi._process.busy import note_end_of_work
-from jaxmpi._process.communicating_thread import Turn
+from jaxmpi._job.process.busy import note_end_of_work
+from jaxmpi._job.process.communicating_thread import Turn
 
 __all__ = [
     "Backend",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 
 from jaxmpi import _jaxcompat
-from jaxmpi._process import settings
+from jaxmpi._job.process import settings
 
 __all__ = ["join_jax_processes"]
 

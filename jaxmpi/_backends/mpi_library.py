@@ -14,8 +14,8 @@ import jax
 
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
-from jaxmpi._process import loaded_mpi, peers, run_dir, stderr
-from jaxmpi._process.at_exit import Step, at_exit
+from jaxmpi._job.process import loaded_mpi, peers, run_dir, stderr
+from jaxmpi._job.process.at_exit import Step, at_exit
 
 __all__ = ["import_mpi4jax", "import_mpi4py", "libmpi", "loaded_twice", "mpi4jax_version", "unlink_shared_memory"]
 

@@ -29,7 +29,7 @@ from jaxmpi._backends.mpi import Mpi
 from jaxmpi._backends.native_transports import Transports
 from jaxmpi._backends.wire_dtypes import carried, carried_shapes, received
 from jaxmpi._backends.within_groups import through_all
-from jaxmpi._process import settings
+from jaxmpi._job.process import settings
 
 __all__ = ["Native", "on_host"]
 

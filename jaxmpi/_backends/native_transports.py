@@ -15,8 +15,8 @@ from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.mpi_library import libmpi
 from jaxmpi._backends.shared_memory import SHARED_MEMORY, shared_memory
 from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
-from jaxmpi._process import settings
-from jaxmpi._process.processor import quota
+from jaxmpi._job.process import settings
+from jaxmpi._job.process.processor import quota
 
 __all__ = ["Transports"]
 

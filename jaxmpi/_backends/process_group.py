@@ -26,9 +26,9 @@ from jaxmpi._backends.base import Collective, Overlap, Place, Registry
 from jaxmpi._backends.communicator import Communicator, Request
 from jaxmpi._backends.mpi_library import unlink_shared_memory
 from jaxmpi._backends.votes import Votes, open_votes
-from jaxmpi._process import settings
-from jaxmpi._process.communicating_thread import Turn
-from jaxmpi._process.stderr import one_line
+from jaxmpi._job.process import settings
+from jaxmpi._job.process.communicating_thread import Turn
+from jaxmpi._job.process.stderr import one_line
 
 __all__ = ["MpiProcessGroup"]
 

@@ -15,7 +15,7 @@ from jaxmpi._backends.native import Native, on_host
 from jaxmpi._backends.shared_memory import SHARED_MEMORY
 from jaxmpi._backends.start_checks import check_start, gathered, take_device
 from jaxmpi._errors import MPIError
-from jaxmpi._process import settings
+from jaxmpi._job.process import settings
 
 __all__ = ["join", "why_not_native"]
 

@@ -31,7 +31,7 @@ from jaxmpi._checkpoint import memory
 from jaxmpi._checkpoint.array_files import PIECE_BYTES, Archive, advice, create, open_regular
 from jaxmpi._checkpoint.manifest import Manifest, format_manifest, parse_manifest
 from jaxmpi._errors import CheckpointError
-from jaxmpi._process import stderr
+from jaxmpi._job.process import stderr
 
 __all__ = [
     "Lineage",
@@ -76,9 +76,7 @@ def step_of(folder: Path) -> int:
     return _order(folder)[0]
 
 
-def newest(
-    directories: Sequence[Path], step: int | None = None
-) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+def newest(directories: Sequence[Path], step: int | None = None) -> tuple[tuple[Path, Manifest] | None, list[str]]:
     """Look for the newest whole checkpoint; where one step is in several, the last directory's.
 
     Args:
@@ -247,9 +245,7 @@ def commit(
         #    of a checkpoint is whole even if the machine stops at once.
         text = format_manifest(manifest)
         if len(text) > MANIFEST_BYTES:
-            raise CheckpointError(
-                f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text."
-            )
+            raise CheckpointError(f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text.")
         with create(folder / MANIFEST) as file:
             file.write(text)
             file.flush()

@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 
 from jaxmpi._errors import CheckpointError
-from jaxmpi._process import files
+from jaxmpi._job.process import files
 
 __all__ = ["MEMORY", "begin", "existing", "forgotten", "present_time"]
 

@@ -1,7 +1,7 @@
 """A signal to any rank, and all stop together."""
 
 from jaxmpi._collectives.objects import agreed, untraced
-from jaxmpi._process import stderr
+from jaxmpi._job.process import stderr
 from jaxmpi._world import session
 
 __all__ = ["preempted"]

@@ -5,7 +5,7 @@ import time
 from typing import NamedTuple
 
 from jaxmpi._collectives.objects import agreed
-from jaxmpi._process import run_dir
+from jaxmpi._job.process import run_dir
 from jaxmpi._world import session
 
 __all__ = ["Rate", "Throughput"]

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 from jaxmpi._backends.base import Backend
 from jaxmpi._consistency.compare import outliers
 from jaxmpi._errors import RankMismatchError
+from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
-from jaxmpi._process import settings
 
 __all__ = ["checksum", "compare", "wanted"]
 

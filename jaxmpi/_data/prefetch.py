@@ -17,8 +17,8 @@ from jax.tree_util import KeyPath
 
 from jaxmpi._data.feeds import BatchesFeed, Feed, LoaderFeed, Plan, Read
 from jaxmpi._data.per_rank import PerRankBatches
+from jaxmpi._job.process.at_exit import start_thread
 from jaxmpi._leaves import PyTree, check_fits, leaf_name
-from jaxmpi._process.at_exit import start_thread
 
 __all__ = ["Prefetched", "Reading", "prefetch"]
 

@@ -13,12 +13,12 @@ from jaxmpi._jit.arguments import argument_name, checked
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
+from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._leaves import PyTree, is_own, output_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.refuse import refuse_ordered_effects, refuse_references
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import prepared, trace
-from jaxmpi._process.garbage import collection_paused
 
 __all__ = ["build_program", "watched"]
 

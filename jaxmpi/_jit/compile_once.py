@@ -21,9 +21,9 @@ from jax.stages import Lowered
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import ProcessGroup, long_operation
 from jaxmpi._consistency.compare import in_words
-from jaxmpi._process import settings
-from jaxmpi._process.made_once import made_once
-from jaxmpi._process.processor import processor
+from jaxmpi._job.process import settings
+from jaxmpi._job.process.made_once import made_once
+from jaxmpi._job.process.processor import processor
 from jaxmpi._world import session
 
 __all__ = ["compile_alone", "compile_once", "shares"]

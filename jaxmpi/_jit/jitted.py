@@ -16,11 +16,11 @@ from jaxmpi._jit.build import build_program, watched
 from jaxmpi._jit.compile_once import shares
 from jaxmpi._jit.function import Function
 from jaxmpi._jit.program import Program, refuse_nan_search
+from jaxmpi._job.process import settings
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.costs import table
 from jaxmpi._lowering.refuse import explained
 from jaxmpi._lowering.trace import is_local
-from jaxmpi._process import settings
 
 __all__ = ["Jitted", "NewProgramError"]
 

@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
 from jaxmpi._lowering.classify import LOOPS, callee, has_collective, kind, map_subjaxprs, subjaxprs
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
-from jaxmpi._process.garbage import collection_paused
 
 __all__ = ["Env", "evaluate", "is_local", "make_jaxpr", "opened", "prepared", "trace"]
 

@@ -14,10 +14,10 @@ from jaxmpi._backends.base import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._process import children, run_dir, settings, stderr
-from jaxmpi._process.compiled_files import CompiledFiles
-from jaxmpi._process.init_failure import joining
-from jaxmpi._process.refused_count import note_at_exceptions
+from jaxmpi._job.process import children, run_dir, settings, stderr
+from jaxmpi._job.process.compiled_files import CompiledFiles
+from jaxmpi._job.process.init_failure import joining
+from jaxmpi._job.process.refused_count import note_at_exceptions
 from jaxmpi._world import session
 from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps

@@ -16,9 +16,9 @@ from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._errors import NotInitializedError, RankCountError
+from jaxmpi._job.monitor.monitor import Monitor
+from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._lowering.costs import Speed
-from jaxmpi._monitor.monitor import Monitor
-from jaxmpi._monitor.preemption import Preemption
 from jaxmpi._world.world import World
 
 __all__ = [

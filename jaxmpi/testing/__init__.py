@@ -25,9 +25,9 @@ from jaxmpi._collectives.objects import allgather_object
 from jaxmpi._jit.api import jit, local
 from jaxmpi._jit.function import Leaf, is_per_rank
 from jaxmpi._jit.step import Step
+from jaxmpi._job.launch.pool import RankFailure, pool
+from jaxmpi._job.launch.task import Task
 from jaxmpi._leaves import PyTree, leaf_name
-from jaxmpi._run.pool import RankFailure, pool
-from jaxmpi._run.task import Task
 from jaxmpi._world import session
 from jaxmpi._world.simulate import simulate
 from jaxmpi.testing import faults as faults

@@ -15,8 +15,8 @@ from test_native import run
 
 import jaxmpi
 from jaxmpi._backends.base import Overlap
-from jaxmpi._cli import records, timeline
-from jaxmpi._cli.overlapped import overlapped
+from jaxmpi._job.tools import records, timeline
+from jaxmpi._job.tools.overlapped import overlapped
 from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.combine import schedule
 from jaxmpi._lowering.trace import opened

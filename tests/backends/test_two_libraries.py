@@ -9,8 +9,8 @@ from programs import on_ranks, run
 
 from jaxmpi._backends import mpi_library
 from jaxmpi._errors import MPIError
-from jaxmpi._process import loaded_mpi
-from jaxmpi._run import mpiexec
+from jaxmpi._job.launch import mpiexec
+from jaxmpi._job.process import loaded_mpi
 
 SCRIPT = """
 import ctypes, sys
@@ -59,7 +59,7 @@ def test_the_extension_gets_the_library_that_mpi4py_uses(tmp_path, other):
 def test_doctor_names_both(tmp_path, other):
     (tmp_path / "sitecustomize.py").write_text(f"import ctypes\nctypes.CDLL({other!r})\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    code = "from jaxmpi._cli import checks; print(next(checks.mpi()))"
+    code = "from jaxmpi._job.tools import checks; print(next(checks.mpi()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=environ, check=True)
     text = "".join(done.stdout.split())  # wrapped at a width
     assert done.stdout.startswith("  broken  mpi4py: this process has loaded two MPI libraries"), done.stdout

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxmpi import _devices
-from jaxmpi._cli import checks
-from jaxmpi._run.placement import Machine
+from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.tools import checks
 
 
 def doctor(*args, **environ):

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxmpi._cli import timeline
-from jaxmpi._cli.overlapped import overlapped
-from jaxmpi._cli.records import read
+from jaxmpi._job.tools import timeline
+from jaxmpi._job.tools.overlapped import overlapped
+from jaxmpi._job.tools.records import read
 
 EVENT = [0, "allreduce mean of float32[3] at train.py:1 of step", 12, 0.5, 0.75, 1.0]
 RECORD = {

@@ -10,8 +10,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from jaxmpi._cli import observe, rank_rates, top_view
-from jaxmpi._process import live_record
+from jaxmpi._job.process import live_record
+from jaxmpi._job.tools import observe, rank_rates, top_view
 
 SCRIPT = """
 import sys, time

@@ -9,8 +9,8 @@ from jax import lax
 from jax.scipy.sparse import linalg
 
 import jaxmpi
-from jaxmpi._run.pool import pool
-from jaxmpi._run.task import Task
+from jaxmpi._job.launch.pool import pool
+from jaxmpi._job.launch.task import Task
 from jaxmpi.testing import IDLE_SECONDS
 
 AXES = {"data": 2, "model": 2}

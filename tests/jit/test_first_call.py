@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
-from jaxmpi._monitor import async_gather
+from jaxmpi._job.monitor import async_gather
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 

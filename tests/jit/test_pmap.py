@@ -22,7 +22,7 @@ from flax.training import common_utils
 from jax import lax
 
 import jaxmpi
-from jaxmpi._monitor import async_gather
+from jaxmpi._job.monitor import async_gather
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 

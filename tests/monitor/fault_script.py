@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 import jaxmpi
-from jaxmpi._process import peers
+from jaxmpi._job.process import peers
 from jaxmpi._world.init import launched_ranks
 from jaxmpi.testing import faults
 

@@ -10,7 +10,7 @@ import pytest
 from test_monitor import end, jaxmpi_run, mpirun
 
 import jaxmpi
-from jaxmpi._process import busy as registry
+from jaxmpi._job.process import busy as registry
 
 SCRIPT = Path(__file__).with_name("busy_script.py")
 

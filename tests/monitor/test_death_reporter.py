@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from jaxmpi._monitor import death_reporter
+from jaxmpi._job.monitor import death_reporter
 
 VISITED = """
 import os, signal, socket, struct, sys
-from jaxmpi._monitor import death_reporter
+from jaxmpi._job.monitor import death_reporter
 said, whose = bytes.fromhex(sys.argv[1]), sys.argv[2]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._run import mpiexec
+from jaxmpi._job.launch import mpiexec
 
 SCRIPT = """
 import os, signal, subprocess, sys, time
@@ -349,7 +349,7 @@ def test_the_watch_is_watched(tmp_path, what):
 
 SIGNALS = """
 import os, select, signal, socket, sys
-from jaxmpi._process.signals import Signals
+from jaxmpi._job.process.signals import Signals
 before, later = socket.socketpair(), socket.socketpair()
 for end in (*before, *later):
     end.setblocking(False)
@@ -395,7 +395,7 @@ def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, own
 
 WITNESSED = """
 import os, signal, sys
-from jaxmpi._monitor import death_reporter
+from jaxmpi._job.monitor import death_reporter
 address = death_reporter.start()
 ranks = []
 for rank in range(3):

@@ -19,8 +19,8 @@ import pytest
 from test_monitor import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi._cli import timeline
-from jaxmpi._monitor.preemption import Preemption
+from jaxmpi._job.monitor.preemption import Preemption
+from jaxmpi._job.tools import timeline
 from jaxmpi.testing import faults, run_ranks
 
 STALLS = """

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from jaxmpi import RankCountError
-from jaxmpi._process import refused_count
+from jaxmpi._job.process import refused_count
 
 STEPS = """
-from jaxmpi._process.at_exit import Step, at_exit, start_thread
+from jaxmpi._job.process.at_exit import Step, at_exit, start_thread
 import threading
 
 def fail():

@@ -12,8 +12,8 @@ import pytest
 
 from jaxmpi._backends.base import Place
 from jaxmpi._backends.single import Single
-from jaxmpi._monitor.flight_recorder import Recorder
-from jaxmpi._process import files, run_dir
+from jaxmpi._job.monitor.flight_recorder import Recorder
+from jaxmpi._job.process import files, run_dir
 
 
 class OneRank(Single):

@@ -11,7 +11,7 @@ from test_launch import end, start
 
 import jaxmpi
 from jaxmpi.__main__ import main
-from jaxmpi._process import children, settings
+from jaxmpi._job.process import children, settings
 
 PAGE = Path(__file__).parents[2] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"

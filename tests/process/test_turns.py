@@ -13,7 +13,7 @@ from jax import lax
 from test_monitor import end, jaxmpi_run
 
 import jaxmpi
-from jaxmpi._process import communicating_thread
+from jaxmpi._job.process import communicating_thread
 from jaxmpi.testing import run_ranks
 
 X = np.arange(3.0, dtype=np.float32)

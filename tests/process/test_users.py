@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._run.mpiexec import LaunchError
-from jaxmpi._run.options import parse
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.launch.options import parse
 
 COMMAND = str(Path(sys.executable).with_name("jaxmpi"))  # as `python -m jaxmpi` itself looks into the working directory
 PLANTED = ("mpi4py", "mpi4jax", "jax", "jaxlib", "numpy", "jaxmpi", "optax", "flax", "json", "re", "sitecustomize")

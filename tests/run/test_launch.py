@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.__main__ import main
-from jaxmpi._process import run_dir as registry
-from jaxmpi._process.run_dir import Member
-from jaxmpi._run import mpiexec
-from jaxmpi._run.failure_report import End, find_failure
-from jaxmpi._run.mpiexec import Launcher, LaunchError
-from jaxmpi._run.options import Request, parse
-from jaxmpi._run.output import Relay
-from jaxmpi._run.placement import Machine, check_counts, command, plan, survey
+from jaxmpi._job.launch import mpiexec
+from jaxmpi._job.launch.failure_report import End, find_failure
+from jaxmpi._job.launch.mpiexec import Launcher, LaunchError
+from jaxmpi._job.launch.options import Request, parse
+from jaxmpi._job.launch.output import Relay
+from jaxmpi._job.launch.placement import Machine, check_counts, command, plan, survey
+from jaxmpi._job.process import run_dir as registry
+from jaxmpi._job.process.run_dir import Member
 
 pytestmark = pytest.mark.launcher
 
@@ -36,7 +36,7 @@ import os, signal, sys, time, types
 sys.modules["jaxmpi"] = types.ModuleType("jaxmpi")  # without jax the ranks start sooner
 sys.modules["jaxmpi"].__path__ = [sys.argv[2]]
 from mpi4py import MPI
-from jaxmpi._process import run_dir as registry
+from jaxmpi._job.process import run_dir as registry
 comm, what = MPI.COMM_WORLD, sys.argv[1]
 run_dir = os.environ["JAXMPI_RUN_DIR"]
 registry.join(run_dir, comm.rank)
@@ -384,7 +384,7 @@ def test_run_refuses(here, capfd, line, text):
     ],
 )
 def test_numbers_that_no_machine_can_run_are_refused(here, monkeypatch, line, limit, text):
-    monkeypatch.setattr("jaxmpi._run.placement._number", lambda name: limit + (name == "pid_max"))
+    monkeypatch.setattr("jaxmpi._job.launch.placement._number", lambda name: limit + (name == "pid_max"))
     if text is None:
         check_counts(parse(line.split()), {})
     else:
@@ -920,7 +920,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._run.output import Relay
+from jaxmpi._job.launch.output import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

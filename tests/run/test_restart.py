@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._run.failed_host import failed_host
-from jaxmpi._run.hosts import named_hosts, same_host, with_hosts
-from jaxmpi._run.mpi_daemons import MpiDaemons
-from jaxmpi._run.mpiexec import LaunchError
-from jaxmpi._run.options import parse
-from jaxmpi._run.restart import Restarts
+from jaxmpi._job.launch.failed_host import failed_host
+from jaxmpi._job.launch.hosts import named_hosts, same_host, with_hosts
+from jaxmpi._job.launch.mpi_daemons import MpiDaemons
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.launch.options import parse
+from jaxmpi._job.launch.restart import Restarts
 
 
 def request(tmp_path, *options, hosts="a slots=2\nb slots=2\nc slots=2\n", ranks=6):

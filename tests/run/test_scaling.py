@@ -3,10 +3,10 @@
 import pytest
 from test_launch import end, start
 
-from jaxmpi._run import scaling
-from jaxmpi._run.mpiexec import LaunchError
-from jaxmpi._run.options import parse
-from jaxmpi._run.scaling import Point
+from jaxmpi._job.launch import scaling
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.launch.options import parse
+from jaxmpi._job.launch.scaling import Point
 
 SCRIPT = """
 import sys, time

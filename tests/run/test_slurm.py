@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._run import mpiexec
+from jaxmpi._job.launch import mpiexec
 
 HERE = Path(__file__).parent
 # How srun starts the ranks of an MPI.

@@ -6,7 +6,7 @@ import resource
 import tempfile
 from collections.abc import MutableMapping
 
-from jaxmpi._run.mpiexec import LaunchError
+from jaxmpi._job.launch.mpiexec import LaunchError
 
 __all__ = ["prepare", "socket_folder"]
 

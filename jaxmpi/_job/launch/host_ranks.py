@@ -7,9 +7,9 @@ import select
 import struct
 from pathlib import Path
 
-from jaxmpi._process import run_dir as registry
-from jaxmpi._process.run_dir import Member
-from jaxmpi._run.failure_report import End
+from jaxmpi._job.launch.failure_report import End
+from jaxmpi._job.process import run_dir as registry
+from jaxmpi._job.process.run_dir import Member
 
 __all__ = ["HostRanks"]
 

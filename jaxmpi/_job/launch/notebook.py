@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxmpi._run.pool import pool
-from jaxmpi._run.task import Call
+from jaxmpi._job.launch.pool import pool
+from jaxmpi._job.launch.task import Call
 from jaxmpi._world import session
 
 __all__ = ["launch"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jaxmpi._process import settings
-from jaxmpi._run.mpiexec import LaunchError
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.process import settings
 
 __all__ = ["Request", "parse"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi._run.hosts import on_other_nodes, ranks_of_a_node
-from jaxmpi._run.mpiexec import Launcher, LaunchError
-from jaxmpi._run.options import Request
+from jaxmpi._job.launch.hosts import on_other_nodes, ranks_of_a_node
+from jaxmpi._job.launch.mpiexec import Launcher, LaunchError
+from jaxmpi._job.launch.options import Request
 
 __all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from jaxmpi._run.environment import socket_folder
-from jaxmpi._run.task import ADDRESS, Call, Result, Task
+from jaxmpi._job.launch.environment import socket_folder
+from jaxmpi._job.launch.task import ADDRESS, Call, Result, Task
 
 __all__ = ["Pool", "RankFailure", "pool"]
 
@@ -61,7 +61,7 @@ class Pool:
         address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         connections = Listener(address, "AF_UNIX")
-        self._start([sys.executable, *launch, "-m", "jaxmpi._run.worker", json.dumps(axes)], address, backend)
+        self._start([sys.executable, *launch, "-m", "jaxmpi._job.launch.worker", json.dumps(axes)], address, backend)
         try:
             with connections as listener:
                 listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]

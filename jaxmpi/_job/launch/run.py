@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxmpi._process import compiled_files, settings
-from jaxmpi._run.environment import prepare
-from jaxmpi._run.hosts import named_hosts, on_other_nodes
-from jaxmpi._run.mpiexec import Launcher, LaunchError, check_library, environment, find_launcher, identify
-from jaxmpi._run.options import Request, parse
-from jaxmpi._run.output import open_streams, say
-from jaxmpi._run.placement import check_counts, command, plan, survey
-from jaxmpi._run.restart import Restarts
-from jaxmpi._run.scaling import Point, picture, table
-from jaxmpi._run.supervisor import Outcome, supervise
+from jaxmpi._job.launch.environment import prepare
+from jaxmpi._job.launch.hosts import named_hosts, on_other_nodes
+from jaxmpi._job.launch.mpiexec import Launcher, LaunchError, check_library, environment, find_launcher, identify
+from jaxmpi._job.launch.options import Request, parse
+from jaxmpi._job.launch.output import open_streams, say
+from jaxmpi._job.launch.placement import check_counts, command, plan, survey
+from jaxmpi._job.launch.restart import Restarts
+from jaxmpi._job.launch.scaling import Point, picture, table
+from jaxmpi._job.launch.supervisor import Outcome, supervise
+from jaxmpi._job.process import compiled_files, settings
 
 __all__ = ["run"]
 

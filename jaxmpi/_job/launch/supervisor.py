@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi._process import run_dir as registry
-from jaxmpi._process import settings
-from jaxmpi._run.failed_host import failed_host
-from jaxmpi._run.failure_report import find_failure
-from jaxmpi._run.host_ranks import HostRanks
-from jaxmpi._run.mpi_daemons import MpiDaemons, children
-from jaxmpi._run.output import Relay, say
+from jaxmpi._job.launch.failed_host import failed_host
+from jaxmpi._job.launch.failure_report import find_failure
+from jaxmpi._job.launch.host_ranks import HostRanks
+from jaxmpi._job.launch.mpi_daemons import MpiDaemons, children
+from jaxmpi._job.launch.output import Relay, say
+from jaxmpi._job.process import run_dir as registry
+from jaxmpi._job.process import settings
 
 __all__ = ["Outcome", "say", "supervise"]
 

@@ -1,4 +1,4 @@
-"""A rank of a job that waits for functions to run (`python -m jaxmpi._run.worker`, which pool.py starts)."""
+"""A rank of a job that waits for functions to run (`python -m jaxmpi._job.launch.worker`, which pool.py starts)."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._run.task import ADDRESS, Call, Result, Task
+from jaxmpi._job.launch.task import ADDRESS, Call, Result, Task
 
 __all__ = ["work"]
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from jaxmpi._monitor.watching import Watching
+from jaxmpi._job.monitor.watching import Watching
 
 __all__ = ["Gathering"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
-from jaxmpi._monitor.watching import Watching
-from jaxmpi._process import files, settings
+from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.process import files, settings
 
 __all__ = ["Recorder", "where"]
 

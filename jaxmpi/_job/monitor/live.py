@@ -5,10 +5,10 @@ import os
 import time
 from collections import deque
 
-from jaxmpi._monitor.flight_recorder import where
-from jaxmpi._monitor.watching import Watching
-from jaxmpi._process.busy import work
-from jaxmpi._process.live_record import Writer
+from jaxmpi._job.monitor.flight_recorder import where
+from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.process.busy import work
+from jaxmpi._job.process.live_record import Writer
 
 __all__ = ["Live"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmpi._backends.process_group import MpiProcessGroup
-from jaxmpi._monitor.ordered_output import Key, OrderedOutput
-from jaxmpi._process import stderr
+from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
+from jaxmpi._job.process import stderr
 
 __all__ = ["Messages"]
 

@@ -21,16 +21,16 @@ from types import TracebackType
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
-from jaxmpi._monitor import death_reporter
-from jaxmpi._monitor.async_gather import Gathering
-from jaxmpi._monitor.flight_recorder import Recorder, where
-from jaxmpi._monitor.live import Live
-from jaxmpi._monitor.messages import Messages
-from jaxmpi._monitor.preemption import Preemption
-from jaxmpi._monitor.watchdog import Watchdog
-from jaxmpi._process import at_exit, peers, run_dir, stderr
-from jaxmpi._process.refused_count import note_refused_count
-from jaxmpi._process.signals import Signals
+from jaxmpi._job.monitor import death_reporter
+from jaxmpi._job.monitor.async_gather import Gathering
+from jaxmpi._job.monitor.flight_recorder import Recorder, where
+from jaxmpi._job.monitor.live import Live
+from jaxmpi._job.monitor.messages import Messages
+from jaxmpi._job.monitor.preemption import Preemption
+from jaxmpi._job.monitor.watchdog import Watchdog
+from jaxmpi._job.process import at_exit, peers, run_dir, stderr
+from jaxmpi._job.process.refused_count import note_refused_count
+from jaxmpi._job.process.signals import Signals
 
 __all__ = ["Monitor"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TextIO
 
-from jaxmpi._process import stderr
+from jaxmpi._job.process import stderr
 
 __all__ = ["WAIT_SECONDS", "Key", "OrderedOutput"]
 

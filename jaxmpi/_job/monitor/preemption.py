@@ -11,8 +11,8 @@ import signal
 import threading
 from typing import Any
 
-from jaxmpi._monitor.watching import Watching
-from jaxmpi._process import run_dir
+from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.process import run_dir
 
 __all__ = ["Preemption"]
 

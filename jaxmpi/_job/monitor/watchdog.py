@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import in_words
-from jaxmpi._monitor.flight_recorder import Recorder, where
-from jaxmpi._monitor.watching import Watching
-from jaxmpi._process import run_dir, settings
-from jaxmpi._process.busy import work, work_of
+from jaxmpi._job.monitor.flight_recorder import Recorder, where
+from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.process import run_dir, settings
+from jaxmpi._job.process.busy import work, work_of
 
 __all__ = ["Watchdog"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxmpi._backends.process_group import MpiProcessGroup
-from jaxmpi._process.signals import Signals
+from jaxmpi._job.process.signals import Signals
 
 __all__ = ["Watching"]
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi._process import files
-from jaxmpi._process.processor import processor
+from jaxmpi._job.process import files
+from jaxmpi._job.process.processor import processor
 
 __all__ = ["CompiledFiles", "folder_of", "usage"]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TypeAlias
 
-from jaxmpi._process import peers, run_dir, settings, stderr
-from jaxmpi._process.at_exit import start_thread
-from jaxmpi._process.peers import Peer
+from jaxmpi._job.process import peers, run_dir, settings, stderr
+from jaxmpi._job.process.at_exit import start_thread
+from jaxmpi._job.process.peers import Peer
 
 __all__ = ["joining"]
 

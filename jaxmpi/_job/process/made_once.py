@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 
-from jaxmpi._process import files
+from jaxmpi._job.process import files
 
 __all__ = ["made_once"]
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi._process import run_dir
-from jaxmpi._process.busy import Work, work_of
+from jaxmpi._job.process import run_dir
+from jaxmpi._job.process.busy import Work, work_of
 
 __all__ = ["INIT", "MONITOR", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
 

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 
 from jaxmpi._errors import RankCountError
-from jaxmpi._process import run_dir
+from jaxmpi._job.process import run_dir
 
 __all__ = ["note_at_exceptions", "note_refused_count"]
 

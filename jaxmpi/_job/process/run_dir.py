@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxmpi._process import files as _files
+from jaxmpi._job.process import files as _files
 
 __all__ = [
     "Member",

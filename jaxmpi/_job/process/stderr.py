@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxmpi._process.at_exit import start_thread
+from jaxmpi._job.process.at_exit import start_thread
 
 __all__ = ["SAY_SECONDS", "at_most", "end_process", "one_line", "say"]
 

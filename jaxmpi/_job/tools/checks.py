@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 
 from jaxmpi import _devices, _jaxcompat
-from jaxmpi._cli.finding import Finding, ask, two
-from jaxmpi._process import compiled_files, processor, settings
-from jaxmpi._run import mpiexec
-from jaxmpi._run.placement import Machine
+from jaxmpi._job.launch import mpiexec
+from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.process import compiled_files, processor, settings
+from jaxmpi._job.tools.finding import Finding, ask, two
 
 __all__ = ["compiled", "cores", "devices", "mpi", "native", "the_jax"]
 

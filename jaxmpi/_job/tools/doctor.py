@@ -9,12 +9,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from jaxmpi._cli import checks, installed
-from jaxmpi._cli.finding import Finding
-from jaxmpi._cli.speed import speed
-from jaxmpi._run.environment import prepare
-from jaxmpi._run.mpiexec import LaunchError
-from jaxmpi._run.placement import Machine, survey
+from jaxmpi._job.launch.environment import prepare
+from jaxmpi._job.launch.mpiexec import LaunchError
+from jaxmpi._job.launch.placement import Machine, survey
+from jaxmpi._job.tools import checks, installed
+from jaxmpi._job.tools.finding import Finding
+from jaxmpi._job.tools.speed import speed
 
 __all__ = ["run"]
 

@@ -4,8 +4,8 @@ import json
 import re
 from importlib import metadata
 
-from jaxmpi._cli.finding import Finding, ask
-from jaxmpi._run import mpiexec
+from jaxmpi._job.launch import mpiexec
+from jaxmpi._job.tools.finding import Finding, ask
 
 __all__ = ["cuda_in_mpi", "dtypes", "package"]
 

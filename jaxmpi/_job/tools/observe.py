@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxmpi._process import live_record, run_dir
+from jaxmpi._job.process import live_record, run_dir
 
 __all__ = ["Here", "Look", "Remote"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxmpi._cli.records import Record
+from jaxmpi._job.tools.records import Record
 
 __all__ = ["Span", "overlapped"]
 

@@ -3,8 +3,8 @@
 import io
 from collections.abc import Sequence
 
-from jaxmpi._cli.overlapped import overlapped
-from jaxmpi._cli.records import Record
+from jaxmpi._job.tools.overlapped import overlapped
+from jaxmpi._job.tools.records import Record
 
 __all__ = ["picture"]
 

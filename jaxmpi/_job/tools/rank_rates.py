@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxmpi._cli.observe import Look
-from jaxmpi._process.live_record import Event
+from jaxmpi._job.process.live_record import Event
+from jaxmpi._job.tools.observe import Look
 
 __all__ = ["Row", "rows"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._process import files as _files
+from jaxmpi._job.process import files as _files
 
 __all__ = ["Record", "read"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._cli.finding import START_SECONDS, Finding, environment
+from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.tools.finding import START_SECONDS, Finding, environment
 from jaxmpi._leaves import PyTree
-from jaxmpi._run.placement import Machine
 
 __all__ = ["speed"]
 
@@ -26,7 +26,7 @@ BANDWIDTH_RATIO = 4.0  # to memcpy
 
 def speed(ranks: int, machine: Machine) -> Iterator[Finding]:
     """How long a job of some ranks takes to start, and how fast a mean is."""
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), "-m", "jaxmpi._cli.speed"]
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), "-m", "jaxmpi._job.tools.speed"]
     start = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment())

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi._cli.overlapped import overlapped
-from jaxmpi._cli.picture import picture
-from jaxmpi._cli.records import Record, read
-from jaxmpi._process import files
+from jaxmpi._job.process import files
+from jaxmpi._job.tools.overlapped import overlapped
+from jaxmpi._job.tools.picture import picture
+from jaxmpi._job.tools.records import Record, read
 
 __all__ = ["run"]
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from jaxmpi._cli.observe import Here, Remote
-from jaxmpi._cli.rank_rates import Row, rows
-from jaxmpi._cli.top_view import as_json, as_prometheus, as_table
+from jaxmpi._job.tools.observe import Here, Remote
+from jaxmpi._job.tools.rank_rates import Row, rows
+from jaxmpi._job.tools.top_view import as_json, as_prometheus, as_table
 
 __all__ = ["Watcher", "run"]
 

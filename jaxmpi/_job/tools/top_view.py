@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxmpi._cli.rank_rates import Row
+from jaxmpi._job.tools.rank_rates import Row
 
 if TYPE_CHECKING:
     from rich.console import Group
