@@ -39,9 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_repeated(items)
     if find_spec("mpi4jax") is None:
         for item in items:
-            wants = any(isinstance(value, str) and value == "mpi4jax" for value in _parameters(item).values())
+            wants = any(
+                isinstance(value, str) and value == "mpi4jax"
+                for value in _parameters(item).values()
+            )
             if wants or item.get_closest_marker("mpi4jax"):
-                item.add_marker(pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax"))
+                item.add_marker(
+                    pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax")
+                )
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
@@ -52,7 +57,11 @@ def _mark_repeated(items: list[pytest.Item]) -> None:
             numbers[_test(item)].add(_ranks(item))
     for item in items:
         if 3 in numbers[_test(item)] - {_ranks(item)}:
-            item.add_marker(pytest.mark.slow if item.path.parent.name == ON_ALL_RANKS else pytest.mark.exhaustive)
+            item.add_marker(
+                pytest.mark.slow
+                if item.path.parent.name == ON_ALL_RANKS
+                else pytest.mark.exhaustive
+            )
 
 
 def _test(item: pytest.Item) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy.py
 
-Trains on 2 ranks with each option and seed. Exits with 1 where the mean accuracy falls short of the plain one by more than half
-a percent. It takes about 12 seconds a run.
+Trains on 2 ranks with each option and seed. Exits with 1 where the mean accuracy falls short of the
+plain one by more than half a percent. It takes about 12 seconds a run.
 """
 
 import argparse
@@ -21,7 +21,9 @@ OPTIONS = (
     "--local-every 8", "--local-every 4 --diloco", "--local-every 8 --diloco",
 )  # fmt: skip
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 note = "those to compare, the first of which is the plain one; a single word alone is written --options=--sharded"
 parser.add_argument("--options", nargs="+", default=OPTIONS, help=note)
 parser.add_argument("--seeds", type=int, default=5, help="of each, from 0")
@@ -33,7 +35,9 @@ def train(options: str, seed: int) -> tuple[float, float]:
     """Return the test accuracy in percent, and the bytes that a rank sends for a batch."""
     program = ["examples/digits.py", "--seed", str(seed), "--explain", *options.split()]
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(args.ranks), *program]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     if done.returncode:
         sys.exit(f"accuracy.py: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
     output = done.stdout
@@ -42,7 +46,9 @@ def train(options: str, seed: int) -> tuple[float, float]:
     sent = 0.0
     for line in re.findall(r"^  (?:all|reduce).*", output, re.MULTILINE):  # the table of `explain`
         number, unit = re.findall(r"([\d.]+) (B|KB|MB)\b", line)[0]
-        sent += float(number) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit] / (every if "cond" in line else 1)
+        sent += (
+            float(number) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit] / (every if "cond" in line else 1)
+        )
     return float(accuracy), sent
 
 
@@ -53,5 +59,9 @@ for options in args.options:
     plain = mean if plain is None else plain
     missed += mean < plain - LIMIT
     each = " ".join(f"{x:.2f}" for x in accuracies)
-    print(f"{options or 'plain':26} {mean:6.2f} % {mean - plain:+5.2f}  {sent[0] / 1e3:5.0f} KB   ({each})", flush=True)
+    print(
+        f"{options or 'plain':26} {mean:6.2f} % {mean - plain:+5.2f}  {sent[0] / 1e3:5.0f} KB   "
+        f"({each})",
+        flush=True,
+    )
 sys.exit(int(missed > 0))

@@ -2,8 +2,9 @@
 
     jaxmpi run -n 2 benchmarks/allreduce.py
 
-One array of 256 B to 256 MB, and the parameters of known models. All contenders run in this job, in turns, each on arrays of
-its own. Exits with 1 when a bound is missed. torch is a contender where it is installed.
+One array of 256 B to 256 MB, and the parameters of known models. All contenders run in this job, in
+turns, each on arrays of its own. Exits with 1 when a bound is missed. torch is a contender where it
+is installed.
 """
 
 import ml_dtypes
@@ -43,7 +44,8 @@ for case, shapes, dtype in report.progress([c for c in CASES if args.cases in c[
         continue
     left_out = {"mpi4jax concatenated"} if len(shapes) == 1 else set()
     calls = {name: peer(shapes, dtype) for name, peer in CONTENDERS.items() if name not in left_out}
-    if case == "ResNet-50 bf16":  # next to each other: within a minute, or seconds, the cores get other places
+    # next to each other: within a minute, or seconds, the cores get other places
+    if case == "ResNet-50 bf16":
         calls = {"jaxmpi, float32": CONTENDERS["jaxmpi"](shapes, np.float32)} | calls
     times = report.measure(case, calls, seconds=3.0 if big else 1.5)
     bounds = {"memcpy": {}, "mpi4jax per leaf": {}, "JAX gloo": {}, "torch gloo, one array": {}}
@@ -60,17 +62,34 @@ for case, shapes, dtype in report.progress([c for c in CASES if args.cases in c[
         elif peer in times:
             report.ratio(case, f"{peer} / jaxmpi", times[peer], times["jaxmpi"], **bound)
     if "jaxmpi, float32" in times:
-        report.ratio("ResNet-50", "jaxmpi bf16 / jaxmpi f32", times["jaxmpi"], times["jaxmpi, float32"], at_most=0.6)
+        report.ratio(
+            "ResNet-50",
+            "jaxmpi bf16 / jaxmpi f32",
+            times["jaxmpi"],
+            times["jaxmpi, float32"],
+            at_most=0.6,
+        )
 
 
 def plot(axes, rows):
     for name in CONTENDERS:
-        points = [(4 * np.prod(SIZES[r["case"]][0]), r) for r in rows if r["contender"] == name and r["case"] in SIZES]
+        points = [
+            (4 * np.prod(SIZES[r["case"]][0]), r)
+            for r in rows
+            if r["contender"] == name and r["case"] in SIZES
+        ]
         if points:
             sizes, values = zip(*points, strict=True)
             axes.plot(sizes, [v["median_us"] for v in values], marker="o", markersize=3, label=name)
-            axes.fill_between(sizes, [v["low_us"] for v in values], [v["high_us"] for v in values], alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of one float32 array", ylabel="µs for its mean over the ranks")
+            axes.fill_between(
+                sizes, [v["low_us"] for v in values], [v["high_us"] for v in values], alpha=0.15
+            )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of one float32 array",
+        ylabel="µs for its mean over the ranks",
+    )
 
 
 report.finish(plot)

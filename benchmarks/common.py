@@ -23,9 +23,15 @@ PACKAGES = ("jax", "jaxlib", "mpi4py", "mpi4jax", "torch")
 
 def parser(doc):
     """The options of every benchmark."""
-    made = argparse.ArgumentParser(description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     made.add_argument("--rounds", type=int, default=7, help="turns of each contender")
-    made.add_argument("--quick", action="store_true", help="2 rounds of few calls, no bounds: to see that it works")
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="2 rounds of few calls, no bounds: to see that it works",
+    )
     made.add_argument("--out", type=Path, help="folder for NAME.json and NAME.png")
     return made
 
@@ -39,10 +45,16 @@ def machine(world):
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
-    transport = getattr(jaxmpi._world.session.current("benchmark"), "transport", "XLA" if world.size > 1 else "in process")
+    transport = getattr(
+        jaxmpi._world.session.current("benchmark"),
+        "transport",
+        "XLA" if world.size > 1 else "in process",
+    )
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
-        f"{world.device.device_kind}, backend {world.backend} ({transport}), Python {platform.python_version()}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on "
+        f"{len(os.sched_getaffinity(0))} cores each, "
+        f"{world.device.device_kind}, backend {world.backend} ({transport}), Python "
+        f"{platform.python_version()}, "
         f"{', '.join(versions)}, {library}"
     )
 
@@ -53,8 +65,17 @@ def bars(axes, rows):
     names = list(dict.fromkeys(r["contender"] for r in rows))
     for i, name in enumerate(names):
         mine = {r["case"]: r for r in rows if r["contender"] == name}
-        places = [k + (i - len(names) / 2) * 0.8 / len(names) for k, case in enumerate(cases) if case in mine]
-        axes.bar(places, [mine[case]["median_us"] / 1e3 for case in cases if case in mine], 0.8 / len(names), label=name)
+        places = [
+            k + (i - len(names) / 2) * 0.8 / len(names)
+            for k, case in enumerate(cases)
+            if case in mine
+        ]
+        axes.bar(
+            places,
+            [mine[case]["median_us"] / 1e3 for case in cases if case in mine],
+            0.8 / len(names),
+            label=name,
+        )
     axes.set(yscale="log", ylabel="ms", xticks=range(len(cases)), xticklabels=cases)
 
 
@@ -98,7 +119,8 @@ class Report:
     def measure(self, case, contenders, seconds=1.0, turn=contextlib.nullcontext):
         """Have the contenders take turns, each for about so many seconds in all; returns {name: µs [rounds, ranks · calls]}.
 
-        All ranks start each turn together, inside of `turn(contender)`, and the times of all ranks count.
+        All ranks start each turn together, inside of `turn(contender)`, and the times of all ranks
+        count.
         """
         rounds = 2 if self.args.quick else self.args.rounds
         calls = {}
@@ -116,16 +138,30 @@ class Report:
                         if i >= 0:
                             times[name][k, i] = 1e6 * (time.perf_counter() - start)
         everyone = jaxmpi.allgather_object(times)
-        times = {name: np.concatenate([one[name] for one in everyone], axis=1) for name in contenders}
+        times = {
+            name: np.concatenate([one[name] for one in everyone], axis=1) for name in contenders
+        }
         for name, values in times.items():
             low, median, high = np.percentile(values, [25, 50, 75])
-            self.rows.append({"case": case, "contender": name, "median_us": median, "low_us": low, "high_us": high})
-            self.show(f"{case:22} {name:34} median {median:12.1f} µs, quartiles {low:12.1f} to {high:12.1f}")
+            self.rows.append(
+                {
+                    "case": case,
+                    "contender": name,
+                    "median_us": median,
+                    "low_us": low,
+                    "high_us": high,
+                }
+            )
+            self.show(
+                f"{case:22} {name:34} median {median:12.1f} µs, quartiles {low:12.1f} to "
+                f"{high:12.1f}"
+            )
         return times
 
     def _calls(self, call, seconds):
         """How many calls of the slowest rank take so long: at least 3, but of long ones 1."""
-        for _ in range(UNTIMED):  # compiles for the state as it begins, and for what a call makes of it
+        # compiles for the state as it begins, and for what a call makes of it
+        for _ in range(UNTIMED):
             jax.block_until_ready(call())
         start = time.perf_counter()
         jax.block_until_ready(call())
@@ -138,11 +174,23 @@ class Report:
         """Note the ratio of two medians, and its range over the rounds."""
         ratio = np.median(above) / np.median(below)
         by_round = np.median(above, axis=1) / np.median(below, axis=1)
-        bounds = [f"{word} {x:g}" for word, x in (("at least", at_least), ("at most", at_most)) if x is not None]
+        bounds = [
+            f"{word} {x:g}"
+            for word, x in (("at least", at_least), ("at most", at_most))
+            if x is not None
+        ]
         bound = " and ".join(bounds) or "no bound"
         holds = (at_most is None or ratio <= at_most) and (at_least is None or ratio >= at_least)
         verdict = "" if not bounds else ": holds" if holds else ": MISSED"
-        self.ratios.append({"case": case, "ratio": name, "value": float(ratio), "bound": bound, "holds": bool(holds)})
+        self.ratios.append(
+            {
+                "case": case,
+                "ratio": name,
+                "value": float(ratio),
+                "bound": bound,
+                "holds": bool(holds),
+            }
+        )
         spread = f"rounds {by_round.min():.2f} to {by_round.max():.2f}"
         self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
 
@@ -150,7 +198,12 @@ class Report:
         """Write what was found, with `plot(axes, rows)`, and end with 1 where a bound was missed."""
         missed = [r for r in self.ratios if not r["holds"]]
         if self.args.out and self.world.rank == 0:
-            found = {"machine": self.machine, "date": time.strftime("%Y-%m-%d"), "rows": self.rows, "ratios": self.ratios}
+            found = {
+                "machine": self.machine,
+                "date": time.strftime("%Y-%m-%d"),
+                "rows": self.rows,
+                "ratios": self.ratios,
+            }
             title = f"{self.name}, {self.world.size} ranks"
             save(self.args.out, self.name, found, title, lambda axes: plot(axes, self.rows))
         self.show(f"\n{self.name}: {len(self.ratios)} ratios, {len(missed)} missed their bound")

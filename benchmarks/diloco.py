@@ -2,9 +2,9 @@
 
     python benchmarks/diloco.py [--mbit 100] [--delay-ms 50] [--launches 3]
 
-examples/gpt.py on two ranks of this machine, with a mean in every step; then on two hosts that tests/network.sh makes of it,
-which needs root, with a fragment of the parameters at a time, in 8 bits. Both train on the same samples. Exits with 1 when a
-bound is missed.
+examples/gpt.py on two ranks of this machine, with a mean in every step; then on two hosts that
+tests/network.sh makes of it, which needs root, with a fragment of the parameters at a time, in 8
+bits. Both train on the same samples. Exits with 1 when a bound is missed.
 """
 
 import argparse
@@ -19,7 +19,9 @@ MODEL = ["--layers", "2", "--width", "64", "--length", "64", "--megabytes", "4",
 STREAMED = ["--local-every", "50", "--diloco", "--fragments", "3", "--delay", "20", "--int8"]
 LOSS, WAITING = 1.05, 0.05  # of that of every step together, and of the time, at most
 
-arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 arguments.add_argument("--steps", type=int, default=6000, help="of 32 windows")
 arguments.add_argument("--mbit", type=float, default=100, help="rate of each cable, in Mbit/s")
 arguments.add_argument("--delay-ms", type=float, default=50, help="one way")
@@ -33,9 +35,15 @@ def trained(*command):
     environ = {**os.environ, "PYTHON": sys.executable}
     before, after = command
     done = subprocess.run(
-        [*map(str, (*before, *example, *after))], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*map(str, (*before, *example, *after))],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    found = re.findall(r"held out (\S+) nats/byte  bytes: (\S+) per second, .*?, (\d+)% of the time", done.stdout)
+    found = re.findall(
+        r"held out (\S+) nats/byte  bytes: (\S+) per second, .*?, (\d+)% of the time", done.stdout
+    )
     if done.returncode or not found:
         sys.exit(f"diloco: the example failed\n{done.stdout}")
     speed = [float(rate) for _, rate, _ in found[1:]]  # the first is that of compiling, too
@@ -45,7 +53,11 @@ def trained(*command):
 
 def main():
     together, speed, _ = trained([Path(sys.executable).with_name("jaxmpi"), "run", "-n", 2], [])
-    print(f"a mean in every step, on one host: {together:.4f} nats/byte held out, {speed:.0f} bytes/s", flush=True)
+    print(
+        f"a mean in every step, on one host: {together:.4f} nats/byte held out, {speed:.0f} "
+        "bytes/s",
+        flush=True,
+    )
     missed = 0
     for launch in range(args.launches):
         network = [HERE.parent / "tests" / "network.sh", 2, 1, args.delay_ms, args.mbit, 0]

@@ -3,9 +3,9 @@
     jaxmpi run -n 2 benchmarks/dispatch.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/dispatch.py
 
-A call is dispatched and its result is waited for. "one wait" is the step without communication after an MPI Allreduce of
-4 bytes: what it costs to meet the other ranks once a call, whatever is sent. Exits with 1 when a bound is missed; where the
-collectives are XLA's, there are none.
+A call is dispatched and its result is waited for. "one wait" is the step without communication
+after an MPI Allreduce of 4 bytes: what it costs to meet the other ranks once a call, whatever is
+sent. Exits with 1 when a bound is missed; where the collectives are XLA's, there are none.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ if on_mpi:
 
     theirs = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
 x = (world.rank + 1) * jnp.arange(256.0) / 256
-total = world.size * (world.size + 1) / 2 * np.mean(np.arange(256.0) / 256)  # the mean of the allreduced x
+# the mean of the allreduced x
+total = world.size * (world.size + 1) / 2 * np.mean(np.arange(256.0) / 256)
 
 
 def ours(x):
@@ -96,9 +97,21 @@ def check(name, value, want):
 
 def show_ratios(case, times, ours_beside, below, limit, gain):
     """The ratio of jaxmpi's times to those below, and of mpi4jax's to jaxmpi's, with their bounds."""
-    report.ratio(case, f"jaxmpi.jit / {ours_beside}", times["jaxmpi.jit"], below, at_most=limit if on_mpi else None)
+    report.ratio(
+        case,
+        f"jaxmpi.jit / {ours_beside}",
+        times["jaxmpi.jit"],
+        below,
+        at_most=limit if on_mpi else None,
+    )
     if on_mpi:
-        report.ratio(case, "mpi4jax / jaxmpi.jit", times["mpi4jax under jax.jit"], times["jaxmpi.jit"], at_least=gain)
+        report.ratio(
+            case,
+            "mpi4jax / jaxmpi.jit",
+            times["mpi4jax under jax.jit"],
+            times["jaxmpi.jit"],
+            at_least=gain,
+        )
 
 
 report.show("A step with k state arrays f32[16], donated, and one allreduce of 1 KB")
@@ -141,6 +154,9 @@ if on_mpi:
 for name, call in small.items():
     check(name, np.mean(np.asarray(call())), total)
 times = report.measure("1 KB", small, SECONDS)
-floor = sum(np.median(times[name], axis=1, keepdims=True) for name in ("mpi4py Allreduce", "jit(x + 1)"))  # of each round
+# of each round
+floor = sum(
+    np.median(times[name], axis=1, keepdims=True) for name in ("mpi4py Allreduce", "jit(x + 1)")
+)
 show_ratios("1 KB", times, "(mpi4py Allreduce + jit(x + 1))", floor, SMALL_LIMIT, SMALL_GAIN)
 report.finish()

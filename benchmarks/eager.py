@@ -48,7 +48,10 @@ for repeat in range(REPEATS + 20):  # interleaved, so that all see the same mach
 medians = {name: statistics.median(values) for name, values in times.items()}
 overhead = medians["eager tree_allreduce, 1 KB"] - medians["jitted tree_allreduce, 1 KB"]
 if world.rank == 0:
-    print(f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, {world.size} ranks, {REPEATS} repeats")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}, {world.size} ranks, "
+        f"{REPEATS} repeats"
+    )
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4)
         print(f"{name:36} median {medians[name]:8.1f} µs, quartiles {low:8.1f} to {high:8.1f}")

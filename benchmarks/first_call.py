@@ -6,9 +6,9 @@
     jaxmpi run -n 2 benchmarks/first_call.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/first_call.py
 
-Plain JAX is `jax.jit` of the same step with plain optax, on each rank for itself; for simulated ranks it is `jax.vmap` with a
-mean. --transforms compiles every optimizer transform for 100, 200 and 400 arrays, beside the chain of optax that is nearest.
-Exits with 1 where a bound is missed.
+Plain JAX is `jax.jit` of the same step with plain optax, on each rank for itself; for simulated
+ranks it is `jax.vmap` with a mean. --transforms compiles every optimizer transform for 100, 200 and
+400 arrays, beside the chain of optax that is nearest. Exits with 1 where a bound is missed.
 """
 
 import time
@@ -31,8 +31,12 @@ LEAVES = (100, 200, 400)
 STAGES = ("trace", "lower", "compile", "first call")
 
 options = parser(__doc__)
-options.add_argument("--simulate", type=int, metavar="N", help="simulated ranks, in place of real ones")
-options.add_argument("--transforms", action="store_true", help="optimizer transforms, in place of models")
+options.add_argument(
+    "--simulate", type=int, metavar="N", help="simulated ranks, in place of real ones"
+)
+options.add_argument(
+    "--transforms", action="store_true", help="optimizer transforms, in place of models"
+)
 options.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="what to time")
 options.add_argument("--cases", nargs="*", default=(), help="these models or transforms only")
 options.set_defaults(rounds=5)
@@ -81,7 +85,9 @@ def seconds_of(jit, loss_of, tx, arguments, stage):
 
 def compare(report, case, stage, contenders):
     """Have the contenders take turns; returns {name: µs [rounds, ranks]}."""
-    rounds = 2 if args.quick else args.rounds if stage in ("trace", "lower") else min(args.rounds, 3)
+    rounds = (
+        2 if args.quick else args.rounds if stage in ("trace", "lower") else min(args.rounds, 3)
+    )
     for contender in contenders.values():
         if stage in ("trace", "lower"):
             seconds_of(*contender, stage)  # what JAX and Flax keep from the first time
@@ -94,9 +100,18 @@ def compare(report, case, stage, contenders):
     times = {name: np.array([one[name] for one in everyone]).T for name in names}
     for name, values in times.items():
         low, median, high = np.percentile(values, [25, 50, 75])
-        row = {"case": f"{case}: {stage}", "contender": name, "median_us": median, "low_us": low, "high_us": high}
+        row = {
+            "case": f"{case}: {stage}",
+            "contender": name,
+            "median_us": median,
+            "low_us": low,
+            "high_us": high,
+        }
         report.rows.append(row)
-        report.show(f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, quartiles {low / 1e6:7.3f} to {high / 1e6:7.3f}")
+        report.show(
+            f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, quartiles {low / 1e6:7.3f} "
+            f"to {high / 1e6:7.3f}"
+        )
     return times
 
 
@@ -113,23 +128,39 @@ def models(report):
             given = jax.tree.map(lambda x: jaxmpi.PerRank(jnp.asarray(x)), batches)
         distributed = jaxmpi.distributed(tx)
         contenders = {
-            "plain": (simulated if args.simulate else jax.jit, loss_of, plain_tx, (params, plain_tx.init(params), batches)),
+            "plain": (
+                simulated if args.simulate else jax.jit,
+                loss_of,
+                plain_tx,
+                (params, plain_tx.init(params), batches),
+            ),
             "jaxmpi": (ours, loss_of, distributed, (params, distributed.init(params), given)),
         }
         for stage in args.stages:
             times = compare(report, case, stage, contenders)
             bounded = stage == "lower" and case == "GPT 24"
-            report.ratio(case, f"{stage}, jaxmpi / plain", times["jaxmpi"], times["plain"], at_most=limit if bounded else None)
+            report.ratio(
+                case,
+                f"{stage}, jaxmpi / plain",
+                times["jaxmpi"],
+                times["plain"],
+                at_most=limit if bounded else None,
+            )
             if stage == "lower":
                 lowered[case] = times["jaxmpi"]
     if {"GPT 12", "GPT 24"} <= set(lowered):
-        report.ratio("GPT 24 / GPT 12", "lower", lowered["GPT 24"], lowered["GPT 12"], at_most=LAYERS_LIMIT)
+        report.ratio(
+            "GPT 24 / GPT 12", "lower", lowered["GPT 24"], lowered["GPT 12"], at_most=LAYERS_LIMIT
+        )
 
 
 def transforms():
     """Each transform, and the chain of optax that comes nearest to what it does on one rank."""
     adam, mean, codecs = optax.adam(1e-3), jaxmpi.distributed, jaxmpi.codecs
-    if_finite, every_four = optax.apply_if_finite(adam, 10**6), optax.MultiSteps(adam, 4).gradient_transformation()
+    if_finite, every_four = (
+        optax.apply_if_finite(adam, 10**6),
+        optax.MultiSteps(adam, 4).gradient_transformation(),
+    )
     clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
     ours_clipped = optax.chain(jaxmpi.clip_by_global_norm(1.0), adam)
     found = {
@@ -137,15 +168,25 @@ def transforms():
         "sharded": (jaxmpi.sharded(adam), adam),
         "accumulate": (jaxmpi.accumulate(mean(adam), 4), every_four),
         "local_sgd": (jaxmpi.local_sgd(adam, 4), every_four),
-        "diloco": (jaxmpi.local_sgd(adam, 4, optax.sgd(0.7, momentum=0.9, nesterov=True)), every_four),
+        "diloco": (
+            jaxmpi.local_sgd(adam, 4, optax.sgd(0.7, momentum=0.9, nesterov=True)),
+            every_four,
+        ),
         "skip_nonfinite": (jaxmpi.skip_nonfinite(mean(adam)), if_finite),
         "dynamic_loss_scale": (jaxmpi.dynamic_loss_scale(mean(adam)), if_finite),
         "clip_by_global_norm": (mean(ours_clipped), clipped),
         "clip on shards": (jaxmpi.sharded(ours_clipped), clipped),
-        "measure_noise_scale": (optax.chain(jaxmpi.measure_noise_scale(), jaxmpi.average_gradients(), adam), clipped),
+        "measure_noise_scale": (
+            optax.chain(jaxmpi.measure_noise_scale(), jaxmpi.average_gradients(), adam),
+            clipped,
+        ),
         "watch_replicas": (jaxmpi.watch_replicas(mean(adam), 4), adam),
     }
-    for name, codec in {"int8": codecs.int8(), "topk": codecs.topk(0.1), "powersgd": codecs.powersgd(2)}.items():
+    for name, codec in {
+        "int8": codecs.int8(),
+        "topk": codecs.topk(0.1),
+        "powersgd": codecs.powersgd(2),
+    }.items():
         found[name] = (mean(adam, codec=codec), adam)
     return found
 
@@ -178,8 +219,17 @@ def compile_times(report):
 def slopes(axes, rows):
     """Seconds to compile against the number of arrays."""
     for case in dict.fromkeys(row["case"].partition(", ")[0] for row in rows):
-        mine = [row for row in rows if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi"]
-        axes.plot([int(row["case"].split()[-3]) for row in mine], [row["median_us"] / 1e6 for row in mine], "o-", label=case)
+        mine = [
+            row
+            for row in rows
+            if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi"
+        ]
+        axes.plot(
+            [int(row["case"].split()[-3]) for row in mine],
+            [row["median_us"] / 1e6 for row in mine],
+            "o-",
+            label=case,
+        )
     axes.set(xscale="log", yscale="log", xlabel="arrays", ylabel="s to compile")
 
 
@@ -188,12 +238,21 @@ def stacked(axes, rows):
     cases = list(dict.fromkeys(row["case"] for row in rows))
     for i, name in enumerate(("plain", "jaxmpi")):
         mine = {row["case"]: row["median_us"] / 1e6 for row in rows if row["contender"] == name}
-        axes.barh([k + 0.4 * i for k in range(len(cases))], [mine[case] for case in cases], 0.4, label=name)
-    axes.set(xscale="log", xlabel="s", yticks=[k + 0.2 for k in range(len(cases))], yticklabels=cases)
+        axes.barh(
+            [k + 0.4 * i for k in range(len(cases))],
+            [mine[case] for case in cases],
+            0.4,
+            label=name,
+        )
+    axes.set(
+        xscale="log", xlabel="s", yticks=[k + 0.2 for k in range(len(cases))], yticklabels=cases
+    )
 
 
 report = Report("first_call", args)
-ranks = f"simulated-{args.simulate}" if args.simulate else f"{report.world.backend}-{report.world.size}"
+ranks = (
+    f"simulated-{args.simulate}" if args.simulate else f"{report.world.backend}-{report.world.size}"
+)
 report.name = f"first_call-{'transforms' if args.transforms else ranks}"
 if args.transforms:
     compile_times(report)

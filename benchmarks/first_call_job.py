@@ -18,8 +18,12 @@ import optax
 import jaxmpi
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-arguments.add_argument("--plain", action="store_true", help="jax.jit and optax, each rank for itself")
-arguments.add_argument("--plain-share", action="store_true", help="the same, but only rank 0 compiles")
+arguments.add_argument(
+    "--plain", action="store_true", help="jax.jit and optax, each rank for itself"
+)
+arguments.add_argument(
+    "--plain-share", action="store_true", help="the same, but only rank 0 compiles"
+)
 args = arguments.parse_args()
 LAYERS, WIDTH = 24, 64
 EVENTS: list[str] = []
@@ -59,4 +63,7 @@ compiled = EVENTS.count("compile_requests_use_cache") - EVENTS.count("cache_hits
 everyone = jaxmpi.allgather_object((seconds, cpu, compiled))
 if jaxmpi.rank() == 0:
     walls, cpus, programs = zip(*everyone, strict=True)
-    print(f"{jaxmpi.size()} ranks: {max(walls):.2f} s, {sum(cpus):.2f} s of CPU time, {sum(programs)} programs compiled")
+    print(
+        f"{jaxmpi.size()} ranks: {max(walls):.2f} s, {sum(cpus):.2f} s of CPU time, "
+        f"{sum(programs)} programs compiled"
+    )

@@ -2,9 +2,10 @@
 
     jaxmpi run -n 2 benchmarks/fsdp.py
 
-Each layer is computed again in the backward pass. "memory" is the peak of the compiled step, by XLA. Exits with 1 where FSDP's
-is over 1.1 times (parameters + gradients + Adam's state) / ranks + 2 layers + activations, where it sends more than three
-times the parameters, or where its step takes over 1.3 times as long as that of ZeRO-1.
+Each layer is computed again in the backward pass. "memory" is the peak of the compiled step, by
+XLA. Exits with 1 where FSDP's is over 1.1 times (parameters + gradients + Adam's state) / ranks + 2
+layers + activations, where it sends more than three times the parameters, or where its step takes
+over 1.3 times as long as that of ZeRO-1.
 """
 
 from functools import partial
@@ -36,7 +37,9 @@ size_of = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
 
 def peak_bytes(compiled):
     found = compiled.memory_analysis()
-    arguments = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    arguments = (
+        found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    )
     return arguments + found.temp_size_in_bytes
 
 
@@ -67,19 +70,35 @@ steps = {
     "FSDP": Trained(adam, shards, jaxmpi.unshard),
 }
 size, whole = report.world.size, size_of(params)
-activations = jax.jit(jax.grad(loss_of)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+activations = (
+    jax.jit(jax.grad(loss_of)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+)
 for name, step in steps.items():
     held = size_of((step.params, step.state))
     sent = step.plan.sent_bytes
-    report.show(f"{name:12} MB of a rank: peak {step.peak_bytes / 1e6:7.1f}, held {held / 1e6:7.1f}, sent {sent / 1e6:7.1f}")
+    report.show(
+        f"{name:12} MB of a rank: peak {step.peak_bytes / 1e6:7.1f}, held {held / 1e6:7.1f}, sent "
+        f"{sent / 1e6:7.1f}"
+    )
 layer = size_of(params["blocks"]) / args.layers
-report.show(f"MB: parameters {whole / 1e6:.1f}, a layer {layer / 1e6:.2f}, activations {activations / 1e6:.1f}")
+report.show(
+    f"MB: parameters {whole / 1e6:.1f}, a layer {layer / 1e6:.2f}, activations "
+    f"{activations / 1e6:.1f}"
+)
 fsdp, number = steps["FSDP"], lambda x: np.full((1, 1), x)
 expected = 4 * whole / size + 2 * layer + activations
-report.ratio(case, "memory / expected", number(fsdp.peak_bytes), number(expected), at_most=MEMORY_LIMIT)
+report.ratio(
+    case, "memory / expected", number(fsdp.peak_bytes), number(expected), at_most=MEMORY_LIMIT
+)
 if size > 1:
     most = 3 * (size - 1) / size * whole
-    report.ratio(case, "bytes / 3 parameters", number(fsdp.plan.sent_bytes), number(most), at_most=BYTES_LIMIT)
+    report.ratio(
+        case,
+        "bytes / 3 parameters",
+        number(fsdp.plan.sent_bytes),
+        number(most),
+        at_most=BYTES_LIMIT,
+    )
 if not args.memory_only:
     times = report.measure(case, steps, seconds=8.0)
     report.ratio(case, "FSDP / ZeRO-1", times["FSDP"], times["ZeRO-1"], at_most=TIME_LIMIT)

@@ -4,9 +4,9 @@
     make gpu CPU=1           # the same on CPUs, with small arrays, to see that all of it runs
     python benchmarks/gpu.py --only collectives,staging --out build/gpu
 
-Each part runs in processes of its own and takes some minutes at most; what it found is added to OUT/gpu.json, and to the table
-OUT/gpu.md. Parts that have results are skipped; --again repeats them. Exits with 1 where something was wrong, with 2 without a
-GPU, and with 3 where parts are left.
+Each part runs in processes of its own and takes some minutes at most; what it found is added to
+OUT/gpu.json, and to the table OUT/gpu.md. Parts that have results are skipped; --again repeats
+them. Exits with 1 where something was wrong, with 2 without a GPU, and with 3 where parts are left.
 """
 
 import argparse
@@ -42,7 +42,11 @@ class Part:
 
     def command(self, folder):
         arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
-        start = [sys.executable] if self.ranks == 1 else [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks)]
+        start = (
+            [sys.executable]
+            if self.ranks == 1
+            else [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks)]
+        )
         return [*start, *arguments]
 
 
@@ -58,23 +62,45 @@ PARTS = {
     "steps-resnet50": Part("ResNet-50's step in bfloat16, one rank", "steps resnet50", seconds=300),
     "xla-digits": Part("a small step, XLA's collectives at size 1", "steps digits", environ=XLA),
     "xla-gpt": Part("a GPT's step, XLA's collectives at size 1", "steps gpt", environ=XLA),
-    "xla-resnet50": Part("ResNet-50's step, XLA's collectives at size 1", "steps resnet50", environ=XLA, seconds=300),
+    "xla-resnet50": Part(
+        "ResNet-50's step, XLA's collectives at size 1", "steps resnet50", environ=XLA, seconds=300
+    ),
     "staging": Part("means over 2 ranks on one GPU", "staging", 2),
     "staging-4": Part("means over 4 ranks on one GPU", "staging", 4),
     "staging-mps": Part("the same 2 ranks under CUDA MPS", "staging", 2, needs=MPS, mps=True),
-    "staging-one-thread": Part("the same 2 ranks, one thread each", "staging", 2, {"JAXMPI_TUNE": "threads=1"}),
-    "shared-gpt-mps": Part("a GPT's step, 2 ranks on one GPU under CUDA MPS", "steps gpt", 2, needs=MPS, mps=True),
+    "staging-one-thread": Part(
+        "the same 2 ranks, one thread each", "staging", 2, {"JAXMPI_TUNE": "threads=1"}
+    ),
+    "shared-gpt-mps": Part(
+        "a GPT's step, 2 ranks on one GPU under CUDA MPS", "steps gpt", 2, needs=MPS, mps=True
+    ),
     "staging-mpi4jax": Part(
-        "means over 2 ranks on one GPU, on mpi4jax", "staging", 2, {"JAXMPI_TRANSPORT": "mpi4jax"}, needs="mpi4jax"
+        "means over 2 ranks on one GPU, on mpi4jax",
+        "staging",
+        2,
+        {"JAXMPI_TRANSPORT": "mpi4jax"},
+        needs="mpi4jax",
     ),
     "shared-gpt": Part("a GPT's step, 2 ranks on one GPU", "steps gpt", 2),
-    "shared-gpt-no-graphs": Part("the same without command buffers", "steps gpt", 2, {"XLA_FLAGS": NO_GRAPHS}),
-    "no-graphs": Part("a small step without command buffers, one rank", "steps digits", environ={"XLA_FLAGS": NO_GRAPHS}),
+    "shared-gpt-no-graphs": Part(
+        "the same without command buffers", "steps gpt", 2, {"XLA_FLAGS": NO_GRAPHS}
+    ),
+    "no-graphs": Part(
+        "a small step without command buffers, one rank",
+        "steps digits",
+        environ={"XLA_FLAGS": NO_GRAPHS},
+    ),
     "overlap": Part("messages beside the GPU's computation, 2 ranks", "overlap", 2),
     "checkpoint": Part("a checkpoint of 2 ranks", "checkpoint {out}", 2),
     "killed": Part("a rank is killed", "killed", 2, seconds=60, ends_with="signal 9"),
     "stalled": Part("a rank stops", "stalled", 2, SOON, seconds=90, ends_with="missing: rank 1"),
-    "out-of-memory": Part("a rank has too little memory", "out_of_memory", 2, seconds=90, ends_with="RESOURCE_EXHAUSTED"),
+    "out-of-memory": Part(
+        "a rank has too little memory",
+        "out_of_memory",
+        2,
+        seconds=90,
+        ends_with="RESOURCE_EXHAUSTED",
+    ),
     "profile": Part("where the time of a mean goes", "profile {out}", 2),
 }
 
@@ -90,16 +116,27 @@ def carry_out(part, environ):
             subprocess.run([MPS, "-d"], env=own)
         try:
             done = subprocess.run(
-                part.command(folder), capture_output=True, text=True, timeout=part.seconds, env=own, errors="replace"
+                part.command(folder),
+                capture_output=True,
+                text=True,
+                timeout=part.seconds,
+                env=own,
+                errors="replace",
             )
             code, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as error:
             code, output = None, "".join(_text(stream) for stream in (error.stdout, error.stderr))
         finally:
             if part.mps:
-                subprocess.run([MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30)
+                subprocess.run(
+                    [MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30
+                )
     seconds = round(time.monotonic() - start, 1)
-    results = [json.loads(line.split("RESULT ", 1)[1]) for line in output.splitlines() if "RESULT {" in line]
+    results = [
+        json.loads(line.split("RESULT ", 1)[1])
+        for line in output.splitlines()
+        if "RESULT {" in line
+    ]
     if code is None:
         status = f"wrong: it had not ended after {part.seconds} s"
     elif part.ends_with:
@@ -110,13 +147,24 @@ def carry_out(part, environ):
         status = f"wrong: exit code {code}"
     else:
         wrong = [result["what"] for result in results if not result["right"]]
-        status = f"wrong: {', '.join(wrong)}" if wrong else "right" if results else "wrong: no results"
+        status = (
+            f"wrong: {', '.join(wrong)}" if wrong else "right" if results else "wrong: no results"
+        )
     said = output[-4000:] if status.startswith("wrong") else ""
-    return {"title": part.title, "status": status, "seconds": seconds, "results": results, "said": said}
+    return {
+        "title": part.title,
+        "status": status,
+        "seconds": seconds,
+        "results": results,
+        "said": said,
+    }
 
 
 def _installed(name):
-    return subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode
+        == 0
+    )
 
 
 def _text(stream):
@@ -126,14 +174,19 @@ def _text(stream):
 def table(parts):
     """All results, in Markdown."""
     lines = []
-    for about in dict.fromkeys((part["device"], part["software"], part["date"]) for part in parts.values()):
+    for about in dict.fromkeys(
+        (part["device"], part["software"], part["date"]) for part in parts.values()
+    ):
         lines += [f"{about[0]}; {about[1]}; {about[2]}.", "", "| what | value | |", "|---|---|---|"]
         for part in parts.values():
             if (part["device"], part["software"], part["date"]) != about:
                 continue
             lines.append(f"| **{part['title']}** | {part['status']} | {part['seconds']:g} s |")
             for result in part["results"]:
-                lines.append(f"| {result['what']} | {str(result['value']) + ' ' + result['unit']} | {result['note']} |")
+                lines.append(
+                    f"| {result['what']} | {str(result['value']) + ' ' + result['unit']} | "
+                    f"{result['note']} |"
+                )
         lines.append("")
     return "\n".join(lines)
 
@@ -148,7 +201,9 @@ def card(environ):
     driver = (
         shutil.which("nvidia-smi")
         and subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
         ).stdout.strip()
     )
     return said[-1] + (f", driver {driver}" if driver and not said[-1].startswith("cpu") else "")
@@ -168,7 +223,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="the folder of gpu.json and gpu.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu"), help="the folder of gpu.json and gpu.md"
+    )
     parser.add_argument("--only", help="parts, with commas between: " + ", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="run what is there, too")
     parser.add_argument("--seconds", type=float, default=600, help="begin no part after so long")
@@ -180,10 +237,14 @@ def main():
 
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if options.cpu:
-        environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles twice as fast
+        # compiles twice as fast
+        environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     device = card(environ)
     if device.startswith("cpu") and not options.cpu:
-        print("gpu.py: JAX finds no GPU here. Install jax[cuda13] where there is one, or try --cpu.", file=sys.stderr)
+        print(
+            "gpu.py: JAX finds no GPU here. Install jax[cuda13] where there is one, or try --cpu.",
+            file=sys.stderr,
+        )
         sys.exit(2)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu.json"
@@ -200,7 +261,10 @@ def main():
         path.write_text(json.dumps(parts, indent=1) + "\n")
         print(f"{found['seconds']:6.1f} s  {name}: {found['status']}", flush=True)
         for result in found["results"]:
-            print(f"          {result['what']}: {result['value']} {result['unit']} {result['note']}", flush=True)
+            print(
+                f"          {result['what']}: {result['value']} {result['unit']} {result['note']}",
+                flush=True,
+            )
         if found["said"]:
             print(found["said"], flush=True)
     (options.out / "gpu.md").write_text(table(parts) + "\n")

@@ -44,7 +44,9 @@ def median_of(call, seconds=1.0):
         jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
-    calls = max(jaxmpi.allgather_object(int(np.clip(seconds / (time.perf_counter() - start), 5, 300))))
+    calls = max(
+        jaxmpi.allgather_object(int(np.clip(seconds / (time.perf_counter() - start), 5, 300)))
+    )
     took = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -66,7 +68,10 @@ def cases(n):
         "psum": (lambda x: lax.psum(x, AXIS), lambda xs, r: sum(xs)),
         "pmax": (lambda x: lax.pmax(x, AXIS), lambda xs, r: np.max(xs, 0)),
         "all_gather": (lambda x: lax.all_gather(x, AXIS), lambda xs, r: np.stack(xs)),
-        "psum_scatter": (lambda x: lax.psum_scatter(x, AXIS, tiled=True), lambda xs, r: np.split(sum(xs), n)[r]),
+        "psum_scatter": (
+            lambda x: lax.psum_scatter(x, AXIS, tiled=True),
+            lambda xs, r: np.split(sum(xs), n)[r],
+        ),
         "all_to_all": (
             lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True),
             lambda xs, r: np.concatenate([np.split(x, n)[r] for x in xs]),
@@ -80,12 +85,21 @@ def collectives():
     """Every collective of every dtype on the device, behind and before computation; aliasing, loops, and arrays of the CPU."""
     world = jaxmpi.init()
     n, rank = world.size, world.rank
-    say("device", f"{world.device.platform}, {world.device.device_kind}, backend {world.backend}", note=f"{n} ranks")
+    say(
+        "device",
+        f"{world.device.platform}, {world.device.device_kind}, backend {world.backend}",
+        note=f"{n} ranks",
+    )
     for name, (traced, expected) in cases(n).items():
         reduces = name in ("psum", "pmax", "psum_scatter")
-        dtypes = [d for d in DTYPES if not (reduces and d == "bool") and not (name == "pmax" and d == "complex64")]
+        dtypes = [
+            d
+            for d in DTYPES
+            if not (reduces and d == "bool") and not (name == "pmax" and d == "complex64")
+        ]
         xs = [
-            [numbers(r, shape, dtype) for dtype in dtypes for shape in ((n * 3,), (n * 50_000, 5))] for r in range(n)
+            [numbers(r, shape, dtype) for dtype in dtypes for shape in ((n * 3,), (n * 50_000, 5))]
+            for r in range(n)
         ]  # [ranks][arrays]
         done = jaxmpi.jit(partial(jax.tree.map, traced))([jnp.asarray(x) for x in xs[rank]])
         wrong = [
@@ -93,9 +107,15 @@ def collectives():
             for x, y, *of_ranks in zip(xs[rank], done, *xs, strict=True)
             if not np.array_equal(np.asarray(y), expected(of_ranks, rank))
         ]
-        say(name, f"{len(done)} arrays", right=not wrong, note=f"wrong: {wrong}" if wrong else ", ".join(dtypes))
+        say(
+            name,
+            f"{len(done)} arrays",
+            right=not wrong,
+            note=f"wrong: {wrong}" if wrong else ", ".join(dtypes),
+        )
 
-    # A message waits for what is computed before it, and what is computed behind it waits for the message.
+    # A message waits for what is computed before it, and what is computed behind it waits for the
+    # message.
     @jaxmpi.jit
     def between(x):
         for _ in range(4):
@@ -109,7 +129,9 @@ def collectives():
     for _ in range(20):
         mean, square = between(x)
         everyone = jaxmpi.allgather_object([float(jnp.sum(mean)), float(jnp.sum(square))])
-        right = right and all(one == everyone[0] for one in everyone) and np.isfinite(everyone).all()
+        right = (
+            right and all(one == everyone[0] for one in everyone) and np.isfinite(everyone).all()
+        )
     local = np.mean(jaxmpi.allgather_object(_powers(x)), axis=0)
     error = float(np.max(np.abs(np.asarray(mean)[:8] - local)) / np.max(np.abs(local)))
     say("computation, message, computation: error", error, right=right and error < 1e-4)
@@ -145,7 +167,9 @@ def collectives():
     right = np.allclose(x, want) and np.allclose(sums, each)
     say("messages in a loop and a branch", right, right=right)
 
-    grads = jaxmpi.jit(jax.grad(lambda x: jnp.sum(lax.psum(x, AXIS) ** 2)))(jnp.full(1000, rank + 1.0))
+    grads = jaxmpi.jit(jax.grad(lambda x: jnp.sum(lax.psum(x, AXIS) ** 2)))(
+        jnp.full(1000, rank + 1.0)
+    )
     right = np.allclose(grads, 2 * n * n * (n + 1) / 2)
     say("the derivative of a message", right, right=right)
 
@@ -156,7 +180,9 @@ def collectives():
 
     if world.device.platform != "cpu" and world.backend == "mpi":
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            right = np.allclose(jaxmpi.jit(lambda x: lax.psum(x, AXIS))(jnp.full(1000, rank + 1.0)), n * (n + 1) / 2)
+            right = np.allclose(
+                jaxmpi.jit(lambda x: lax.psum(x, AXIS))(jnp.full(1000, rank + 1.0)), n * (n + 1) / 2
+            )
         say("arrays of the CPU in a job of GPUs", right, right=right)
     try:
         jaxmpi.jit(lambda x: lax.psum(x, AXIS))(jnp.zeros(3 + (rank == n - 1)))
@@ -196,7 +222,10 @@ def staging():
         for where in ("GPU", "CPU") if on_gpu else ("CPU",):
             device = jax.local_devices(backend=where.lower())[0]
             with jax.default_device(device):
-                tree = [jax.device_put(jnp.full(k, world.rank + 1.0, jnp.float32), device) for k in sizes]
+                tree = [
+                    jax.device_put(jnp.full(k, world.rank + 1.0, jnp.float32), device)
+                    for k in sizes
+                ]
                 low, median, high = median_of(lambda tree=tree: mean(tree))
             unit = "ms"
             say(
@@ -210,9 +239,18 @@ def staging():
 def _plain_copies(world):
     """GB/s between pinned memory of the host and the GPU, of one rank, while the others wait."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    size, context, device, host, gpu = 100 << 20, ctypes.c_void_p(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    size, context, device, host, gpu = (
+        100 << 20,
+        ctypes.c_void_p(),
+        ctypes.c_int(),
+        ctypes.c_void_p(),
+        ctypes.c_uint64(),
+    )
     codes = [cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(device), 0)]
-    codes += [cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), cuda.cuCtxPushCurrent_v2(context)]
+    codes += [
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        cuda.cuCtxPushCurrent_v2(context),
+    ]
     codes += [cuda.cuMemHostAlloc(ctypes.byref(host), ctypes.c_size_t(size), 0)]
     codes += [cuda.cuMemAlloc_v2(ctypes.byref(gpu), ctypes.c_size_t(size))]
     ways = {
@@ -230,30 +268,53 @@ def _plain_copies(world):
                     took.append(time.perf_counter() - start)
                 found[f"plain copy {name}, {n} bytes"] = float(np.median(took)), n
     for name, (seconds, n) in jaxmpi.broadcast_object(found).items():
-        say(name, round(n / seconds / 1e9, 2), "GB/s", right=not any(codes), note=f"{1e6 * seconds:.1f} µs")
+        say(
+            name,
+            round(n / seconds / 1e9, 2),
+            "GB/s",
+            right=not any(codes),
+            note=f"{1e6 * seconds:.1f} µs",
+        )
 
 
 def _step_of(model, cpu):
     """(step(params, opt_state, batch) of an optimizer, the optimizer, params, batch) of a model, sized for what it runs on."""
     if model == "digits":
-        (loss_of, params, batch), optimizer, dtype = step_models.cnn(), optax.adamw(3e-3), jnp.float32
+        (loss_of, params, batch), optimizer, dtype = (
+            step_models.cnn(),
+            optax.adamw(3e-3),
+            jnp.float32,
+        )
     elif model == "resnet50":
-        (loss_of, params, _), optimizer, dtype = step_models.resnet_50(), optax.sgd(0.01, momentum=0.9), jnp.bfloat16
+        (loss_of, params, _), optimizer, dtype = (
+            step_models.resnet_50(),
+            optax.sgd(0.01, momentum=0.9),
+            jnp.bfloat16,
+        )
         count, pixels = (2, 32) if cpu else (128, 224)
         rng = np.random.default_rng(1)
-        batch = rng.normal(size=(count, pixels, pixels, 3)).astype(np.float32), rng.integers(0, 1000, count)
+        batch = (
+            rng.normal(size=(count, pixels, pixels, 3)).astype(np.float32),
+            rng.integers(0, 1000, count),
+        )
     else:
         shape = (2, 64, 4, 32, 2) if cpu else (12, 768, 12, 512, 16)
-        (loss_of, params, batch), optimizer, dtype = step_models.stacked_gpt(*shape), optax.adam(1e-4), jnp.bfloat16
+        (loss_of, params, batch), optimizer, dtype = (
+            step_models.stacked_gpt(*shape),
+            optax.adam(1e-4),
+            jnp.bfloat16,
+        )
 
     def lowered(tree):
-        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
 
     def step_with(optimizer):
         def step(params, opt_state, batch):
-            loss, grads = jax.value_and_grad(lambda params: loss_of(lowered(params), lowered(batch)).astype(jnp.float32))(
-                params
-            )
+            loss, grads = jax.value_and_grad(
+                lambda params: loss_of(lowered(params), lowered(batch)).astype(jnp.float32)
+            )(params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
@@ -270,18 +331,27 @@ def steps(model):
     averaged = jaxmpi.distributed(optimizer)
     contenders = {
         "plain JAX": jax.jit(step_with(optimizer), donate_argnums=(0, 1)),
-        "jaxmpi": jaxmpi.jit(step_with(averaged), donate_argnums=(0, 1), replicated_argnums=(0, 1), replicated_outnums=(0, 1)),
+        "jaxmpi": jaxmpi.jit(
+            step_with(averaged),
+            donate_argnums=(0, 1),
+            replicated_argnums=(0, 1),
+            replicated_outnums=(0, 1),
+        ),
     }
     states, losses, took, compiled = {}, {}, {}, {}
     for name, step in contenders.items():
-        state = jax.tree.map(jnp.copy, (params, (averaged if name == "jaxmpi" else optimizer).init(params)))
+        state = jax.tree.map(
+            jnp.copy, (params, (averaged if name == "jaxmpi" else optimizer).init(params))
+        )
         start = time.perf_counter()
         for _ in range(5):
             *state, loss = step(*state, batch)
         losses[name], states[name], took[name] = float(loss), state, []
         compiled[name] = time.perf_counter() - start
     start = time.perf_counter()
-    jax.block_until_ready(contenders["plain JAX"](*jax.tree.map(jnp.copy, states["plain JAX"]), batch))
+    jax.block_until_ready(
+        contenders["plain JAX"](*jax.tree.map(jnp.copy, states["plain JAX"]), batch)
+    )
     turns = int(np.clip(0.3 / (time.perf_counter() - start), 3, 100))
     rounds, turns = (2, 1) if cpu else (8, max(jaxmpi.allgather_object(turns)))
     for turn in range(rounds):
@@ -297,13 +367,23 @@ def steps(model):
     difference = abs(losses["jaxmpi"] / losses["plain JAX"] - 1)
     about = f"{world.backend}, {world.size} ranks"
     for name in contenders:
-        say(f"{model}, {about}: {name}", round(ms[name], 4), "ms a step", note=f"first five steps {compiled[name]:.1f} s")
+        say(
+            f"{model}, {about}: {name}",
+            round(ms[name], 4),
+            "ms a step",
+            note=f"first five steps {compiled[name]:.1f} s",
+        )
     say(
         f"{model}, {about}: jaxmpi / plain JAX", round(float(np.median(ratios)), 4), "times",
         note=f"{rounds} turns of {turns} steps: {ratios.min():.3f} to {ratios.max():.3f}",
     )  # fmt: skip
     same = difference < (1e-5 if model == "digits" else 5e-3)
-    say(f"{model}, {about}: the loss after five steps, relative difference", difference, right=same, note=str(losses))
+    say(
+        f"{model}, {about}: the loss after five steps, relative difference",
+        difference,
+        right=same,
+        note=str(losses),
+    )
     text = contenders["jaxmpi"].lower(*states["jaxmpi"], batch).as_text()
     say(f"{model}, {about}: all-reduces of XLA in the program", text.count("all_reduce"))
 
@@ -317,7 +397,9 @@ def overlap():
     reproducible = {} if world.device.platform == "cpu" else {"xla_gpu_deterministic_ops": True}
     for mode in ("0", "1"):
         os.environ["JAXMPI_OVERLAP"] = mode
-        step = jaxmpi.jit(step_with(optimizer), replicated_argnums=(0, 1), compiler_options=reproducible)
+        step = jaxmpi.jit(
+            step_with(optimizer), replicated_argnums=(0, 1), compiler_options=reproducible
+        )
         state = params, optimizer.init(params)
         for _ in range(3):
             *state, loss = step(*state, batch)
@@ -327,8 +409,17 @@ def overlap():
         jax.block_until_ready(loss)
         ms[mode] = 1e3 * (time.perf_counter() - start) / 5
         finals[mode] = [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(state[0]))]
-    say("messages beside computation: time over that of messages at once", round(ms["1"] / ms["0"], 3), "times", note=str(ms))
-    say("messages beside computation: the same bits", finals["0"] == finals["1"], right=finals["0"] == finals["1"])
+    say(
+        "messages beside computation: time over that of messages at once",
+        round(ms["1"] / ms["0"], 3),
+        "times",
+        note=str(ms),
+    )
+    say(
+        "messages beside computation: the same bits",
+        finals["0"] == finals["1"],
+        right=finals["0"] == finals["1"],
+    )
 
 
 def _training(directory, until):
@@ -346,7 +437,10 @@ def _training(directory, until):
     params = {"w": jnp.ones((16, 16))}
     state, start = (params, optimizer.init(params)), 0
     if jaxmpi.checkpoint.latest(directory) is not None:
-        state, start = jaxmpi.checkpoint.restore(directory, state), jaxmpi.checkpoint.latest(directory)
+        state, start = (
+            jaxmpi.checkpoint.restore(directory, state),
+            jaxmpi.checkpoint.latest(directory),
+        )
     for number in range(start, until):
         state = step(*state, jnp.asarray(jaxmpi.shard(batches[number])[:]))
         if number % 2 == 1:
@@ -408,11 +502,15 @@ def profile(directory):
     spent, calls = Counter(), Counter()
     for path in folder.rglob("*.trace.json.gz"):
         for event in json.loads(gzip.open(path).read())["traceEvents"]:
-            if event.get("ph") == "X" and not event["name"].startswith("$"):  # those are frames of Python
+            # those are frames of Python
+            if event.get("ph") == "X" and not event["name"].startswith("$"):
                 spent[event["name"][:60]] += event.get("dur", 0)
                 calls[event["name"][:60]] += 1
     for name, start, end in zip(
-        ("waits for the GPU and for copies", "shared memory"), before, _native.staged_ns(), strict=True
+        ("waits for the GPU and for copies", "shared memory"),
+        before,
+        _native.staged_ns(),
+        strict=True,
     ):
         say(f"profile: {name}", round((end - start) / 5e3, 1), "µs a mean")
     for name, us in spent.most_common(12):
@@ -424,6 +522,8 @@ PARTS = (collectives, staging, steps, overlap, checkpoint, killed, stalled, out_
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=[part.__name__ for part in PARTS])
-    parser.add_argument("arguments", nargs="*", help="the model of steps, the folder of checkpoint and profile")
+    parser.add_argument(
+        "arguments", nargs="*", help="the model of steps, the folder of checkpoint and profile"
+    )
     options = parser.parse_args()
     {part.__name__: part for part in PARTS}[options.part](*options.arguments)

@@ -2,10 +2,11 @@
 
     python benchmarks/hosts.py [--only "2 hosts"] [--launches 3]
 
-tests/network.sh makes the hosts of this one: network namespaces behind a switch with a delay, a rate and a loss. It needs root,
-and the machine alone: the switch and the ranks share its cores. With p hosts and B bytes, no algorithm is faster than the
-cable's limit, 2 (p-1)/p · B / rate. Each number is the median of several launches. Exits with 1 when a bound is missed. torch
-is a contender where it is installed.
+tests/network.sh makes the hosts of this one: network namespaces behind a switch with a delay, a
+rate and a loss. It needs root, and the machine alone: the switch and the ranks share its cores.
+With p hosts and B bytes, no algorithm is faster than the cable's limit, 2 (p-1)/p · B / rate. Each
+number is the median of several launches. Exits with 1 when a bound is missed. torch is a contender
+where it is installed.
 """
 
 import json
@@ -39,7 +40,9 @@ class Network(NamedTuple):
 
     def __str__(self):
         lost = f", {self.loss:.1%} lost" if self.loss else ""
-        return f"{self.hosts} hosts x {self.ranks}, {self.delay_ms:g} ms, {self.mbit:g} Mbit/s{lost}"
+        return (
+            f"{self.hosts} hosts x {self.ranks}, {self.delay_ms:g} ms, {self.mbit:g} Mbit/s{lost}"
+        )
 
     def limit_us(self, megabytes):
         return 2 * (self.hosts - 1) / self.hosts * megabytes * 8e6 / self.mbit
@@ -56,7 +59,8 @@ NETWORKS = [
     Network(3, 1, 1, 500, 0, 20, 1.4),
     Network(4, 1, 1, 500, 0, 20, 1.4),
 ]
-TORCH_BOUNDS = {0.1: 1.05, 1: 1.0, 10: 0.8}  # jaxmpi's time by torch gloo's, on the first networks, by delay
+# jaxmpi's time by torch gloo's, on the first networks, by delay
+TORCH_BOUNDS = {0.1: 1.05, 1: 1.0, 10: 0.8}
 
 arguments = parser(__doc__)
 arguments.add_argument("--only", default="", help="only networks whose name has this in it")
@@ -94,13 +98,26 @@ def work(network):
     if network == NETWORKS[1]:
         resnet = resnet50()
         measure("ResNet-50", resnet, with_peers=False)
-        measure("ResNet-50 as one array", [(sum(int(np.prod(shape)) for shape in resnet),)], with_peers=False)
+        measure(
+            "ResNet-50 as one array",
+            [(sum(int(np.prod(shape)) for shape in resnet),)],
+            with_peers=False,
+        )
     report.finish()
 
 
 def launch(number, folder):
     network = NETWORKS[number]
-    words = [network.hosts, network.ranks, network.delay_ms, network.mbit, network.loss, __file__, "--worker", number]
+    words = [
+        network.hosts,
+        network.ranks,
+        network.delay_ms,
+        network.mbit,
+        network.loss,
+        __file__,
+        "--worker",
+        number,
+    ]
     words += ["--out", folder, "--rounds", 3, *["--quick"] * args.quick, *["--alone"] * args.alone]
     environ = {"PYTHON": sys.executable, "JAXMPI_HOST": COORDINATOR, "MPLBACKEND": "Agg"}
     subprocess.run(
@@ -108,7 +125,9 @@ def launch(number, folder):
         stdout=None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL,
     )  # fmt: skip
     found = json.loads(Path(folder, "hosts.json").read_text())
-    return found["machine"], {(row["case"], row["contender"]): row["median_us"] for row in found["rows"]}
+    return found["machine"], {
+        (row["case"], row["contender"]): row["median_us"] for row in found["rows"]
+    }
 
 
 def ratios(network, us):
@@ -117,13 +136,23 @@ def ratios(network, us):
         if name == "jaxmpi" and case.startswith("16 arrays"):
             megabytes = network.megabytes / (2 if case.endswith("bf16") else 1)
             bound = network.at_most if case == "16 arrays" else None
-            yield case, "jaxmpi / the cable's limit", us[case, name] / network.limit_us(megabytes), bound
+            yield (
+                case,
+                "jaxmpi / the cable's limit",
+                us[case, name] / network.limit_us(megabytes),
+                bound,
+            )
         elif name != "jaxmpi":
             bound = 1.2 if case == "1 KB" and name.startswith("MPI") else None
             if case == "16 arrays" and name.startswith("torch") and network in NETWORKS[:3]:
                 bound = TORCH_BOUNDS[network.delay_ms]
             yield case, f"jaxmpi / {name}", us[case, "jaxmpi"] / us[case, name], bound
-    yield "16 arrays", "bf16 / float32", us["16 arrays bf16", "jaxmpi"] / us["16 arrays", "jaxmpi"], 0.6
+    yield (
+        "16 arrays",
+        "bf16 / float32",
+        us["16 arrays bf16", "jaxmpi"] / us["16 arrays", "jaxmpi"],
+        0.6,
+    )
     if ("ResNet-50", "jaxmpi") in us:
         one = us["ResNet-50 as one array", "jaxmpi"]
         yield "ResNet-50", "161 arrays / one", us["ResNet-50", "jaxmpi"] / one, 1.05
@@ -145,14 +174,26 @@ def main():
         for (case, name), values in times.items():
             low, median, high = (f(values) / 1e3 for f in (min, np.median, max))
             print(f"  {case:24} {name:26} median {median:9.2f} ms, {low:.2f} to {high:.2f}")
-            rows.append({"case": f"{network}: {case}", "contender": name, "median_us": us[case, name]})
+            rows.append(
+                {"case": f"{network}: {case}", "contender": name, "median_us": us[case, name]}
+            )
         for case, name, value, at_most in ratios(network, us):
             late = at_most is not None and value > at_most
             missed += late
-            bound = "no bound" if at_most is None else f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
+            bound = (
+                "no bound"
+                if at_most is None
+                else f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
+            )
             print(f"  {case:24} {name:40} {value:6.2f}, {bound}", flush=True)
     if args.out:
-        save(args.out, "hosts", {"machine": machine, "rows": rows}, "hosts", lambda axes: bars(axes, rows))
+        save(
+            args.out,
+            "hosts",
+            {"machine": machine, "rows": rows},
+            "hosts",
+            lambda axes: bars(axes, rows),
+        )
     print(f"hosts: {missed} ratios missed their bound")
     sys.exit(int(bool(missed) and not args.quick))
 

@@ -10,7 +10,14 @@ def resnet50():
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 * 2**stage
         for block in range(blocks):
-            shapes += [(1, 1, width_in, width), (width,), (width,), (3, 3, width, width), (width,), (width,)]
+            shapes += [
+                (1, 1, width_in, width),
+                (width,),
+                (width,),
+                (3, 3, width, width),
+                (width,),
+                (width,),
+            ]
             shapes += [(1, 1, width, 4 * width), (4 * width,), (4 * width,)]
             if block == 0:
                 shapes += [(1, 1, width_in, 4 * width), (4 * width,), (4 * width,)]
@@ -21,7 +28,20 @@ def resnet50():
 def gpt2():
     """148 arrays, 124 million numbers (Radford et al. 2019, the small one)."""
     d = 768
-    block = [(d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,), (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    block = [
+        (d,),
+        (d,),
+        (d, 3 * d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        (d,),
+        (d,),
+        (d, 4 * d),
+        (4 * d,),
+        (4 * d, d),
+        (d,),
+    ]
     return [(50257, d), (1024, d), *block * 12, (d,), (d,)]
 
 

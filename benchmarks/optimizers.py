@@ -2,7 +2,8 @@
 
     jaxmpi run -n 2 benchmarks/optimizers.py
 
-Exits with 1 where the sharded step takes over 1.15 times as long as the distributed one, or its state is more than 1/ranks.
+Exits with 1 where the sharded step takes over 1.15 times as long as the distributed one, or its
+state is more than 1/ranks.
 """
 
 import jax
@@ -20,7 +21,9 @@ PADDING_BYTES = 4096
 ALWAYS = ("local", "distributed", "sharded")
 
 options = parser(__doc__)
-options.add_argument("--transforms", nargs="*", metavar="NAME", help=f"beside {', '.join(ALWAYS)}; default: all")
+options.add_argument(
+    "--transforms", nargs="*", metavar="NAME", help=f"beside {', '.join(ALWAYS)}; default: all"
+)
 args = options.parse_args()
 report = Report("optimizers", args)
 inner = optax.adam(1e-3)
@@ -40,8 +43,12 @@ TRANSFORMS = {
 }
 if args.transforms is not None:
     if unknown := {*args.transforms} - {*TRANSFORMS}:
-        options.error(f"--transforms: there is no {', '.join(unknown)}. There are {', '.join(TRANSFORMS)}.")
-    TRANSFORMS = {name: tx for name, tx in TRANSFORMS.items() if name in (*ALWAYS, *args.transforms)}
+        options.error(
+            f"--transforms: there is no {', '.join(unknown)}. There are {', '.join(TRANSFORMS)}."
+        )
+    TRANSFORMS = {
+        name: tx for name, tx in TRANSFORMS.items() if name in (*ALWAYS, *args.transforms)
+    }
 loss_of, params, batch = MODELS["MLP 10M"]()
 
 
@@ -65,14 +72,27 @@ class Trained:
 
 gradient = jax.grad(loss_of)
 micro = jaxmpi.micro_batch_grads(gradient, 4)
-steps = {name: Trained(tx, micro if name.startswith("micro") else gradient) for name, tx in TRANSFORMS.items()}
+steps = {
+    name: Trained(tx, micro if name.startswith("micro") else gradient)
+    for name, tx in TRANSFORMS.items()
+}
 times = report.measure("MLP 10M", steps, seconds=6.0)
 for name, step in steps.items():
     report.show(f"{name:22} state of a rank {step.bytes / 1e6:8.2f} MB")
-report.ratio("MLP 10M", "sharded / distributed", times["sharded"], times["distributed"], at_most=TIME_LIMIT)
+report.ratio(
+    "MLP 10M", "sharded / distributed", times["sharded"], times["distributed"], at_most=TIME_LIMIT
+)
 for name in steps:
     report.ratio("MLP 10M", f"{name} / local", times[name], times["local"])
 share = steps["distributed"].bytes / report.world.size + PADDING_BYTES
 if steps["sharded"].bytes > share:
-    report.ratios.append({"case": "MLP 10M", "ratio": "state", "value": steps["sharded"].bytes, "bound": share, "holds": False})
+    report.ratios.append(
+        {
+            "case": "MLP 10M",
+            "ratio": "state",
+            "value": steps["sharded"].bytes,
+            "bound": share,
+            "holds": False,
+        }
+    )
 report.finish()

@@ -86,7 +86,9 @@ def on_screen(contender):
         yield
         return
     ours, theirs = pty.openpty()
-    top = subprocess.Popen([sys.executable, "-m", "jaxmpi", "top"], stdin=theirs, stdout=theirs, stderr=theirs)
+    top = subprocess.Popen(
+        [sys.executable, "-m", "jaxmpi", "top"], stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     drained = threading.Thread(target=drain, args=(ours,), daemon=True)
     drained.start()
@@ -105,13 +107,28 @@ def drain(terminal):
             pass
 
 
-contenders = {"unwatched": unwatched, "watched": watched, "the ranks agree": agreement, "seen by jaxmpi top": seen}
+contenders = {
+    "unwatched": unwatched,
+    "watched": watched,
+    "the ranks agree": agreement,
+    "seen by jaxmpi top": seen,
+}
 times = report.measure("step of 10 ms", contenders, seconds=10.0, turn=on_screen)
 watch(poll_seconds)
 report.ratio("step of 10 ms", "watched / unwatched", times["watched"], times["unwatched"])
 report.ratio("step of 10 ms", "agreement / unwatched", times["the ranks agree"], times["unwatched"])
-added = np.median(times["watched"]) - np.median(times["unwatched"]) + np.median(times["the ranks agree"])
+added = (
+    np.median(times["watched"])
+    - np.median(times["unwatched"])
+    + np.median(times["the ranks agree"])
+)
 both = np.full_like(times["unwatched"], np.median(times["unwatched"]) + added)
 report.ratio("step of 10 ms", "with both / without", both, times["unwatched"], at_most=1 + LIMIT)
-report.ratio("step of 10 ms", "seen by jaxmpi top / not", times["seen by jaxmpi top"], times["watched"], at_most=1 + LIMIT)
+report.ratio(
+    "step of 10 ms",
+    "seen by jaxmpi top / not",
+    times["seen by jaxmpi top"],
+    times["watched"],
+    at_most=1 + LIMIT,
+)
 report.finish()

@@ -2,11 +2,12 @@
 
     python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--heat-delay-ms 10] [--launches 3]
 
-tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine alone. Each batch, and the plate
-of the halo exchange, is so large that computation and communication take about as long. A step without communication beside a
-mean that does not depend on it shows how much could be hidden on these cores. With the times of the step without communication,
-of its backward pass and of the mean alone, the hidden share is what the step saves by overlap, of the smaller of backward pass
-and mean. Exits with 1 when a bound is missed.
+tests/network.sh makes two hosts of this one, with a rank each: it needs root, and the machine
+alone. Each batch, and the plate of the halo exchange, is so large that computation and
+communication take about as long. A step without communication beside a mean that does not depend on
+it shows how much could be hidden on these cores. With the times of the step without communication,
+of its backward pass and of the mean alone, the hidden share is what the step saves by overlap, of
+the smaller of backward pass and mean. Exits with 1 when a bound is missed.
 """
 
 import importlib.util
@@ -27,24 +28,36 @@ import jaxmpi
 HERE = Path(__file__).resolve().parent
 COORDINATOR = "10.77.0.1"  # the first host of tests/network.sh
 NAMES = ("MLP 10M", "CNN", "GPT 10M")
-SLOWER, HIDDEN = 1.2, 0.7  # a step by the longer of computation and communication at most; hidden at least
+# a step by the longer of computation and communication at most; hidden at least
+SLOWER, HIDDEN = 1.2, 0.7
 OTHER_THREAD = ThreadPoolExecutor(1)
 FASTER = 1.5  # a halo exchange at once by one that is hidden, at least
 
 arguments = parser(__doc__)
-arguments.add_argument("--models", nargs="*", default=list(NAMES), choices=MODELS, help="which to train")
+arguments.add_argument(
+    "--models", nargs="*", default=list(NAMES), choices=MODELS, help="which to train"
+)
 arguments.add_argument("--mbit", type=float, default=1000, help="rate of each cable, in Mbit/s")
 arguments.add_argument("--delay-ms", type=float, default=1, help="one way, of the train steps")
-arguments.add_argument("--heat-delay-ms", type=float, default=10, help="one way, of the halo exchange, which is all delay")
+arguments.add_argument(
+    "--heat-delay-ms",
+    type=float,
+    default=10,
+    help="one way, of the halo exchange, which is all delay",
+)
 arguments.add_argument("--launches", type=int, default=3, help="of the whole")
-arguments.add_argument("--with-gloo", action="store_true", help="beside JAX's gloo, too, which takes long")
+arguments.add_argument(
+    "--with-gloo", action="store_true", help="beside JAX's gloo, too, which takes long"
+)
 arguments.add_argument("--worker", choices=("heat", "models"), help="be one of the ranks")
 args = arguments.parse_args()
 
 
 def jaxmpi_step(overlap, loss_of, params, batch):
     os.environ["JAXMPI_OVERLAP"] = overlap
-    trained = Trained(jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch)
+    trained = Trained(
+        jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch
+    )
     jax.block_until_ready(trained())  # it is built here
     return trained
 
@@ -90,7 +103,9 @@ def balanced(report, case):
     """The model with a batch for which computation takes about as long as communication."""
     loss_of, params, batch = MODELS[case]()
     calls = contenders(loss_of, params, batch)
-    took = report.measure(f"{case}, first", {name: calls[name] for name in ("local", "mean alone")}, seconds=2.0)
+    took = report.measure(
+        f"{case}, first", {name: calls[name] for name in ("local", "mean alone")}, seconds=2.0
+    )
     factor = max(1, round(float(np.median(took["mean alone"]) / np.median(took["local"]))))
     factor = jaxmpi.broadcast_object(factor)
     return factor, (loss_of, params, times(batch, factor))
@@ -106,9 +121,13 @@ class Heat:
     def __init__(self, size, overlap=None):
         if overlap is not None:
             os.environ["JAXMPI_OVERLAP"] = overlap
-        self.u = jax.numpy.asarray(np.random.default_rng(jaxmpi.rank()).normal(size=(size, size)), np.float32)
+        self.u = jax.numpy.asarray(
+            np.random.default_rng(jaxmpi.rank()).normal(size=(size, size)), np.float32
+        )
         self.turn = (
-            jax.jit(partial(self.heat, lambda row, way: row)) if overlap is None else jaxmpi.jit(partial(self.heat, self.moved))
+            jax.jit(partial(self.heat, lambda row, way: row))
+            if overlap is None
+            else jaxmpi.jit(partial(self.heat, self.moved))
         )
         jax.block_until_ready(self())
 
@@ -132,20 +151,34 @@ class Heat:
 def measure_heat(report):
     """On a plate for which computation takes about as long as the halo's message."""
     size, case = 1024, "heat"
-    times = report.measure(f"{case}, first", {"at once": Heat(size, "0"), "local": Heat(size)}, seconds=1.0)
+    times = report.measure(
+        f"{case}, first", {"at once": Heat(size, "0"), "local": Heat(size)}, seconds=1.0
+    )
     local = float(np.median(times["local"]))
     size = jaxmpi.broadcast_object(
-        int(size * (max(local, float(np.median(times["at once"])) - local) / local) ** 0.5) // 64 * 64
+        int(size * (max(local, float(np.median(times["at once"])) - local) / local) ** 0.5)
+        // 64
+        * 64
     )
     once, overlap, local = Heat(size, "0"), Heat(size, "1"), Heat(size)
     exchange, u = jaxmpi.jit(lambda u: (Heat.moved(u[-1], 1), Heat.moved(u[0], -1))), local.u
     calls = {"local": local, "exchange": lambda: exchange(u), "at once": once, "overlap": overlap}
     calls["local beside an exchange"] = lambda: beside(local, calls["exchange"])
     times = report.measure(f"{case} {size}", calls, seconds=8.0)
-    turns = [jax.device_get(plate.turn(jax.numpy.ones((size, size)) * jaxmpi.rank())) for plate in (once, overlap)]
+    turns = [
+        jax.device_get(plate.turn(jax.numpy.ones((size, size)) * jaxmpi.rank()))
+        for plate in (once, overlap)
+    ]
     np.testing.assert_array_equal(*turns)
-    report.ratio(f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER)
-    report.ratio(f"{case} {size}", "at once / local beside an exchange", times["at once"], times["local beside an exchange"])
+    report.ratio(
+        f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER
+    )
+    report.ratio(
+        f"{case} {size}",
+        "at once / local beside an exchange",
+        times["at once"],
+        times["local beside an exchange"],
+    )
     report.finish()
 
 
@@ -156,39 +189,91 @@ def added(middle, name, local):
 def measure_models(report):
     for case in report.progress(args.models):
         factor, made = balanced(report, case)
-        took = report.measure(case, {**contenders(*made), **peers_of(case, factor, *made)}, seconds=8.0)
+        took = report.measure(
+            case, {**contenders(*made), **peers_of(case, factor, *made)}, seconds=8.0
+        )
         middle = {name: np.median(values, axis=1, keepdims=True) for name, values in took.items()}
         longer = np.maximum(middle["local"], middle["mean alone"])
         backward = middle["forward and backward"] - middle["forward"]
         saved = middle["jaxmpi, at once"] - middle["jaxmpi, overlap"]
-        report.ratio(case, "step / longer of computation and mean", middle["jaxmpi, overlap"], longer, at_most=SLOWER)
-        report.ratio(case, "step at once / longer of computation and mean", middle["jaxmpi, at once"], longer)
-        report.ratio(case, "step beside an independent mean / longer of both", middle["local beside a mean"], longer)
-        report.ratio(case, "step / step beside an independent mean", middle["jaxmpi, overlap"], middle["local beside a mean"])
         report.ratio(
-            case, "hidden / smaller of backward and mean", saved, np.minimum(backward, middle["mean alone"]), at_least=HIDDEN
+            case,
+            "step / longer of computation and mean",
+            middle["jaxmpi, overlap"],
+            longer,
+            at_most=SLOWER,
+        )
+        report.ratio(
+            case, "step at once / longer of computation and mean", middle["jaxmpi, at once"], longer
+        )
+        report.ratio(
+            case,
+            "step beside an independent mean / longer of both",
+            middle["local beside a mean"],
+            longer,
+        )
+        report.ratio(
+            case,
+            "step / step beside an independent mean",
+            middle["jaxmpi, overlap"],
+            middle["local beside a mean"],
+        )
+        report.ratio(
+            case,
+            "hidden / smaller of backward and mean",
+            saved,
+            np.minimum(backward, middle["mean alone"]),
+            at_least=HIDDEN,
         )
         ours = added(middle, "jaxmpi, overlap", "local")
-        for name, local in (("mpi4jax per leaf", "local"), ("JAX gloo", "local"), ("torch DDP", "torch local")):
+        for name, local in (
+            ("mpi4jax per leaf", "local"),
+            ("JAX gloo", "local"),
+            ("torch DDP", "torch local"),
+        ):
             if name in middle:
-                report.ratio(case, f"added by jaxmpi / by {name}", ours, added(middle, name, local), at_most=1.0)
+                report.ratio(
+                    case,
+                    f"added by jaxmpi / by {name}",
+                    ours,
+                    added(middle, name, local),
+                    at_most=1.0,
+                )
     report.finish()
 
 
 def launched(worker, delay_ms):
     """The exit status of two ranks on hosts that are so far apart."""
-    words = [2, 1, delay_ms, args.mbit, 0, __file__, "--worker", worker, "--rounds", args.rounds, "--models", *args.models]
+    words = [
+        2,
+        1,
+        delay_ms,
+        args.mbit,
+        0,
+        __file__,
+        "--worker",
+        worker,
+        "--rounds",
+        args.rounds,
+        "--models",
+        *args.models,
+    ]
     words += ["--with-gloo"] if args.with_gloo else []
     words += [*["--quick"] * args.quick, *(["--out", args.out] if args.out else [])]
     command = [str(HERE.parent / "tests" / "network.sh"), *map(str, words)]
-    return subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}).returncode
+    return subprocess.run(
+        command, env={**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}
+    ).returncode
 
 
 def main():
     codes = [
         launched(worker, delay)
         for _ in range(1 if args.quick else args.launches)
-        for worker, delay in (("heat", args.heat_delay_ms), *[("models", args.delay_ms)] * bool(args.models))
+        for worker, delay in (
+            ("heat", args.heat_delay_ms),
+            *[("models", args.delay_ms)] * bool(args.models),
+        )
     ]
     print(f"overlap: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
     sys.exit(max(codes))

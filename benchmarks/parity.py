@@ -3,13 +3,15 @@
     make parity BASE=COMMIT
     python benchmarks/parity.py COMMIT [--only bits|speed] [--cases NAME]
 
-- The examples of the commit run on both, on 2 ranks and some on 1 and 3, on both transports and on xla. What each of their
-  jitted steps returns must have the same bits, call by call, and `explain` must print the same table.
-- dispatch.py and allreduce.py of the commit and of the working tree run in turns. The ratios that they print are relative to
-  peers in the same launch, so that the machine's drift is no part of them; the medians over the launches are compared.
+- The examples of the commit run on both, on 2 ranks and some on 1 and 3, on both transports and on
+  xla. What each of their jitted steps returns must have the same bits, call by call, and `explain`
+  must print the same table.
+- dispatch.py and allreduce.py of the commit and of the working tree run in turns. The ratios that
+  they print are relative to peers in the same launch, so that the machine's drift is no part of
+  them; the medians over the launches are compared.
 
-The commit is installed into build/parity/COMMIT, with the packages of this environment. Exits with 1 where bits or tables
-differ, or where a ratio is worse than BOUND times the commit's.
+The commit is installed into build/parity/COMMIT, with the packages of this environment. Exits with
+1 where bits or tables differ, or where a ratio is worse than BOUND times the commit's.
 """
 
 import argparse
@@ -30,7 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "parity"
 BOUND = 1.1  # working tree by commit, of a median over the launches
 
-SMALL_GPT = "gpt.py --steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 0"
+SMALL_GPT = (
+    "gpt.py --steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 0"
+)
 SMALL_IMAGENET = "imagenet.py {photos} --out {out} --model resnet18 --width 4 --pixels 32 --batch-size 8 --epochs 2 --warmup 1"
 
 EXAMPLES = [  # (example and its arguments, ranks, environment)
@@ -66,7 +70,9 @@ class Installed(NamedTuple):
 
 def install(commit):
     """Install a commit beside this environment's packages, into build/parity/COMMIT, unless it is there."""
-    sha = subprocess.check_output(["git", "rev-parse", "--short=12", f"{commit}^{{commit}}"], cwd=ROOT, text=True).strip()
+    sha = subprocess.check_output(
+        ["git", "rev-parse", "--short=12", f"{commit}^{{commit}}"], cwd=ROOT, text=True
+    ).strip()
     folder = BUILD / sha
     installed = Installed(sha, folder / "venv" / "bin" / "python", folder / "tree")
     if (folder / "complete").exists():
@@ -75,15 +81,31 @@ def install(commit):
     archive = subprocess.check_output(["git", "archive", sha], cwd=ROOT)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(installed.tree, filter="data")
-    # An environment that holds nothing but this jaxmpi. All else is found in the one that runs this file: a path in a .pth
-    # file comes after the environment's own, and .pth files behind it, such as that of an editable install, are not read.
+    # An environment that holds nothing but this jaxmpi. All else is found in the one that runs this
+    # file: a path in a .pth file comes after the environment's own, and .pth files behind it, such
+    # as that of an editable install, are not read.
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     packages = sysconfig.get_path("purelib")
     own = Path(packages).relative_to(sys.prefix)
     (folder / "venv" / own / "packages.pth").write_text(packages + "\n")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(installed.python)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--python",
+        str(installed.python),
+    ]
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-build-isolation", "--no-cache-dir", str(installed.tree)],
+        [
+            *pip,
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-cache-dir",
+            str(installed.tree),
+        ],
         check=True,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )
@@ -101,7 +123,11 @@ def launch(installed, ranks, command, environment, log):
             cwd=BUILD,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment},
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                **environment,
+            },
         ).returncode
 
 
@@ -112,12 +138,16 @@ def make_photos(folder):
     from PIL import Image
 
     rng = np.random.default_rng(0)
-    for name, image in zip(("china", "flower"), sklearn.datasets.load_sample_images().images, strict=True):
+    for name, image in zip(
+        ("china", "flower"), sklearn.datasets.load_sample_images().images, strict=True
+    ):
         for part, count in (("train", 24), ("val", 8)):
             (folder / part / name).mkdir(parents=True, exist_ok=True)
             for i in range(count):
                 y, x = rng.integers(0, np.array(image.shape[:2]) - 100)
-                Image.fromarray(image[y : y + 100, x : x + 100]).save(folder / part / name / f"{i:03}.png")
+                Image.fromarray(image[y : y + 100, x : x + 100]).save(
+                    folder / part / name / f"{i:03}.png"
+                )
 
 
 def record(installed, number, example, ranks, environment, script_tree, photos):
@@ -180,13 +210,19 @@ def compare_speed(base, head, launches, cases):
             for benchmark in ("dispatch", "allreduce"):
                 out = BUILD / "speed" / f"{installed.name}-{turn}"
                 script = installed.tree / "benchmarks" / f"{benchmark}.py"
-                options = ["--out", str(out), *(["--cases", cases] if cases and benchmark == "allreduce" else [])]
+                options = [
+                    "--out",
+                    str(out),
+                    *(["--cases", cases] if cases and benchmark == "allreduce" else []),
+                ]
                 results = out / f"{benchmark}.json"
                 results.unlink(missing_ok=True)
                 # its exit code is 1 where one of its own bounds is missed, which is not asked here
                 launch(installed, 2, [str(script), *options], {}, out / f"{benchmark}.log")
                 if not results.exists():
-                    sys.exit(f"{benchmark}.py of {installed.name} failed, see {out / benchmark}.log")
+                    sys.exit(
+                        f"{benchmark}.py of {installed.name} failed, see {out / benchmark}.log"
+                    )
                 for ratio in json.loads(results.read_text())["ratios"]:
                     values = found.setdefault((benchmark, ratio["case"], ratio["ratio"]), {})
                     values.setdefault(installed.name, []).append(ratio["value"])
@@ -201,8 +237,14 @@ def compare_speed(base, head, launches, cases):
         concerns_us = "jaxmpi" in ratio
         worse += 1 if concerns_us and quotient > BOUND else 0
         verdict = "" if not concerns_us else ": WORSE" if quotient > BOUND else ": holds"
-        spread = ", ".join(f"{side.name} {min(values[side.name]):.2f} to {max(values[side.name]):.2f}" for side in (base, head))
-        print(f"{benchmark} {case:22} {ratio:50} {before:6.2f} -> {after:6.2f}, by {quotient:.2f} ({spread}){verdict}")
+        spread = ", ".join(
+            f"{side.name} {min(values[side.name]):.2f} to {max(values[side.name]):.2f}"
+            for side in (base, head)
+        )
+        print(
+            f"{benchmark} {case:22} {ratio:50} {before:6.2f} -> {after:6.2f}, by {quotient:.2f} "
+            f"({spread}){verdict}"
+        )
     return worse
 
 
@@ -210,13 +252,20 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("base", help="the commit to compare with")
     options.add_argument("--only", choices=("bits", "speed"), help="one of the two parts")
-    options.add_argument("--cases", default="", help="only examples, and sizes of allreduce.py, whose name has this in it")
+    options.add_argument(
+        "--cases",
+        default="",
+        help="only examples, and sizes of allreduce.py, whose name has this in it",
+    )
     options.add_argument("--launches", type=int, default=3, help="of each benchmark, on each side")
     args = options.parse_args()
     base, head = install(args.base), Installed("tree", Path(sys.executable), ROOT)
     differ = compare_bits(base, head, args.cases) if args.only != "speed" else 0
     worse = compare_speed(base, head, args.launches, args.cases) if args.only != "bits" else 0
-    print(f"parity with {base.name}: {differ} examples differ, {worse} ratios are worse by more than {BOUND:g}")
+    print(
+        f"parity with {base.name}: {differ} examples differ, {worse} ratios are worse by more than "
+        f"{BOUND:g}"
+    )
     return int(bool(differ or worse))
 
 

@@ -28,7 +28,9 @@ def start_jax(host="localhost"):
             probe.bind(("", 0))
             port = probe.getsockname()[1]
     port = COMM.bcast(port)
-    jax.distributed.initialize(f"{host}:{port}", COMM.size, COMM.rank, cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        f"{host}:{port}", COMM.size, COMM.rank, cluster_detection_method="deactivate"
+    )
 
 
 def start_torch(host="localhost"):
@@ -102,7 +104,10 @@ class Fed:
 def jaxmpi_mean(shapes, dtype):
     import jaxmpi
 
-    return Fed(jaxmpi.jit(jaxmpi.tree_allreduce, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
+    return Fed(
+        jaxmpi.jit(jaxmpi.tree_allreduce, donate_argnums=0),
+        list(map(jnp.asarray, host(shapes, dtype))),
+    )
 
 
 def mpi4jax_per_leaf(shapes, dtype):
@@ -112,7 +117,12 @@ def mpi4jax_per_leaf(shapes, dtype):
     comm = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
 
     def mean(tree):
-        return [(mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm) / comm.size).astype(x.dtype) for x in tree]
+        return [
+            (mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm) / comm.size).astype(
+                x.dtype
+            )
+            for x in tree
+        ]
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
@@ -126,7 +136,10 @@ def mpi4jax_concatenated(shapes, dtype):
     def mean(tree):
         flat = jnp.concatenate([x.ravel().astype(jnp.float32) for x in tree])
         flat = mpi4jax.allreduce(flat, op=MPI.SUM, comm=comm) / comm.size
-        return [part.reshape(x.shape).astype(x.dtype) for part, x in zip(jnp.split(flat, ends[:-1]), tree, strict=True)]
+        return [
+            part.reshape(x.shape).astype(x.dtype)
+            for part, x in zip(jnp.split(flat, ends[:-1]), tree, strict=True)
+        ]
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
@@ -150,7 +163,9 @@ def jax_gloo(shapes, dtype):
         lambda tree: jax.tree.map(lambda x: jax.lax.pmean(x, "ranks"), tree),
         mesh=over, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
-    return Fed(jax.jit(mean, donate_argnums=0), [global_array(sharding, x) for x in host(shapes, dtype)])
+    return Fed(
+        jax.jit(mean, donate_argnums=0), [global_array(sharding, x) for x in host(shapes, dtype)]
+    )
 
 
 def torch_gloo(torch):

@@ -2,9 +2,10 @@
 
     jaxmpi run -n 2 benchmarks/recorded.py FOLDER examples/digits.py --epochs 3
 
-Each rank writes FOLDER/rank<r>.json: for each jitted function, in the order of their first calls, its name, explain's table
-without the column of seconds, and a hash of what each call returned. Only public functions of jaxmpi are used, so that the
-same file records an older jaxmpi. benchmarks/parity.py compares two such folders.
+Each rank writes FOLDER/rank<r>.json: for each jitted function, in the order of their first calls,
+its name, explain's table without the column of seconds, and a hash of what each call returned. Only
+public functions of jaxmpi are used, so that the same file records an older jaxmpi.
+benchmarks/parity.py compares two such folders.
 """
 
 import hashlib
@@ -39,7 +40,9 @@ class RecordedStep:
             self._records.append(self._record)
         out = self._step(*args, **kwargs)
         # nn.jit returns what its objects have become in the objects themselves
-        self._record["calls"].append(hashed((out, args, kwargs) if holds_objects((args, kwargs)) else out))
+        self._record["calls"].append(
+            hashed((out, args, kwargs) if holds_objects((args, kwargs)) else out)
+        )
         return out
 
     def __getattr__(self, name):
@@ -84,7 +87,8 @@ def main():
     jaxmpi.jit = recording(jaxmpi.jit, records)
     jaxmpi.nn.jit = recording(jaxmpi.nn.jit, records)
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(script)  # as Python does for a script, which imports what is beside it
+    # as Python does for a script, which imports what is beside it
+    sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, f"rank{jaxmpi.rank()}.json").write_text(json.dumps(records))

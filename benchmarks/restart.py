@@ -3,17 +3,19 @@
     python benchmarks/restart.py
     python benchmarks/restart.py --ranks 2 --folder /dev/shm
 
-A job with 100 MB of state (parameters, and the two moments of Adam) has a checkpoint; one rank after the other kills itself
-with SIGKILL, and each restart goes on from the checkpoint. The parts of a restart, each until the slowest rank has done it:
+A job with 100 MB of state (parameters, and the two moments of Adam) has a checkpoint; one rank
+after the other kills itself with SIGKILL, and each restart goes on from the checkpoint. The parts
+of a restart, each until the slowest rank has done it:
 
     end       the launcher notices the kill, and ends the job
     init      processes start, import JAX, and find each other
     restore   the checkpoint is found, verified and read
     step      the step is traced, its executable is read from the cache, and it runs once
 
-A start is the same from the command line on, with the checkpoint and the compiled programs there: a restart is one, but for
-the end of the job before. Exits with 1 where a bound is missed: the end of the job or a restart takes too long, or a restart
-takes longer than a start. Where the ranks share cores, a restart may take as many times as long: 4 ranks on 2 cores twice.
+A start is the same from the command line on, with the checkpoint and the compiled programs there: a
+restart is one, but for the end of the job before. Exits with 1 where a bound is missed: the end of
+the job or a restart takes too long, or a restart takes longer than a start. Where the ranks share
+cores, a restart may take as many times as long: 4 ranks on 2 cores twice.
 """
 
 import json
@@ -42,8 +44,12 @@ LAYERS, WIDTH = 8, 1020  # 33 MB in float32, 100 MB with Adam's moments
 arguments = parser(__doc__)
 arguments.set_defaults(rounds=5)
 arguments.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
-arguments.add_argument("--folder", type=Path, help="where the checkpoints are: a folder for temporary files by default")
-arguments.add_argument("--worker", type=Path, help="be one of the ranks, with its files in this folder")
+arguments.add_argument(
+    "--folder", type=Path, help="where the checkpoints are: a folder for temporary files by default"
+)
+arguments.add_argument(
+    "--worker", type=Path, help="be one of the ranks, with its files in this folder"
+)
 args = arguments.parse_args()
 
 
@@ -52,7 +58,12 @@ args = arguments.parse_args()
 
 def note(folder, event):
     """Write down when this rank has come to an event."""
-    line = {"start": os.environ["JAXMPI_RESTART"], "rank": jaxmpi.rank(), "event": event, "time": time.time()}
+    line = {
+        "start": os.environ["JAXMPI_RESTART"],
+        "rank": jaxmpi.rank(),
+        "event": event,
+        "time": time.time(),
+    }
     with open(folder / "events.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -101,18 +112,33 @@ def work(folder, kills):
 
 def launch(ranks, folder, kills):
     """Run a job; returns when it was started, and when `jaxmpi run` said that it starts again."""
-    words = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), "--restarts", str(kills), __file__]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        str(ranks),
+        "--restarts",
+        str(kills),
+        __file__,
+    ]
     words += ["--worker", str(folder), "--rounds", str(kills)]
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     (folder / "events.jsonl").unlink(missing_ok=True)
     began, again, lines = time.time(), [], []
-    with subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as job:
         for line in job.stderr:
             lines.append(line)
             if f" of {kills}" in line and "restart " in line:
                 again.append(time.time())
     if job.returncode or len(again) != kills:
-        sys.exit(f"the job of {ranks} ranks ended with {job.returncode} after {len(again)} restarts:\n{''.join(lines)}")
+        sys.exit(
+            f"the job of {ranks} ranks ended with {job.returncode} after {len(again)} "
+            f"restarts:\n{''.join(lines)}"
+        )
     return began, again
 
 
@@ -143,24 +169,50 @@ def measure(ranks, folder, kills):
 def main():
     kills = 2 if args.quick else args.rounds
     cores, rows, ratios = len(os.sched_getaffinity(0)), [], []
-    print(f"restart: {cores} cores, jax {jax.__version__}, {kills} kills, {time.strftime('%Y-%m-%d')}")
+    print(
+        f"restart: {cores} cores, jax {jax.__version__}, {kills} kills, {time.strftime('%Y-%m-%d')}"
+    )
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             seconds = measure(ranks, Path(folder), kills)
         for name, values in seconds.items():
             low, median, high = np.percentile(values, [25, 50, 75])
-            print(f"{ranks} ranks  {name:10} median {median:6.2f} s, quartiles {low:6.2f} to {high:6.2f}", flush=True)
+            print(
+                f"{ranks} ranks  {name:10} median {median:6.2f} s, quartiles {low:6.2f} to "
+                f"{high:6.2f}",
+                flush=True,
+            )
             row = {"case": f"{ranks} ranks", "contender": name}
-            rows.append({**row, "median_us": 1e6 * median, "low_us": 1e6 * low, "high_us": 1e6 * high})
+            rows.append(
+                {**row, "median_us": 1e6 * median, "low_us": 1e6 * low, "high_us": 1e6 * high}
+            )
         bounds = {
             "seconds to the end of the job": (np.median(seconds["end"]), END_LIMIT),
-            "seconds to the next step": (np.median(seconds["restart"]), RESTART_LIMIT * max(1, ranks / cores)),
-            "restart / start": (np.median(seconds["restart"]) / np.median(seconds["start"]), RATIO_LIMIT),
+            "seconds to the next step": (
+                np.median(seconds["restart"]),
+                RESTART_LIMIT * max(1, ranks / cores),
+            ),
+            "restart / start": (
+                np.median(seconds["restart"]) / np.median(seconds["start"]),
+                RATIO_LIMIT,
+            ),
         }
         for name, (value, limit) in bounds.items():
             holds = bool(value <= limit)
-            ratios.append({"case": f"{ranks} ranks", "ratio": name, "value": float(value), "bound": limit, "holds": holds})
-            print(f"{ranks} ranks  {name:30} {value:5.2f}, at most {limit:g}: {'holds' if holds else 'MISSED'}", flush=True)
+            ratios.append(
+                {
+                    "case": f"{ranks} ranks",
+                    "ratio": name,
+                    "value": float(value),
+                    "bound": limit,
+                    "holds": holds,
+                }
+            )
+            print(
+                f"{ranks} ranks  {name:30} {value:5.2f}, at most {limit:g}: "
+                f"{'holds' if holds else 'MISSED'}",
+                flush=True,
+            )
     if args.out:
         found = {"rows": rows, "ratios": ratios, "cores": cores, "date": time.strftime("%Y-%m-%d")}
         save(args.out, "restart", found, "seconds of a restart", lambda axes: bars(axes, rows))

@@ -2,9 +2,10 @@
 
     python benchmarks/scaling.py
 
-With α the time of an empty message and β that of a byte, both from two ranks, a mean of B bytes should take
-α + β · B · 2 (n-1)/n on n ranks with a core each. With more ranks than cores, the cores do the work of all ranks: that is
-n/cores times as much. Exits with 1 where it takes over 3 times as long.
+With α the time of an empty message and β that of a byte, both from two ranks, a mean of B bytes
+should take α + β · B · 2 (n-1)/n on n ranks with a core each. With more ranks than cores, the cores
+do the work of all ranks: that is n/cores times as much. Exits with 1 where it takes over 3 times as
+long.
 """
 
 import json
@@ -20,7 +21,9 @@ from common import Report, parser, save
 SIZES = {"1 KB": 256, "1 MB": 2**18, "16 MB": 2**22, "100 MB": 25 * 2**20}
 LIMIT = 3.0
 arguments = parser(__doc__)
-arguments.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of ranks")
+arguments.add_argument(
+    "--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of ranks"
+)
 arguments.add_argument("--worker", action="store_true", help="be one of the ranks")
 args = arguments.parse_args()
 
@@ -30,13 +33,26 @@ def work():
 
     report = Report("scaling", args)
     for case, count in SIZES.items():
-        times = report.measure(case, {"jaxmpi": peers.jaxmpi_mean([(count,)], np.float32)}, seconds=2.0)
+        times = report.measure(
+            case, {"jaxmpi": peers.jaxmpi_mean([(count,)], np.float32)}, seconds=2.0
+        )
         report.rows[-1]["values"] = np.median(times["jaxmpi"], axis=1).tolist()
     report.finish()
 
 
 def launch(ranks, folder):
-    words = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), __file__, "--worker", "--out", folder]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        str(ranks),
+        __file__,
+        "--worker",
+        "--out",
+        folder,
+    ]
     words += ["--quick"] * args.quick + ["--rounds", str(args.rounds)]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     return json.loads(Path(folder, "scaling.json").read_text())
@@ -55,7 +71,10 @@ def main():
         for ranks in sorted({2, *args.ranks}):
             found[ranks] = launch(ranks, folder)
             print(found[ranks]["machine"])
-    median_us = {ranks: {row["case"]: row["median_us"] for row in each["rows"]} for ranks, each in found.items()}
+    median_us = {
+        ranks: {row["case"]: row["median_us"] for row in each["rows"]}
+        for ranks, each in found.items()
+    }
     cores, missed, rows = len(os.sched_getaffinity(0)), 0, []
     for ranks in args.ranks:
         for case, count in SIZES.items():
@@ -74,9 +93,16 @@ def main():
 
     def draw(axes):
         for case in SIZES:
-            (line,) = axes.plot(args.ranks, [median_us[n][case] for n in args.ranks], marker="o", label=case)
+            (line,) = axes.plot(
+                args.ranks, [median_us[n][case] for n in args.ranks], marker="o", label=case
+            )
             many = [n for n in args.ranks if n > 1]
-            axes.plot(many, [expected(median_us, case, n, cores) for n in many], "--", color=line.get_color())
+            axes.plot(
+                many,
+                [expected(median_us, case, n, cores) for n in many],
+                "--",
+                color=line.get_color(),
+            )
         axes.set(
             xticks=args.ranks,
             yscale="log",
@@ -85,7 +111,13 @@ def main():
         )
 
     if args.out:
-        save(args.out, "scaling", {str(n): each for n, each in found.items()}, "the mean of one array", draw)
+        save(
+            args.out,
+            "scaling",
+            {str(n): each for n, each in found.items()},
+            "the mean of one array",
+            draw,
+        )
     sys.exit(int(missed > 0 and not args.quick))
 
 

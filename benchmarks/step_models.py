@@ -1,5 +1,7 @@
 """Models for train_step.py, as plain functions: each makes a loss of (params, batch), the parameters and one rank's batch."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,10 @@ def _cross_entropy(logits, labels):
 def _random(shapes, scale=0.02):
     rng = np.random.default_rng(0)
     return [
-        rng.normal(size=shape).astype(np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32) for shape in shapes
+        rng.normal(size=shape).astype(np.float32) * scale
+        if len(shape) > 1
+        else np.ones(shape, np.float32)
+        for shape in shapes
     ]
 
 
@@ -35,7 +40,9 @@ def mlp_10m():
 
 
 def conv(x, kernel, stride=1):
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 CNN_SHAPES = [(3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (12544, 128), (128,), (128, 10), (10,)]
@@ -83,7 +90,14 @@ GPT = {"layers": 6, "width": 368, "heads": 8, "length": 64, "batch": 4, "vocabul
 
 def gpt_10m():
     d, heads = GPT["width"], GPT["heads"]
-    block = {"ln1": (d,), "qkv": (d, 3 * d), "out": (d, d), "ln2": (d,), "up": (d, 4 * d), "down": (4 * d, d)}
+    block = {
+        "ln1": (d,),
+        "qkv": (d, 3 * d),
+        "out": (d, d),
+        "ln2": (d,),
+        "up": (d, 4 * d),
+        "down": (4 * d, d),
+    }
     shapes = {"embed": (GPT["vocabulary"], d), "place": (GPT["length"], d), "ln": (d,)}
     shapes["blocks"] = [block] * GPT["layers"]
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s, tuple))
@@ -95,12 +109,20 @@ def gpt_10m():
         words, targets = batch
         x = params["embed"][words] + params["place"]
         for p in params["blocks"]:
-            q, k, v = (y.reshape(*y.shape[:2], heads, d // heads) for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1))
-            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            q, k, v = (
+                y.reshape(*y.shape[:2], heads, d // heads)
+                for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
+            )
+            x = (
+                x
+                + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            )
             x = x + jax.nn.gelu(norm(x, p["ln2"]) @ p["up"]) @ p["down"]
         return _cross_entropy(norm(x, params["ln"]) @ params["embed"].T, targets)
 
-    words = np.random.default_rng(1).integers(0, GPT["vocabulary"], (2, GPT["batch"], GPT["length"]))
+    words = np.random.default_rng(1).integers(
+        0, GPT["vocabulary"], (2, GPT["batch"], GPT["length"])
+    )
     return loss_of, tree.unflatten(_random(leaves)), (words[0], words[1])
 
 
@@ -119,8 +141,14 @@ def stacked_gpt(layers, width, heads=8, length=64, batch=4, vocabulary=256):
         @jax.checkpoint
         def layer(x, p):
             p = whole(p)
-            q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1))
-            x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            q, k, v = (
+                y.reshape(*y.shape[:2], heads, -1)
+                for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
+            )
+            x = (
+                x
+                + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+            )
             return x + jax.nn.gelu(norm(x, p["ln2"]) @ p["up"]) @ p["down"], None
 
         words, targets = batch
@@ -141,7 +169,9 @@ def torch_models(torch):
 
     def dense():
         widths = [shape[0] for shape in mlp()[::2]] + [10]
-        layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]  # noqa: RUF007
+        layers = []
+        for a, b in itertools.pairwise(widths):
+            layers += [nn.Linear(a, b), nn.ReLU()]
         return nn.Sequential(*layers[:-1])
 
     def convolutional():
@@ -154,9 +184,16 @@ def torch_models(torch):
         def __init__(self):
             super().__init__()
             d = GPT["width"]
-            self.embed, self.place = nn.Embedding(GPT["vocabulary"], d), nn.Parameter(torch.zeros(GPT["length"], d))
-            layer = nn.TransformerEncoderLayer(d, GPT["heads"], 4 * d, 0.0, "gelu", batch_first=True, norm_first=True)
-            self.blocks = nn.TransformerEncoder(layer, GPT["layers"], nn.LayerNorm(d), enable_nested_tensor=False)
+            self.embed, self.place = (
+                nn.Embedding(GPT["vocabulary"], d),
+                nn.Parameter(torch.zeros(GPT["length"], d)),
+            )
+            layer = nn.TransformerEncoderLayer(
+                d, GPT["heads"], 4 * d, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            self.blocks = nn.TransformerEncoder(
+                layer, GPT["layers"], nn.LayerNorm(d), enable_nested_tensor=False
+            )
             self.mask = nn.Transformer.generate_square_subsequent_mask(GPT["length"])
 
         def forward(self, words):

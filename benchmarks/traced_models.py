@@ -18,7 +18,10 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
 
     def __call__(self, x, mask):
         x = x + self.attention(self.norm1(x), mask=mask)
@@ -67,7 +70,11 @@ def small_arrays(count=400):
         return sum(jnp.sum(jnp.tanh(x @ w)) for w in params)
 
     rng = np.random.default_rng(0)
-    return loss_of, [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(count)], np.ones((4, 8), np.float32)
+    return (
+        loss_of,
+        [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(count)],
+        np.ones((4, 8), np.float32),
+    )
 
 
 MODELS = {

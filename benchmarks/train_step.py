@@ -2,8 +2,8 @@
 
     jaxmpi run -n 2 benchmarks/train_step.py
 
-Each contender trains the same model on the same shapes, with momentum; "local" is the step without communication. Exits with 1
-when a bound is missed. torch is a contender where it is installed.
+Each contender trains the same model on the same shapes, with momentum; "local" is the step without
+communication. Exits with 1 when a bound is missed. torch is a contender where it is installed.
 """
 
 from functools import partial
@@ -18,7 +18,9 @@ from trained import Trained, gloo_step, mpi4jax_step, step_of, torch_steps
 import jaxmpi
 
 arguments = parser(__doc__)
-arguments.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, help="which to train")
+arguments.add_argument(
+    "--models", nargs="*", default=list(MODELS), choices=MODELS, help="which to train"
+)
 args = arguments.parse_args()
 peers.start_jax()
 report = Report("train_step", args)
@@ -32,7 +34,9 @@ def contenders_of(loss_of, params, batch):
     jit = partial(jax.jit, donate_argnums=0)
     return {
         "local": Trained(jit(step_of(loss_of, lambda grads: grads)), params, batch),
-        "jaxmpi": Trained(jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch),
+        "jaxmpi": Trained(
+            jaxmpi.jit(step_of(loss_of, jaxmpi.tree_allreduce), donate_argnums=0), params, batch
+        ),
         "mpi4jax per leaf": mpi4jax_step(loss_of, params, batch),
         "JAX gloo": gloo_step(loss_of, params, batch),
     }
@@ -54,9 +58,14 @@ def show_added(case, times):
         if name not in times:
             continue
         theirs = added(times, name, local)
-        report.show(f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, by {name} {np.median(theirs) / 1e3:.2f} ms")
+        report.show(
+            f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, by {name} "
+            f"{np.median(theirs) / 1e3:.2f} ms"
+        )
         if np.median(theirs) < NOISE * np.median(times[local]):
-            report.show(f"{case:22} {name} adds less than {NOISE:.0%} of a step: too little to compare")
+            report.show(
+                f"{case:22} {name} adds less than {NOISE:.0%} of a step: too little to compare"
+            )
         else:
             bounded = bound if case != "ResNet-50" else None
             report.ratio(case, f"added by jaxmpi / by {name}", ours, theirs, at_most=bounded)

@@ -17,7 +17,8 @@ class Trained:
 
     def __init__(self, step, params, batch, put=lambda x: x):
         self.step, self.batch = step, jax.tree.map(put, batch)
-        self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))  # a copy: it is donated
+        # a copy: it is donated
+        self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))
 
     def __call__(self):
         self.state, loss = self.step(self.state, self.batch)
@@ -39,7 +40,9 @@ def mpi4jax_step(loss_of, params, batch):
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()
-    per_leaf = lambda grads: jax.tree.map(lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads)
+    per_leaf = lambda grads: jax.tree.map(
+        lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads
+    )
     return Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)
 
 
@@ -49,7 +52,9 @@ def gloo_step(loss_of, params, batch):
     spec = jax.sharding.PartitionSpec()
     step = step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads))
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
-    return Trained(jax.jit(sharded, donate_argnums=0), params, batch, partial(peers.global_array, sharding))
+    return Trained(
+        jax.jit(sharded, donate_argnums=0), params, batch, partial(peers.global_array, sharding)
+    )
 
 
 def torch_steps(torch, model, batch, loss_of):

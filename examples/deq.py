@@ -3,9 +3,9 @@
     python examples/deq.py
     jaxmpi run -n 2 examples/deq.py
 
-Its output is the solution of z = f(z, x), found in a while_loop, and differentiated by the implicit function theorem (Bai et
-al. 2019, "Deep equilibrium models") with optimistix: neither keeps jaxmpi.jit from averaging the gradients. It needs
-`pip install optimistix scikit-learn`.
+Its output is the solution of z = f(z, x), found in a while_loop, and differentiated by the implicit
+function theorem (Bai et al. 2019, "Deep equilibrium models") with optimistix: neither keeps
+jaxmpi.jit from averaging the gradients. It needs `pip install optimistix scikit-learn`.
 """
 
 import argparse
@@ -19,7 +19,9 @@ from sklearn.datasets import load_digits
 
 import jaxmpi
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 parser.add_argument("--epochs", type=int, default=15)
 parser.add_argument("--batch-size", type=int, default=96, help="over all ranks together")
 parser.add_argument("--width", type=int, default=64, help="numbers in z")
@@ -35,7 +37,9 @@ order = np.random.default_rng(0).permutation(len(digits.target))
 images, labels = (digits.data[order] / 16).astype(np.float32), digits.target[order]
 train, test = (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
 if not jaxmpi.size() <= args.batch_size <= 1440:
-    parser.error(f"--batch-size is {args.batch_size}, for {jaxmpi.size()} ranks and 1440 training images")
+    parser.error(
+        f"--batch-size is {args.batch_size}, for {jaxmpi.size()} ranks and 1440 training images"
+    )
 
 solver = optx.FixedPointIteration(rtol=1e-4, atol=1e-4)
 
@@ -55,7 +59,9 @@ def logits(weights, x):
 
 def losses(weights, batch):
     x, y = batch
-    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(logits, (None, 0))(weights, x), y)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        jax.vmap(logits, (None, 0))(weights, x), y
+    )
 
 
 keys = jax.random.split(jax.random.key(args.seed), 3)

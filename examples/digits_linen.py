@@ -3,7 +3,8 @@
     python examples/digits_linen.py
     jaxmpi run -n 2 examples/digits_linen.py
 
-Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss curve.
+Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss
+curve.
 """
 
 import argparse
@@ -19,19 +20,42 @@ from sklearn.datasets import load_digits
 
 import jaxmpi
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 parser.add_argument("--epochs", type=int, default=30, help="passes over the 1437 training images")
-parser.add_argument("--batch-size", type=int, default=48, help="images per step, over all ranks together, at most 1437")
+parser.add_argument(
+    "--batch-size",
+    type=int,
+    default=48,
+    help="images per step, over all ranks together, at most 1437",
+)
 parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-parser.add_argument("--warmup", type=float, default=0.1, help="share of all steps in which the learning rate rises, 0 to 1")
-parser.add_argument("--seed", type=int, default=0, help="of parameters, order and augmentation; the test images stay the same")
-parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=True, help="shift images by up to 1 pixel")
+parser.add_argument(
+    "--warmup",
+    type=float,
+    default=0.1,
+    help="share of all steps in which the learning rate rises, 0 to 1",
+)
+parser.add_argument(
+    "--seed",
+    type=int,
+    default=0,
+    help="of parameters, order and augmentation; the test images stay the same",
+)
+parser.add_argument(
+    "--augment",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="shift images by up to 1 pixel",
+)
 args = parser.parse_args()
 
 jaxmpi.init(verbose=True)
 log = jaxmpi.get_logger("digits-linen")
 
-# The data: small enough that every rank holds all of it. `number` is the sample's own, whichever rank it is on.
+# The data: small enough that every rank holds all of it. `number` is the sample's own, whichever
+# rank it is on.
 pixels, labels = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(pixels))
 images = (pixels[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
@@ -51,7 +75,9 @@ class CNN(nn.Module):
 
 
 steps = len(jaxmpi.batches(train, args.batch_size))
-schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps)
+schedule = optax.warmup_cosine_decay_schedule(
+    0.0, args.lr, int(args.warmup * args.epochs * steps), args.epochs * steps
+)
 optimizer = jaxmpi.distributed(optax.adamw(schedule))  # AdamW on the mean of all ranks' gradients
 
 model = CNN()
@@ -62,14 +88,19 @@ params, state = jaxmpi.synchronize((params, optimizer.init(params)))  # rank 0's
 def shift(image, key):
     """Move an image by -1, 0 or 1 pixel in each direction."""
     row, column = jax.random.randint(key, (2,), 0, 3)
-    return jax.lax.dynamic_slice(jnp.pad(image, ((1, 1), (1, 1), (0, 0))), (row, column, 0), image.shape)
+    return jax.lax.dynamic_slice(
+        jnp.pad(image, ((1, 1), (1, 1), (0, 0))), (row, column, 0), image.shape
+    )
 
 
 @partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=(0, 1, 3), replicated_outnums=(0, 1))
 def step(params, state, batch, key):
     x = batch["image"]
-    if args.augment:  # a key for every image: with one for every rank the images would depend on the number of ranks
-        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(x, batch["number"])
+    # a key for every image: with one for every rank the images would depend on the number of ranks
+    if args.augment:
+        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(
+            x, batch["number"]
+        )
 
     def loss_of(params):
         logits = model.apply(params, x)
@@ -90,14 +121,19 @@ def count(params, batch, mask, counts):
 def evaluate(params):
     """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
     counts = np.zeros(2, np.int32)
-    for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):  # 360 = 2·128 + 104: a mask covers what is missing
+    # 360 = 2·128 + 104: a mask covers what is missing
+    for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):
         counts = count(params, batch, mask, counts)
     return jaxmpi.tree_allreduce(counts, op="sum")
 
 
 rates = []  # images/s over all ranks, for each epoch
 for epoch in range(args.epochs):
-    key, losses, start = jax.random.fold_in(jax.random.key(args.seed), epoch), [], time.perf_counter()
+    key, losses, start = (
+        jax.random.fold_in(jax.random.key(args.seed), epoch),
+        [],
+        time.perf_counter(),
+    )
     batches = jaxmpi.batches(train, args.batch_size, seed=args.seed, epoch=epoch)
     for batch in jaxmpi.progress(batches, desc=f"epoch {epoch + 1}", leave=False):
         params, state, loss = step(params, state, batch, key)
@@ -107,11 +143,15 @@ for epoch in range(args.epochs):
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(params)
     log.info(
-        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train loss {loss:.6e}  "
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train "
+        f"loss {loss:.6e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
     )
 
 if jaxmpi.rank() == 0:
     rate = np.median(rates[1:] or rates)  # the first epoch compiles
     ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
-    print(f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s on {ranks}")
+    print(
+        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s "
+        f"on {ranks}"
+    )

@@ -8,8 +8,8 @@
     jaxmpi run -n 2 examples/gpt.py --local-every 50 --diloco --fragments 3 --delay 5 --int8
     jaxmpi run -n 4 examples/gpt.py --local-every 50 --diloco --islands 2 --sharded
 
-The layers are one `scan` over their stacked parameters, and each is computed again in the backward pass (`remat`), so that
-memory does not grow with their number.
+The layers are one `scan` over their stacked parameters, and each is computed again in the backward
+pass (`remat`), so that memory does not grow with their number.
 """
 
 import argparse
@@ -25,28 +25,70 @@ import optax
 
 import jaxmpi
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=600, help="batches that are trained on")
-parser.add_argument("--batch-size", type=int, default=32, help="windows of text per step, over all ranks together")
+parser.add_argument(
+    "--batch-size", type=int, default=32, help="windows of text per step, over all ranks together"
+)
 parser.add_argument("--length", type=int, default=128, help="bytes of a window")
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--width", type=int, default=128, help="numbers for a byte, a multiple of 32")
-parser.add_argument("--megabytes", type=float, default=8.0, help="of text; the last 2 % are held out")
-parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
-parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches for one step of the optimizer")
-parser.add_argument("--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)")
-parser.add_argument("--fully-sharded", action="store_true", help="and the parameters, one layer at a time whole (FSDP)")
-parser.add_argument("--local-every", type=int, metavar="N", help="let each rank take N steps of its own, then average")
 parser.add_argument(
-    "--islands", type=int, metavar="N", help="with --local-every: N groups of ranks, of which each takes its steps together"
+    "--megabytes", type=float, default=8.0, help="of text; the last 2 % are held out"
 )
-parser.add_argument("--diloco", action="store_true", help="with --local-every: an outer Nesterov step instead of the average")
+parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+parser.add_argument(
+    "--accumulate", type=int, default=1, metavar="N", help="batches for one step of the optimizer"
+)
+parser.add_argument(
+    "--sharded", action="store_true", help="share the optimizer's state out over the ranks (ZeRO-1)"
+)
+parser.add_argument(
+    "--fully-sharded",
+    action="store_true",
+    help="and the parameters, one layer at a time whole (FSDP)",
+)
+parser.add_argument(
+    "--local-every",
+    type=int,
+    metavar="N",
+    help="let each rank take N steps of its own, then average",
+)
+parser.add_argument(
+    "--islands",
+    type=int,
+    metavar="N",
+    help="with --local-every: N groups of ranks, of which each takes its steps together",
+)
+parser.add_argument(
+    "--diloco",
+    action="store_true",
+    help="with --local-every: an outer Nesterov step instead of the average",
+)
 parser.add_argument("--outer-lr", type=float, default=0.7, help="of that step")
 parser.add_argument("--outer-momentum", type=float, default=0.9, help="of that step")
-parser.add_argument("--fragments", type=int, default=1, metavar="N", help="with --local-every: exchange 1/N at a time")
-parser.add_argument("--delay", type=int, default=0, metavar="N", help="with --local-every: go on for N steps meanwhile")
-parser.add_argument("--int8", action="store_true", help="with --local-every: send 8 bits for each number")
-parser.add_argument("--sample", type=int, default=300, metavar="N", help="bytes to write at the end")
+parser.add_argument(
+    "--fragments",
+    type=int,
+    default=1,
+    metavar="N",
+    help="with --local-every: exchange 1/N at a time",
+)
+parser.add_argument(
+    "--delay",
+    type=int,
+    default=0,
+    metavar="N",
+    help="with --local-every: go on for N steps meanwhile",
+)
+parser.add_argument(
+    "--int8", action="store_true", help="with --local-every: send 8 bits for each number"
+)
+parser.add_argument(
+    "--sample", type=int, default=300, metavar="N", help="bytes to write at the end"
+)
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.sharded and args.fully_sharded:
@@ -55,10 +97,15 @@ if args.local_every is not None and (args.local_every < 1 or args.fully_sharded)
     parser.error("--local-every is 1 or more, and not with --fully-sharded")
 if args.islands is not None and args.islands < 1:
     parser.error("--islands is 1 or more")
-if (args.diloco or args.islands or args.fragments != 1 or args.delay or args.int8) and args.local_every is None:
+if (
+    args.diloco or args.islands or args.fragments != 1 or args.delay or args.int8
+) and args.local_every is None:
     parser.error("--diloco, --islands, --fragments, --delay and --int8 go with --local-every")
 if args.local_every and args.sharded and not args.islands:
-    parser.error("--local-every lets each rank have a state of its own: --sharded needs --islands, whose ranks share it out")
+    parser.error(
+        "--local-every lets each rank have a state of its own: --sharded needs --islands, whose "
+        "ranks share it out"
+    )
 
 jaxmpi.init(verbose=True, axes={"island": args.islands, "member": -1} if args.islands else None)
 log = jaxmpi.get_logger("gpt")
@@ -67,7 +114,11 @@ log = jaxmpi.get_logger("gpt")
 def windows():
     """The text as [windows, length + 1] bytes, for training and held out."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)
+    files = sorted(
+        path
+        for path in library.rglob("*.py")
+        if "site-packages" not in path.parts and "test" not in path.parts
+    )
     order = np.random.default_rng(0).permutation(len(files))  # the held-out files are of all kinds
     text, limit = bytearray(), int(args.megabytes * 1e6)
     for i in order:
@@ -85,7 +136,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask):
-        h = nn.MultiHeadDotProductAttention(args.width // 32, use_bias=False)(nn.LayerNorm()(x), mask=mask)
+        h = nn.MultiHeadDotProductAttention(args.width // 32, use_bias=False)(
+            nn.LayerNorm()(x), mask=mask
+        )
         x = x + h
         h = nn.Dense(args.width)(nn.gelu(nn.Dense(4 * args.width)(nn.LayerNorm()(x))))
         return x + h, None
@@ -100,7 +153,12 @@ class GPT(nn.Module):
     def __call__(self, text):
         length = text.shape[1]
         embed = nn.Embed(256, args.width, embedding_init=nn.initializers.normal(0.02))
-        x = embed(text) + self.param("position", nn.initializers.normal(0.02), (args.length, args.width))[:length]
+        x = (
+            embed(text)
+            + self.param("position", nn.initializers.normal(0.02), (args.length, args.width))[
+                :length
+            ]
+        )
         block = nn.map_variables(Block, "params", jaxmpi.unshard) if self.shards else Block
         blocks = nn.scan(
             nn.remat(block, prevent_cse=False),
@@ -115,18 +173,31 @@ class GPT(nn.Module):
 
 train, test = windows()
 if len(train) < args.batch_size:
-    parser.error(f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on")
-params = jaxmpi.synchronize(GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"])  # rank 0's, on every rank
+    parser.error(
+        f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on"
+    )
+# rank 0's, on every rank
+params = jaxmpi.synchronize(GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"])
 count = sum(x.size for x in jax.tree.leaves(params))
 if args.fully_sharded:
     params = jaxmpi.fully_shard(params, stacked={name: name == "blocks" for name in params})
 
 updates_of_optimizer = max(1, args.steps // args.accumulate)
-schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, min(100, updates_of_optimizer // 5), updates_of_optimizer)
+schedule = optax.warmup_cosine_decay_schedule(
+    0.0, args.lr, min(100, updates_of_optimizer // 5), updates_of_optimizer
+)
 adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 if args.local_every:
-    outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True) if args.diloco else None
-    inner = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member") if args.islands else adamw
+    outer = (
+        optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True)
+        if args.diloco
+        else None
+    )
+    inner = (
+        (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member")
+        if args.islands
+        else adamw
+    )
     optimizer = jaxmpi.local_sgd(
         inner,
         args.local_every,
@@ -142,15 +213,17 @@ else:
     optimizer = (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
 state = optimizer.init(params)
-# With --local-every the ranks' parameters differ between their meetings. What is equal on all ranks only because it is along
-# each of two axes cannot be declared yet.
+# With --local-every the ranks' parameters differ between their meetings. What is equal on all ranks
+# only because it is along each of two axes cannot be declared yet.
 equal = () if args.islands else (1,) if args.local_every else (0, 1)
 
 
 def losses(params, text):
     """Nats per byte, for each window."""
     outside = jaxmpi.unshard({name: x for name, x in params.items() if name != "blocks"})
-    logits = GPT(args.fully_sharded).apply({"params": {**outside, "blocks": params["blocks"]}}, text[:, :-1])
+    logits = GPT(args.fully_sharded).apply(
+        {"params": {**outside, "blocks": params["blocks"]}}, text[:, :-1]
+    )
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean(axis=1)
 
 
@@ -195,7 +268,10 @@ for number, text in zip(range(1, args.steps + 1), endless(), strict=False):
     if number % every == 0 or number == args.steps:
         mean = jaxmpi.average_metrics(np.mean(jax.device_get(recent)))
         rate = meter.read()
-        log.info(f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  bytes: {rate}")
+        log.info(
+            f"step {number:5}  train {mean:.4f}  held out {held_out(whole(params)):.4f} nats/byte  "
+            f"bytes: {rate}"
+        )
         recent, meter = [], jaxmpi.Throughput()
 
 params = jaxmpi.local(jaxmpi.unshard(whole(params)))

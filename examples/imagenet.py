@@ -5,10 +5,12 @@
     jaxmpi run -n 4 examples/imagenet.py DIR --model vit-s --optimizer adamw --lr 2.5e-4 --weight-decay 0.1
     jaxmpi run -n 2 examples/imagenet.py DIR --evaluate --pretrained runs/imagenet/best.npz
 
-The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz` with the weights of the best
-epoch, and checkpoints. Started again with the same --out it goes on where the last checkpoint was made, in mid-epoch, too, and
-on another number of ranks. SIGTERM makes one and ends the job. An image that cannot be read is named, and counts neither in the
-loss nor in the accuracy. (The val/ of ILSVRC is one folder of all images: move them into one for each class first.)
+The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz`
+with the weights of the best epoch, and checkpoints. Started again with the same --out it goes on
+where the last checkpoint was made, in mid-epoch, too, and on another number of ranks. SIGTERM makes
+one and ends the job. An image that cannot be read is named, and counts neither in the loss nor in
+the accuracy. (The val/ of ILSVRC is one folder of all images: move them into one for each class
+first.)
 """
 
 import argparse
@@ -41,27 +43,74 @@ def arguments():
     )
     add = parser.add_argument
     add("data", type=Path, metavar="DIR", help="holds train/ and val/")
-    add("--out", type=Path, default=Path("runs/imagenet"), help="of this run; on a file system of all ranks")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/imagenet"),
+        help="of this run; on a file system of all ranks",
+    )
     add("--model", choices=MODELS, default="resnet50")
-    add("--width", type=int, default=64, help="channels of the first convolution; for a ViT, of each head")
+    add(
+        "--width",
+        type=int,
+        default=64,
+        help="channels of the first convolution; for a ViT, of each head",
+    )
     add("--pixels", type=int, default=224, help="side of the images, a multiple of 16 for a ViT")
     add("--epochs", type=int, default=90)
     add("--batch-size", type=int, default=256, help="images per step, over all ranks together")
     add("--optimizer", choices=("sgd", "nesterov", "adam", "adamw"), default="nesterov")
-    add("--lr", type=float, default=0.1, help="highest learning rate for 256 images per step; scaled by their number")
+    add(
+        "--lr",
+        type=float,
+        default=0.1,
+        help="highest learning rate for 256 images per step; scaled by their number",
+    )
     add("--momentum", type=float, default=0.9)
-    add("--weight-decay", type=float, default=1e-4, help="of kernels; in the gradient, or for adamw in the step")
-    add("--schedule", choices=("constant", "step", "cosine"), default="cosine", help="step: a tenth at 1/3, 2/3, 8/9")
-    add("--warmup", type=float, default=5, metavar="EPOCHS", help="in which the learning rate rises")
+    add(
+        "--weight-decay",
+        type=float,
+        default=1e-4,
+        help="of kernels; in the gradient, or for adamw in the step",
+    )
+    add(
+        "--schedule",
+        choices=("constant", "step", "cosine"),
+        default="cosine",
+        help="step: a tenth at 1/3, 2/3, 8/9",
+    )
+    add(
+        "--warmup", type=float, default=5, metavar="EPOCHS", help="in which the learning rate rises"
+    )
     add("--smoothing", type=float, default=0.1, help="of the labels, 0 to 1")
-    add("--batch-stats", choices=("sync", "average"), default="sync", help="of all ranks' images, or averaged to evaluate")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: parameters stay float32")
+    add(
+        "--batch-stats",
+        choices=("sync", "average"),
+        default="sync",
+        help="of all ranks' images, or averaged to evaluate",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default="float32",
+        help="bfloat16: parameters stay float32",
+    )
     add("--workers", type=int, default=argparse.SUPPRESS, help="processes per rank that read images (default: one per core "
         "but one); 0: threads")  # fmt: skip
-    add("--save-every", type=int, default=1000, metavar="STEPS", help="between checkpoints, beside one per epoch")
+    add(
+        "--save-every",
+        type=int,
+        default=1000,
+        metavar="STEPS",
+        help="between checkpoints, beside one per epoch",
+    )
     add("--log-every", type=int, default=50, metavar="STEPS")
     add("--pretrained", type=Path, metavar="FILE", help="weights to begin with: a best.npz")
-    add("--evaluate", action="store_true", help="only evaluate: --pretrained, or the best.npz of --out")
+    add(
+        "--evaluate",
+        action="store_true",
+        help="only evaluate: --pretrained, or the best.npz of --out",
+    )
     add("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -77,28 +126,43 @@ def check(args, folders):
         if getattr(args, name) < 1:
             refuse(f"--{name.replace('_', '-')} is {getattr(args, name)}. It is 1 or more.")
     if args.model.startswith("vit") and (args.pixels % 16 or args.width % 4):
-        refuse(f"--pixels is {args.pixels} and --width {args.width}. A ViT takes multiples of 16 and of 4.")
+        refuse(
+            f"--pixels is {args.pixels} and --width {args.width}. A ViT takes multiples of 16 and "
+            "of 4."
+        )
     for part, folder in folders.items():
         if not len(folder):
-            refuse(f"there are no images in {args.data / part}. It holds a folder of images for each class.")
+            refuse(
+                f"there are no images in {args.data / part}. It holds a folder of images for each "
+                "class."
+            )
     if args.evaluate:
         return
     train, val = folders["train"], folders["val"]
     if train.classes != val.classes:
         refuse(
-            f"the class folders of {args.data}/train and {args.data}/val differ: {sorted({*train.classes} ^ {*val.classes})}."
+            f"the class folders of {args.data}/train and {args.data}/val differ: "
+            f"{sorted({*train.classes} ^ {*val.classes})}."
         )
     if len(train) < args.batch_size or args.batch_size % jaxmpi.size():
         refuse(
-            f"--batch-size is {args.batch_size}. There are {len(train)} images, and {jaxmpi.size()} ranks to share it equally."
+            f"--batch-size is {args.batch_size}. There are {len(train)} images, and "
+            f"{jaxmpi.size()} ranks to share it equally."
         )
     if args.warmup >= args.epochs / (3 if args.schedule == "step" else 1) > 0:
-        refuse(f"--warmup {args.warmup} leaves none of {args.epochs} epochs for the highest learning rate.")
+        refuse(
+            f"--warmup {args.warmup} leaves none of {args.epochs} epochs for the highest learning "
+            "rate."
+        )
 
 
 def schedule_of(args, steps):
     """Learning rate by step: linear to the highest, and on from there; `steps` of an epoch."""
-    highest, total, warmup = args.lr * args.batch_size / 256, args.epochs * steps, round(args.warmup * steps)
+    highest, total, warmup = (
+        args.lr * args.batch_size / 256,
+        args.epochs * steps,
+        round(args.warmup * steps),
+    )
     tenths = {}
     for part in (1 / 3, 2 / 3, 8 / 9):
         step = round(total * part) - warmup
@@ -113,7 +177,9 @@ def schedule_of(args, steps):
 
 
 def optimizer_of(args, schedule):
-    kernels = partial(jax.tree_util.tree_map_with_path, lambda path, x: "kernel" in jax.tree_util.keystr(path))
+    kernels = partial(
+        jax.tree_util.tree_map_with_path, lambda path, x: "kernel" in jax.tree_util.keystr(path)
+    )
     decay = optax.add_decayed_weights(args.weight_decay, mask=kernels)
     inner = {
         "sgd": lambda: optax.chain(decay, optax.sgd(schedule, args.momentum)),
@@ -136,7 +202,8 @@ def steps_of(model, optimizer, args):
     """The training and the evaluation step, and the parameters and statistics to begin with."""
     model.train()
     graph, params, stats = nnx.split(model, nnx.Param, ...)
-    stats = jax.tree.map(lambda x: x.astype(jax.tree.leaves(params)[0].dtype), stats)  # nnx has them in float32
+    # nnx has them in float32
+    stats = jax.tree.map(lambda x: x.astype(jax.tree.leaves(params)[0].dtype), stats)
     model.eval()
     graph_eval = nnx.graphdef(model)
     equal = (0, 1, 2) if args.batch_stats == "sync" else (0, 1)
@@ -146,14 +213,19 @@ def steps_of(model, optimizer, args):
         logits = model(((images / 255.0 - MEAN) / DEVIATION).astype(args.dtype))
         return logits, nnx.split(model, nnx.Param, ...)[2]
 
-    @partial(jaxmpi.jit, donate_argnums=(0, 1, 2), replicated_argnums=equal, replicated_outnums=equal)
+    @partial(
+        jaxmpi.jit, donate_argnums=(0, 1, 2), replicated_argnums=equal, replicated_outnums=equal
+    )
     def train_step(params, state, stats, batch):
         def loss_of(params):
             logits, new_stats = logits_of(graph, params, stats, batch["image"])
-            labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], logits.shape[-1], dtype=logits.dtype), args.smoothing)
+            labels = optax.smooth_labels(
+                jax.nn.one_hot(batch["label"], logits.shape[-1], dtype=logits.dtype), args.smoothing
+            )
             counts = counts_of(optax.softmax_cross_entropy(logits, labels), logits, batch)
-            # The mean of the ranks' losses is that over all good images. With `weight=` in the optimizer it would be, too, but
-            # not its gradient through the batch statistics, which each rank's images have in common with the others'.
+            # The mean of the ranks' losses is that over all good images. With `weight=` in the
+            # optimizer it would be, too, but not its gradient through the batch statistics, which
+            # each rank's images have in common with the others'.
             images = jaxmpi.tree_allreduce(counts[-1])
             return counts[0] / jnp.where(images > 0, images, 1), (new_stats, counts)
 
@@ -164,7 +236,9 @@ def steps_of(model, optimizer, args):
     @jaxmpi.jit
     def eval_step(params, stats, batch, total):
         logits, _ = logits_of(graph_eval, params, stats, batch["image"])
-        return total + counts_of(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]), logits, batch)
+        return total + counts_of(
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]), logits, batch
+        )
 
     return train_step, eval_step, params, stats
 
@@ -196,8 +270,13 @@ def compare_settings(args, resumed):
     path = args.out / "settings.json"
     if jaxmpi.rank() == 0:
         begun = now | (json.loads(path.read_text()) if resumed and path.exists() else {})
-        changed = [f"--{name.replace('_', '-')} {value} in the place of {begun[name]}" for name, value in now.items()]
-        changed = [text for name, text in zip(now, changed, strict=True) if now[name] != begun[name]]
+        changed = [
+            f"--{name.replace('_', '-')} {value} in the place of {begun[name]}"
+            for name, value in now.items()
+        ]
+        changed = [
+            text for name, text in zip(now, changed, strict=True) if now[name] != begun[name]
+        ]
         if changed:
             log.warning(f"going on with {', '.join(changed)}. Another --out begins anew")
         path.write_text(json.dumps(begun, indent=1))
@@ -212,7 +291,8 @@ def train(args, folders, load, model, begin):
     optimizer = optimizer_of(args, schedule)
     train_step, eval_step, params, stats = steps_of(model, optimizer, args)
     directory, best_path = args.out / "checkpoints", args.out / "best.npz"
-    at = {"epoch": 0, "position": 0, "step": 0, "best": -1.0}  # position: images of this epoch that were trained on
+    # position: images of this epoch that were trained on
+    at = {"epoch": 0, "position": 0, "step": 0, "best": -1.0}
     resumed = jaxmpi.latest(directory) is not None
     if not resumed:
         params, stats = begin(params, stats)
@@ -249,9 +329,18 @@ def train(args, folders, load, model, begin):
         meter.add(int(own[-1]))
         rate, (*sums, images) = meter.read(), np.asarray(jaxmpi.tree_allreduce(own, op="sum"))
         loss, top1, top5 = (float(x / max(images, 1)) for x in sums)
-        row = {"step": at["step"], "epoch": at["epoch"] + 1, "lr": float(schedule(at["step"] - 1)), "loss": loss}
+        row = {
+            "step": at["step"],
+            "epoch": at["epoch"] + 1,
+            "lr": float(schedule(at["step"] - 1)),
+            "loss": loss,
+        }
         train_rows.write(**row, top1=top1, top5=top5, **rate._asdict())
-        log.info("epoch {epoch}  step {step}  lr {lr:.3g}  loss {loss:.4f}  images: {rate}".format(**row, rate=rate))
+        log.info(
+            "epoch {epoch}  step {step}  lr {lr:.3g}  loss {loss:.4f}  images: {rate}".format(
+                **row, rate=rate
+            )
+        )
 
     for epoch in range(at["epoch"], args.epochs):
         batches = load(folders["train"], training=True, epoch=epoch, start=at["position"])
@@ -269,10 +358,14 @@ def train(args, folders, load, model, begin):
         write_row()
         save()
         of_all = stats_of_all()
-        result = evaluate(eval_step, params, of_all, load(folders["val"], training=False), save_if_told_to_end)
+        result = evaluate(
+            eval_step, params, of_all, load(folders["val"], training=False), save_if_told_to_end
+        )
         eval_rows.write(step=at["step"], epoch=epoch + 1, **result)
         log.info(
-            "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images".format(epoch + 1, **result)
+            "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images".format(
+                epoch + 1, **result
+            )
         )
         if result["top1"] > at["best"] and np.isfinite(result["loss"]):
             at |= {"best": result["top1"]}
@@ -281,7 +374,11 @@ def train(args, folders, load, model, begin):
         meter = jaxmpi.Throughput()  # of training alone
     save()
     if jaxmpi.rank() == 0:
-        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}" if at["best"] >= 0 else "no epoch with a finite loss")
+        print(
+            f"best top-1 {at['best']:.2%}, its weights in {best_path}"
+            if at["best"] >= 0
+            else "no epoch with a finite loss"
+        )
 
 
 def main():
@@ -292,14 +389,21 @@ def main():
     cores = len(os.sched_getaffinity(0))
     of_rank = cores if cores < os.cpu_count() else cores // world.local_size
     workers = getattr(args, "workers", max(1, of_rank - 1))
-    folders = {part: Folder(args.data / part, args.pixels) for part in ("train", "val")[args.evaluate :]}
+    folders = {
+        part: Folder(args.data / part, args.pixels) for part in ("train", "val")[args.evaluate :]
+    }
     check(args, folders)
     args.out.mkdir(parents=True, exist_ok=True)
     load = partial(loader, batch_size=args.batch_size, seed=args.seed, workers=workers)
 
-    types = {"dtype": jnp.dtype(args.dtype), "param_dtype": jnp.float64 if args.dtype == "float64" else jnp.float32}
+    types = {
+        "dtype": jnp.dtype(args.dtype),
+        "param_dtype": jnp.float64 if args.dtype == "float64" else jnp.float32,
+    }
     axis, classes = jaxmpi.AXIS if args.batch_stats == "sync" else None, len(folders["val"].classes)
-    model = MODELS[args.model](classes, width=args.width, axis_name=axis, rngs=nnx.Rngs(args.seed), **types)
+    model = MODELS[args.model](
+        classes, width=args.width, axis_name=axis, rngs=nnx.Rngs(args.seed), **types
+    )
     weights = args.pretrained or (args.out / "best.npz" if args.evaluate else None)
 
     def begin(params, stats):
@@ -310,7 +414,10 @@ def main():
             except ValueError as error:
                 refuse(error)
             if missing and args.evaluate:
-                refuse(f"{weights} does not have {', '.join(missing)}: was it trained on other classes?")
+                refuse(
+                    f"{weights} does not have {', '.join(missing)}: was it trained on other "
+                    "classes?"
+                )
             if missing:
                 log.info(f"not from {weights}: {', '.join(missing)}")
             params, stats = tree["params"], tree["stats"]
@@ -321,10 +428,16 @@ def main():
         return
     _, eval_step, params, stats = steps_of(model, None, args)
     leave_if_told_to_end = lambda: sys.exit(0) if jaxmpi.preempted() else None
-    result = evaluate(eval_step, *begin(params, stats), load(folders["val"], training=False), leave_if_told_to_end)
+    result = evaluate(
+        eval_step, *begin(params, stats), load(folders["val"], training=False), leave_if_told_to_end
+    )
     report_unreadable(folders)
     if world.rank == 0:
-        print("top-1 {top1:.4%}, top-5 {top5:.4%}, loss {loss:.6f} over {images} images".format(**result))
+        print(
+            "top-1 {top1:.4%}, top-5 {top5:.4%}, loss {loss:.6f} over {images} images".format(
+                **result
+            )
+        )
 
 
 if __name__ == "__main__":  # Grain's workers import this file

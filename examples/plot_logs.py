@@ -12,24 +12,40 @@ import numpy as np
 matplotlib.use("Agg")  # no screen
 import matplotlib.pyplot as plt
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+)
 parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="the --out of a run")
-parser.add_argument("--out", type=Path, default=Path("curves.png"), help="the picture, .png, .svg or .pdf")
+parser.add_argument(
+    "--out", type=Path, default=Path("curves.png"), help="the picture, .png, .svg or .pdf"
+)
 args = parser.parse_args()
 
 
 def table(path):
     """The columns of a CSV file by their names; NaN where a field is empty."""
     if not path.exists():
-        raise SystemExit(f"There is no {path}. A run of examples/imagenet.py leaves it in its --out.")
+        raise SystemExit(
+            f"There is no {path}. A run of examples/imagenet.py leaves it in its --out."
+        )
     return np.atleast_1d(np.genfromtxt(path, delimiter=",", names=True))
 
 
-figure, (losses, speed, share) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
+figure, (losses, speed, share) = plt.subplots(
+    3, 1, figsize=(8, 9), sharex=True, layout="constrained"
+)
 for run in args.runs:
     train, held_out = table(run / "train.csv"), table(run / "eval.csv")
-    (line,) = losses.plot(train["step"], train["loss"], alpha=0.6, label=f"{run.name}, training, smoothed labels")
-    losses.plot(held_out["step"], held_out["loss"], "o-", color=line.get_color(), label=f"{run.name}, evaluation")
+    (line,) = losses.plot(
+        train["step"], train["loss"], alpha=0.6, label=f"{run.name}, training, smoothed labels"
+    )
+    losses.plot(
+        held_out["step"],
+        held_out["loss"],
+        "o-",
+        color=line.get_color(),
+        label=f"{run.name}, evaluation",
+    )
     speed.plot(train["step"], train["per_second"], label=run.name)
     share.plot(train["step"], 100 * train["communication"], label=run.name)
 losses.set_ylabel("loss")

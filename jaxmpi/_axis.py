@@ -59,7 +59,8 @@ def bound(axis: Axis = AXIS) -> bool:
 def equal_on_all_ranks(x: PyTree) -> PyTree:
     """`x`, of which the caller knows that it is equal on all ranks, such as a counter that all have advanced together.
 
-    A branch with a collective may depend on it. It is an identity with a name, which `variation` looks for.
+    A branch with a collective may depend on it. It is an identity with a name, which `variation`
+    looks for.
     """
     return checkpoint_name(x, EQUAL)
 
@@ -67,7 +68,8 @@ def equal_on_all_ranks(x: PyTree) -> PyTree:
 def may_differ(tree: PyTree) -> PyTree:
     """Arrays of which the caller means that each rank has its own, such as updates between two meetings of the ranks.
 
-    Train state that takes them up is no sign of a forgotten mean. They are identities with a name, too.
+    Train state that takes them up is no sign of a forgotten mean. They are identities with a name,
+    too.
     """
     if not bound() or lax.axis_size(AXIS) == 1:
         return tree
@@ -92,11 +94,13 @@ def as_whole(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
 def with_parameters(tree: PyTree, text: str) -> PyTree:
     """Arrays that a call works with, whose parameters must be equal on all ranks, such as the root of a broadcast.
 
-    The ranks compare the text with the program. It is the name of an identity on the first array, and no part of the program
-    that runs.
+    The ranks compare the text with the program. It is the name of an identity on the first array,
+    and no part of the program that runs.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    first = next((i for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0), None)
+    first = next(
+        (i for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0), None
+    )
     if first is None or not bound() or lax.axis_size(AXIS) == 1:
         return tree
     leaves[first] = checkpoint_name(leaves[first], PARAMETERS + text)

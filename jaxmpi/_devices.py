@@ -25,7 +25,12 @@ class _Vendor(NamedTuple):
     option: str  # of JAX
 
 
-_NVIDIA = _Vendor(("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda|gpu", ("CUDA_VISIBLE_DEVICES",), "jax_cuda_visible_devices")
+_NVIDIA = _Vendor(
+    ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "cuda|gpu",
+    ("CUDA_VISIBLE_DEVICES",),
+    "jax_cuda_visible_devices",
+)
 _AMD = _Vendor(
     ("jax_rocm60_plugin", "jax_rocm7_plugin"),
     "rocm|gpu",
@@ -34,7 +39,11 @@ _AMD = _Vendor(
 )
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 PREALLOCATED = 0.75  # of the memory of a GPU: what JAX takes when it starts
-_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+_MEMORY = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
 
 
 def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | None:
@@ -54,8 +63,10 @@ def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | N
     option = _vendor().option
     if len(visible()) > 1 and started_without(str(index), option):
         raise RuntimeError(
-            f"init: JAX has started already, with all GPUs of this node, and this rank is to have GPU {names[mine]} "
-            "alone. Call jaxmpi.init() before anything that starts JAX's backend, such as jnp.zeros or jax.devices."
+            "init: JAX has started already, with all GPUs of this node, and this rank is to have "
+            f"GPU {names[mine]} "
+            "alone. Call jaxmpi.init() before anything that starts JAX's backend, such as "
+            "jnp.zeros or jax.devices."
         )
     jax.config.update(option, str(index))
     return names[mine]
@@ -73,27 +84,42 @@ def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
 def unique(name: str) -> str:
     """The UUID of a GPU with a number, where this process is shown no GPU that CUDA_VISIBLE_DEVICES does not list.
 
-    Slurm counts each rank's GPUs from 0 where it hides the others: then their numbers don't tell them apart.
+    Slurm counts each rank's GPUs from 0 where it hides the others: then their numbers don't tell
+    them apart.
     """
     if _vendor() is not _NVIDIA:
         return name
     listed = visible()
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return name
-    return found[listed.index(name)] if name.isdigit() and name in listed and len(found) == len(listed) else name
+    return (
+        found[listed.index(name)]
+        if name.isdigit() and name in listed and len(found) == len(listed)
+        else name
+    )
 
 
 def sharing(taken: Sequence[tuple[str, str | None]], rank: int) -> list[int]:
     """The ranks that have the GPU of `rank`; `taken` are each rank's host, and the GPU that it has taken there."""
-    return [other for other, theirs in enumerate(taken) if theirs == taken[rank]] if taken[rank][1] is not None else []
+    return (
+        [other for other, theirs in enumerate(taken) if theirs == taken[rank]]
+        if taken[rank][1] is not None
+        else []
+    )
 
 
 def share_memory(ranks: int) -> str:
     """Have JAX take an equal part of the GPU's memory for each of the ranks on it, before it starts; returns what was done."""
-    if given := [f"{name}={os.environ[name]}" for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR") if os.environ.get(name)]:
+    if given := [
+        f"{name}={os.environ[name]}"
+        for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR")
+        if os.environ.get(name)
+    ]:
         return f"its memory is shared out as {', '.join(given)} says"
     fraction = int(1000 * PREALLOCATED / ranks) / 1000
     os.environ[_MEMORY[0]] = f"{fraction:.3f}"
@@ -111,10 +137,16 @@ def has_plugin() -> bool:
 
 
 def _vendor() -> _Vendor:
-    return _AMD if any(map(find_spec, _AMD.plugins)) and not any(map(find_spec, _NVIDIA.plugins)) else _NVIDIA
+    return (
+        _AMD
+        if any(map(find_spec, _AMD.plugins)) and not any(map(find_spec, _NVIDIA.plugins))
+        else _NVIDIA
+    )
 
 
-def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev"), kfd: Path = _KFD) -> list[str]:
+def visible(
+    devices: Sequence[int] | None = None, dev: Path = Path("/dev"), kfd: Path = _KFD
+) -> list[str]:
     """Names of the GPUs that JAX could use here: the entries of CUDA_VISIBLE_DEVICES, or of HIP_VISIBLE_DEVICES; or numbers.
 
     Args:
@@ -135,10 +167,16 @@ def visible(devices: Sequence[int] | None = None, dev: Path = Path("/dev"), kfd:
     elif vendor is _NVIDIA:
         names = sorted((p.name.removeprefix("nvidia") for p in dev.glob("nvidia[0-9]*")), key=int)
     else:  # CPUs have no SIMD units in this list
-        units = [re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE) for path in kfd.glob("*/properties")]
+        units = [
+            re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE)
+            for path in kfd.glob("*/properties")
+        ]
         names = [str(i) for i in range(sum(bool(found and int(found[1])) for found in units))]
     if devices is None:
         return names
     if not devices or not all(0 <= i < len(names) for i in devices):
-        raise ValueError(f"init: devices={list(devices)}, and this node shows GPUs 0 to {len(names) - 1}. Name some of these.")
+        raise ValueError(
+            f"init: devices={list(devices)}, and this node shows GPUs 0 to {len(names) - 1}. Name "
+            "some of these."
+        )
     return [names[i] for i in devices]

@@ -17,7 +17,10 @@ class NotInitializedError(RuntimeError):
     """Something that needs to know the ranks was called before `jaxmpi.init()`."""
 
     def __init__(self, function: str) -> None:
-        super().__init__(f"{function} was called before jaxmpi.init(). Call jaxmpi.init() once, at the top of the script.")
+        super().__init__(
+            f"{function} was called before jaxmpi.init(). Call jaxmpi.init() once, at the top of "
+            "the script."
+        )
 
 
 class RankMismatchError(RuntimeError):

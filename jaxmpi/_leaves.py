@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 
-PyTree: TypeAlias = Any  # of arrays and numbers, as `jax.tree` takes them apart; mypy has no type for it
+# of arrays and numbers, as `jax.tree` takes them apart; mypy has no type for it
+PyTree: TypeAlias = Any
 
 
 class HasDtype(Protocol):
@@ -86,7 +87,13 @@ class Mark(str):
     def of_state(cls, field: str, ranks: int, axis: str | tuple[str, ...]) -> "Mark":
         """The name of a field of `ShardedState`. The state that one rank would have is equal on all of them."""
         mark = cls(f"ShardedState(ranks={ranks}, axis={axis!r}).{field}")
-        mark.field, mark.per_rank, mark.state, mark.ranks, mark.axis = field, ranks > 1, True, ranks, axis
+        mark.field, mark.per_rank, mark.state, mark.ranks, mark.axis = (
+            field,
+            ranks > 1,
+            True,
+            ranks,
+            axis,
+        )
         return mark
 
 
@@ -110,13 +117,15 @@ class PerRankState:
 
     All other leaves of a train state are equal on all ranks. In a `PerRankState`,
 
-    - `save` writes every rank's values, and `restore` gives each rank its own back. On another number of ranks it raises
-      unless all ranks had the same; `PerRankState(None)` in `like` leaves the part out;
+    - `save` writes every rank's values, and `restore` gives each rank its own back. On another
+      number of ranks it raises unless all ranks had the same; `PerRankState(None)` in `like` leaves
+      the part out;
     - `synchronize` keeps each rank's values; `watch_replicas` and JAXMPI_CHECK do not compare them;
     - `jaxmpi.jit` lets them differ in the arguments and outputs that are named as replicated.
 
-    It is a pytree node with one child, and goes through `jax.jit`, `jax.grad` and optimizers as a tuple would. Structure,
-    shapes and dtypes are the same on all ranks. (`PerRank` is something else: the stacked arrays of simulated ranks.)
+    It is a pytree node with one child, and goes through `jax.jit`, `jax.grad` and optimizers as a
+    tuple would. Structure, shapes and dtypes are the same on all ranks. (`PerRank` is something
+    else: the stacked arrays of simulated ranks.)
 
     Attributes:
       per_rank: any pytree.
@@ -184,7 +193,11 @@ def flatten_with_path(
 
 def mark_of(key: KeyEntry) -> Mark | None:
     """The mark in a key: of a field, or of what nnx has made of a field."""
-    name = getattr(key, "name", None) if isinstance(key, jax.tree_util.GetAttrKey) else getattr(key, "key", None)
+    name = (
+        getattr(key, "name", None)
+        if isinstance(key, jax.tree_util.GetAttrKey)
+        else getattr(key, "key", None)
+    )
     return name if isinstance(name, Mark) else None
 
 
@@ -208,7 +221,8 @@ def in_shard(path: KeyPath) -> bool:
 def shard_axis(path: KeyPath) -> str | tuple[str, ...] | None:
     """The axis over which the user's `ShardedArray` at this path is cut; None where there is none.
 
-    Those in a `ShardedState` are none of the user's: `sharded` may do with them what looks at whole arrays.
+    Those in a `ShardedState` are none of the user's: `sharded` may do with them what looks at whole
+    arrays.
     """
     marks = marks_of(path)
     if any(mark.state for mark in marks):
@@ -248,36 +262,66 @@ def as_array(function: str, path: KeyPath, leaf: object, op: str | None) -> jax.
     name = leaf_name(path)
     check_fits(function, path, leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-        raise TypeError(f"{function}: leaf {name} is a {type(leaf).__name__}, not an array. Take it out of the tree.")
+        raise TypeError(
+            f"{function}: leaf {name} is a {type(leaf).__name__}, not an array. Take it out of the "
+            "tree."
+        )
     dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
     if dtype == jax.dtypes.float0:  # the gradients of integers: they hold nothing
         return leaf  # type: ignore[return-value]
-    if not isinstance(leaf, jax.Array) and dtype != np.bool_ and not jnp.issubdtype(dtype, jnp.number):
-        raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to numbers.")
+    if (
+        not isinstance(leaf, jax.Array)
+        and dtype != np.bool_
+        and not jnp.issubdtype(dtype, jnp.number)
+    ):
+        raise TypeError(
+            f"{function}: leaf {name} has dtype {dtype}, which JAX does not know. Convert it to "
+            "numbers."
+        )
     if str(dtype) in ("int1", "uint1"):
-        raise TypeError(f"{function}: leaf {name} has dtype {dtype}, which XLA takes for booleans. Cast it to int2 or to bool.")
+        raise TypeError(
+            f"{function}: leaf {name} has dtype {dtype}, which XLA takes for booleans. Cast it to "
+            "int2 or to bool."
+        )
     try:
-        # `jnp.asarray` would return an array as it is, after checks that take a third of an eager call; of what is traced,
-        # it makes an array where the number behind it is none (`jax.grad` of a Python float)
+        # `jnp.asarray` would return an array as it is, after checks that take a third of an eager
+        # call; of what is traced, it makes an array where the number behind it is none (`jax.grad`
+        # of a Python float)
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             x = leaf
         else:
-            x = jnp.asarray(leaf if getattr(dtype, "isnative", True) else np.asarray(leaf, dtype.newbyteorder("=")))
+            x = jnp.asarray(
+                leaf
+                if getattr(dtype, "isnative", True)
+                else np.asarray(leaf, dtype.newbyteorder("="))
+            )
     except (TypeError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
-        raise TypeError(f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}") from error
+        raise TypeError(
+            f"{function}: leaf {name} is {dtype}, which JAX cannot hold: {error}"
+        ) from error
     if op is not None and is_key(x):
-        raise TypeError(f"{function}: leaf {name} is a PRNG key, which cannot be reduced. Use tree_bcast or tree_allgather.")
+        raise TypeError(
+            f"{function}: leaf {name} is a PRNG key, which cannot be reduced. Use tree_bcast or "
+            "tree_allgather."
+        )
     if op not in (None, "max", "min") and dtype == jnp.bool_:
-        raise TypeError(f"{function}: leaf {name} is bool, which has no {op}. Cast it to a number, or use op 'max' or 'min'.")
+        raise TypeError(
+            f"{function}: leaf {name} is bool, which has no {op}. Cast it to a number, or use op "
+            "'max' or 'min'."
+        )
     if op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"{function}: leaf {name} is {dtype}, which has no order. Reduce its real and imaginary parts.")
+        raise TypeError(
+            f"{function}: leaf {name} is {dtype}, which has no order. Reduce its real and "
+            "imaginary parts."
+        )
     return x
 
 
 def check_fits(function: str, path: KeyPath, leaf: object) -> None:
     """Raise an OverflowError if a number of Python or NumPy is too large for the dtype that JAX gives it.
 
-    Without `jax_enable_x64`, JAX makes 32 bits of 64, and an integer beyond 2³¹ another number without a word.
+    Without `jax_enable_x64`, JAX makes 32 bits of 64, and an integer beyond 2³¹ another number
+    without a word.
     """
     if not isinstance(leaf, np.ndarray | np.generic | int | float | complex):
         return
@@ -285,7 +329,9 @@ def check_fits(function: str, path: KeyPath, leaf: object) -> None:
     if isinstance(leaf, int) and host.dtype == object:  # beyond 64 bits
         kind, wrong = jax.dtypes.canonicalize_dtype(int), leaf
     elif host.dtype.kind in "iufc" and host.size:
-        kind = jax.dtypes.canonicalize_dtype(int if isinstance(leaf, int) and host.dtype.kind in "iu" else host.dtype)
+        kind = jax.dtypes.canonicalize_dtype(
+            int if isinstance(leaf, int) and host.dtype.kind in "iu" else host.dtype
+        )
         if kind == host.dtype:
             return
         if host.dtype.kind in "iu":
@@ -301,7 +347,8 @@ def check_fits(function: str, path: KeyPath, leaf: object) -> None:
         return
     remedy = "pass a float, or " if np.issubdtype(kind, np.integer) else ""
     raise OverflowError(
-        f"{function}: leaf {leaf_name(path)} is {wrong}, which {kind} cannot hold. To keep it, {remedy}set the option "
+        f"{function}: leaf {leaf_name(path)} is {wrong}, which {kind} cannot hold. To keep it, "
+        f"{remedy}set the option "
         "jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
     )
 
@@ -320,6 +367,7 @@ def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:
     """Raise a ValueError that names the leaf unless its first axis is the ranks."""
     if x.ndim == 0 or x.shape[0] != size:
         raise (RankCountError if x.ndim else ValueError)(
-            f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis must be the {size} ranks. "
+            f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis "
+            f"must be the {size} ranks. "
             f"Reshape it to [{size}, ...]."
         )

@@ -35,19 +35,28 @@ T = TypeVar("T")
 _calls: Counter[tuple[str, int, str]] = Counter()
 
 
-def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+def print(
+    *values: object,
+    sep: str = " ",
+    end: str = "\n",
+    file: TextIO | None = None,
+    flush: bool = False,
+) -> None:
     """Print on behalf of every rank that calls it, in the order of the ranks, each line with its time and `[rank/size]`.
 
-    It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those of one call together. Ranks
-    that do not call it are waited for at most 0.2 s, on rank 0 only. Before `init` the line is printed as it is, with the time.
+    It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those
+    of one call together. Ranks that do not call it are waited for at most 0.2 s, on rank 0 only.
+    Before `init` the line is printed as it is, with the time.
 
-    **Communication:** one message from each rank to rank 0; nobody waits for an answer. None for a file of the rank's own.
+    **Communication:** one message from each rank to rank 0; nobody waits for an answer. None for a
+    file of the rank's own.
 
     Args:
       *values: as for Python's `print`.
       sep: between the values.
       end: after the last value; without a newline, what the next rank prints is on the same line.
-      file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0; any other file is this rank's own.
+      file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0; any other file is
+        this rank's own.
       flush: for a file of the rank's own; what rank 0 prints is always flushed.
     """
     label = f"[{session.rank()}/{session.size()}] " if session.initialized() else ""
@@ -71,11 +80,13 @@ def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None 
 def get_logger(name: str, directory: str | None = None) -> logging.Logger:
     """A standard `logging` logger that speaks on rank 0, and on the other ranks from ERROR on.
 
-    Every record carries the rank as `%(rank)s`. Before `init` every process speaks. Calling it again gives the same logger.
+    Every record carries the rank as `%(rank)s`. Before `init` every process speaks. Calling it
+    again gives the same logger.
 
     Args:
       name: as in `logging.getLogger`.
-      directory: where every rank also writes all its records, to `<name>-rank<r>.log`; made if need be. After `init` only.
+      directory: where every rank also writes all its records, to `<name>-rank<r>.log`; made if need
+        be. After `init` only.
 
     Returns:
       The logger, at level INFO, with a handler on stderr of its own.
@@ -85,7 +96,9 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
     """
     logger = logging.getLogger(name)
     handlers = {handler.get_name(): handler for handler in logger.handlers}
-    layout = logging.Formatter("%(asctime)s [%(rank)s] %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    layout = logging.Formatter(
+        "%(asctime)s [%(rank)s] %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
+    )
     if "jaxmpi" not in handlers:
         screen = logging.StreamHandler()
         screen.addFilter(_speaks)
@@ -105,15 +118,15 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
 def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]":
     """Return a tqdm progress bar that shows on rank 0 only, and counts on every rank.
 
-    Where there is no terminal it shows nowhere. Its numbers (`n`, `total`, `format_dict`) and its methods are the same on
-    all ranks, so that a step may depend on them.
+    Where there is no terminal it shows nowhere. Its numbers (`n`, `total`, `format_dict`) and its
+    methods are the same on all ranks, so that a step may depend on them.
 
     **Collective:** no. **Communication:** none.
 
     Args:
         iterable: The items; None for a bar that is moved by `update`.
-        **options: Those of `tqdm.tqdm`, such as `desc`, `total`, `unit`. With `disable=True` it shows on no rank; with `file`
-            it writes there, on rank 0.
+        **options: Those of `tqdm.tqdm`, such as `desc`, `total`, `unit`. With `disable=True` it
+            shows on no rank; with `file` it writes there, on rank 0.
 
     Returns:
         The tqdm object: iterate over it, or use its methods, such as `update` and `set_postfix`.
@@ -127,8 +140,8 @@ def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]
     terminal = sys.stderr.isatty() or settings.get("JAXMPI_TTY")
     disabled = options.pop("disable", False)
     shown = terminal and not disabled and (not session.initialized() or session.rank() == 0)
-    # tqdm counts nothing where it is disabled. So it is enabled everywhere, and where it is not to be seen it writes into
-    # nothing, at a position that leaves those of visible bars alone.
+    # tqdm counts nothing where it is disabled. So it is enabled everywhere, and where it is not to
+    # be seen it writes into nothing, at a position that leaves those of visible bars alone.
     hidden = {"file": _Nowhere(), "mininterval": math.inf, "position": 1000}
     bar = _Bar(iterable, **(options if shown else {**options, **hidden}))
     # A bar that is left early is closed before Python shuts down: tqdm would draw it for the last
@@ -164,7 +177,8 @@ class _Nowhere(io.TextIOBase):
 def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     """Average metrics over all ranks, each rank's counting `weight`: its number of samples or tokens.
 
-    out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank of weight zero may hold NaN.
+    out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank of weight
+    zero may hold NaN.
 
     **Collective:** every rank calls it, with the same structure and shapes.
     **Communication:** one message, weight included.
@@ -177,11 +191,11 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
       The same structure with floating-point arrays, equal on all ranks.
 
     Raises:
-      ValueError: on all ranks, a weight of any rank that is something else. In traced code a negative, infinite or NaN weight
-        makes NaN of all metrics.
+      ValueError: on all ranks, a weight of any rank that is something else. In traced code a
+        negative, infinite or NaN weight makes NaN of all metrics.
       TypeError: a leaf that is no real number, with its path.
-      OverflowError: on all ranks, a number of Python or NumPy that the result's dtype cannot hold: float32 without
-        `jax_enable_x64`.
+      OverflowError: on all ranks, a number of Python or NumPy that the result's dtype cannot hold:
+        float32 without `jax_enable_x64`.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
@@ -189,7 +203,8 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     backend = session.current("average_metrics")
     paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
     with raising_on_all(backend, "average_metrics") if not _jaxcompat.tracing() else nullcontext():
-        # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
+        # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32
+        # bits of them first.
         leaves = [_as_float(leaf) for _, leaf in paths]
         for (path, _), leaf in zip(paths, leaves, strict=True):
             if backend.simulates:  # whose leaves are stacks
@@ -203,7 +218,9 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
 
 def _as_float(leaf: ArrayLike) -> ArrayLike:
     """Numbers of Python and integers of NumPy in float64; a leaf that is anything else."""
-    if isinstance(leaf, int | float) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"):
+    if isinstance(leaf, int | float) or (
+        isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"
+    ):
         return np.asarray(leaf, np.float64)
     return leaf
 
@@ -222,10 +239,14 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 def _speaks(record: logging.LogRecord) -> bool:
-    return _add_rank(record) and (record.__dict__["rank"] in ("-", 0) or record.levelno >= logging.ERROR)
+    return _add_rank(record) and (
+        record.__dict__["rank"] in ("-", 0) or record.levelno >= logging.ERROR
+    )
 
 
-def _add(logger: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter) -> None:
+def _add(
+    logger: logging.Logger, handler: logging.Handler, name: str, layout: logging.Formatter
+) -> None:
     handler.set_name(name)
     handler.setFormatter(layout)
     logger.addHandler(handler)

@@ -5,8 +5,8 @@
     step k        = order[lo : hi],  lo = start + k·B,  hi = min(lo + B, N)
     rank r's rows = order[lo + part(hi - lo, r, p)]
 
-Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and two integers, the epoch and
-`hi`, say where the data was left, for any p and any B.
+Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and two
+integers, the epoch and `hi`, say where the data was left, for any p and any B.
 """
 
 import multiprocessing
@@ -39,24 +39,26 @@ __all__ = ["Batches", "Shard", "batches", "per_rank_batches", "rank_key", "shard
 def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
     """Return this rank's part of the data, as a sequence.
 
-    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N and p; a part can be
-    empty. For training use `batches`, which gives every rank the same number of steps.
+    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋): every sample on exactly one rank, in order, for every N
+    and p; a part can be empty. For training use `batches`, which gives every rank the same number
+    of steps.
 
     **Collective:** no; but the parts fit together only if every rank has the same data.
     **Communication:** none: nothing is sent, and NumPy arrays are not copied.
 
     Args:
-        data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass or a bare array; a
-            sample is the pytree of their rows), or anything with `__len__` and `__getitem__` (a list of samples, a
-            torch, Hugging Face or Grain source).
-        axis: The axis, or axes, of the ranks that the data is split over, as in `tree_allreduce`; ranks that differ along
-            others only have the same part.
+        data: A pytree of arrays that share their leading axis (dict, tuple, NamedTuple, dataclass
+            or a bare array; a sample is the pytree of their rows), or anything with `__len__` and
+            `__getitem__` (a list of samples, a torch, Hugging Face or Grain source).
+        axis: The axis, or axes, of the ranks that the data is split over, as in `tree_allreduce`;
+            ranks that differ along others only have the same part.
 
     Returns:
         A sequence; a slice of it is a pytree of sliced arrays, or a list of samples.
 
     Raises:
-        TypeError: `data` is neither, is a list of arrays of equal lengths, which may be columns, or is a `Shard` already.
+        TypeError: `data` is neither, is a list of arrays of equal lengths, which may be columns, or
+          is a `Shard` already.
         ValueError: The leaves differ in length.
 
     >>> import jaxmpi, numpy as np
@@ -66,7 +68,10 @@ def shard(data: PyTree | RandomAccess, *, axis: Axis = AXIS) -> Shard:
     """
     backend = session.current("shard")
     if backend.simulates:
-        raise RuntimeError("shard: simulated ranks take one step together, and their shards may differ in length. Use batches.")
+        raise RuntimeError(
+            "shard: simulated ranks take one step together, and their shards may differ in length. "
+            "Use batches."
+        )
     rank, size = _along("shard", axis, backend, backend.place.rank)
     part = Shard(data, rank=rank, size=size)
     if not part.even:  # a loop over it is longer on some ranks
@@ -86,46 +91,53 @@ def batches(
 ) -> "Batches | StackedBatches":
     """Return this rank's rows of every global batch, as an iterable of one epoch after the other.
 
-    step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi - lo, r, p) of it.
+    step k = order[lo : hi], lo = start + k·B, hi = min(lo + B, N); rank r gets the rows part(hi -
+    lo, r, p) of it.
 
     Every rank takes the same number of steps, with the same shapes in every step.
 
-    An iteration goes on from `state` to the end of the epoch. The first one begins at `start`; the one after it is the
-    next epoch, from 0 and shuffled anew; the one after a loop that was left early is the rest of its epoch. What follows
-    depends on `state` alone, so that a job that is started again sees what it would have seen.
+    An iteration goes on from `state` to the end of the epoch. The first one begins at `start`; the
+    one after it is the next epoch, from 0 and shuffled anew; the one after a loop that was left
+    early is the rest of its epoch. What follows depends on `state` alone, so that a job that is
+    started again sees what it would have seen.
 
-    Where an iteration begins on the main thread, the ranks compare their arguments, the length of the data and where they
-    are in it; `prefetch` does it there, too. On other threads, and in the processes of a loader, nothing is compared.
+    Where an iteration begins on the main thread, the ranks compare their arguments, the length of
+    the data and where they are in it; `prefetch` does it there, too. On other threads, and in the
+    processes of a loader, nothing is compared.
 
-    **Collective:** every rank iterates, with the same arguments; `len`, `position` and `state` are local.
-    **Communication:** 16 bytes for an iteration.
+    **Collective:** every rank iterates, with the same arguments; `len`, `position` and `state` are
+    local. **Communication:** 16 bytes for an iteration.
 
     Args:
-        data: The whole data, as for `shard`. Arrays are gathered by row; samples come from `__getitems__` where there
-            is one, else one by one, and are stacked leaf by leaf as NumPy arrays (a list in a sample is one array).
+        data: The whole data, as for `shard`. Arrays are gathered by row; samples come from
+            `__getitems__` where there is one, else one by one, and are stacked leaf by leaf as
+            NumPy arrays (a list in a sample is one array).
         batch_size: B, the samples per step over all ranks.
-        seed: None keeps the order of the data; an int shuffles it by (seed, epoch, N), whatever the number of ranks.
+        seed: None keeps the order of the data; an int shuffles it by (seed, epoch, N), whatever the
+          number of ranks.
         epoch: The number of the first epoch, from 0: each has a permutation of its own.
-        start: Where to begin in it: the `position` of an earlier run, on any number of ranks and with any batch size. Or
-            its `state`, which has the epoch, too.
-        remainder: "drop" leaves the last incomplete batch out and needs a batch size that the ranks divide. "mask"
-            takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows each, where rows with a False mask
-            repeat a sample and do not count.
+        start: Where to begin in it: the `position` of an earlier run, on any number of ranks and
+            with any batch size. Or its `state`, which has the epoch, too.
+        remainder: "drop" leaves the last incomplete batch out and needs a batch size that the ranks
+            divide. "mask" takes every sample exactly once: it yields `(batch, mask)` of ⌈B/p⌉ rows
+            each, where rows with a False mask repeat a sample and do not count.
         axis: As for `shard`: the ranks along it share each global batch.
 
     Returns:
-        An iterable. Its `epoch` and `position` are those of the batch in hand, its `len` is the number of steps of this
-        epoch from where its iteration begins. Its `state` is a small dict that goes into a checkpoint: the place behind
-        the batch in hand, which at the end of an epoch is the next one's start. It can be assigned.
+        An iterable. Its `epoch` and `position` are those of the batch in hand, its `len` is the
+        number of steps of this epoch from where its iteration begins. Its `state` is a small dict
+        that goes into a checkpoint: the place behind the batch in hand, which at the end of an
+        epoch is the next one's start. It can be assigned.
 
     Warns:
         UserWarning: On rank 0, when an iteration begins that has no step.
 
     Raises:
-        RankMismatchError: On every rank, when an iteration begins, if their arguments or states differ.
+        RankMismatchError: On every rank, when an iteration begins, if their arguments or states
+          differ.
         TypeError: As for `shard`, or an argument is not an int.
-        ValueError: An argument is out of its range, the ranks do not divide `batch_size`, samples do not stack, or a
-            state belongs to other data or another seed.
+        ValueError: An argument is out of its range, the ranks do not divide `batch_size`, samples
+            do not stack, or a state belongs to other data or another seed.
 
     >>> import jaxmpi, numpy as np
     >>> loader = jaxmpi.batches(np.arange(10.0), 4, seed=0)
@@ -141,11 +153,20 @@ def batches(
     options: dict[str, Any] = {"seed": seed, "epoch": epoch, "start": start, "remainder": remainder}
     if backend.simulates:
         places = [_along("batches", axis, backend, r)[0] for r in range(backend.place.size)]
-        return StackedBatches([Batches(data, batch_size, rank=place, size=size, **options) for place in places])
+        return StackedBatches(
+            [Batches(data, batch_size, rank=place, size=size, **options) for place in places]
+        )
     made = Batches(data, batch_size, rank=rank, size=size, **options)
     if backend.place.size > 1:
-        arguments = {"samples": made.samples, "batch_size": batch_size, "seed": seed, "remainder": remainder}
-        made.agree = partial(_agree, backend, made, arguments if axis == AXIS else {**arguments, "axis": axis})
+        arguments = {
+            "samples": made.samples,
+            "batch_size": batch_size,
+            "seed": seed,
+            "remainder": remainder,
+        }
+        made.agree = partial(
+            _agree, backend, made, arguments if axis == AXIS else {**arguments, "axis": axis}
+        )
     return made
 
 
@@ -154,33 +175,39 @@ def per_rank_batches(
 ) -> PerRankBatches:
     """Return an iterator over this rank's own batches that ends on all ranks together.
 
-    With n_r the number of batches of rank r, all ranks take min_r n_r steps ("drop") or max_r n_r steps ("mask"). It is for
-    data that the ranks do not share: each has its own files, or a stream of unknown length. Where every rank can index all
-    of the data, use `batches`.
+    With n_r the number of batches of rank r, all ranks take min_r n_r steps ("drop") or max_r n_r
+    steps ("mask"). It is for data that the ranks do not share: each has its own files, or a stream
+    of unknown length. Where every rank can index all of the data, use `batches`.
 
-    The batches are read ahead as by `prefetch`. Each rank reads one batch further than it gives out, and tells the others
-    whether there is one while the step before is running.
+    The batches are read ahead as by `prefetch`. Each rank reads one batch further than it gives
+    out, and tells the others whether there is one while the step before is running.
 
-    **Collective:** every rank iterates, with the same arguments and equally often; nothing else needs to be equal.
-    **Communication:** 8 bytes from each rank for each batch, which travel while the step runs and wait for no program; 16
-    bytes when an epoch begins, and with "mask" the shapes of the first batches.
+    **Collective:** every rank iterates, with the same arguments and equally often; nothing else
+    needs to be equal. **Communication:** 8 bytes from each rank for each batch, which travel while
+    the step runs and wait for no program; 16 bytes when an epoch begins, and with "mask" the shapes
+    of the first batches.
 
     Args:
         loader: This rank's batches: anything that `prefetch` takes, or a `prefetch`.
-        remainder: "drop" ends with the first rank that has no batch, and leaves the rest of the others out. "mask" ends
-            with the last one and takes every sample: it yields `(batch, mask)`, where a rank without a batch gets zeros
-            and a batch of fewer rows is filled up, both with a False mask. The rows are those of the largest first batch.
+        remainder: "drop" ends with the first rank that has no batch, and leaves the rest of the
+            others out. "mask" ends with the last one and takes every sample: it yields
+            `(batch, mask)`, where a rank without a batch gets zeros and a batch of fewer rows is
+            filled up, both with a False mask. The rows are those of the largest first batch.
         ahead: As for `prefetch`.
 
     Returns:
-        An iterator, with `state`, `epoch` and `close()` as those of `prefetch`. In the state, "epoch" and "batches" are equal
-        on all ranks, and so is a `loader`'s own where it counts alike. The next `for` loop is the next epoch.
+        An iterator, with `state`, `epoch` and `close()` as those of `prefetch`. In the state,
+        "epoch" and "batches" are equal on all ranks, and so is a `loader`'s own where it counts
+        alike. The next `for` loop is the next epoch.
 
     Raises:
-        RankMismatchError: On every rank, when an epoch begins: other arguments, another place in the data, or, with "mask",
-            batches of other structure, shapes (but for the rows) or dtypes.
-        TypeError: `jaxmpi.batches`, which gives all ranks the same number of steps; with "mask", a leaf without rows.
-        ValueError: `remainder` is neither; a batch with more rows than the first ones; as for `prefetch`.
+        RankMismatchError: On every rank, when an epoch begins: other arguments, another place in
+            the data, or, with "mask", batches of other structure, shapes (but for the rows) or
+            dtypes.
+        TypeError: `jaxmpi.batches`, which gives all ranks the same number of steps; with "mask", a
+          leaf without rows.
+        ValueError: `remainder` is neither; a batch with more rows than the first ones; as for
+          `prefetch`.
         RuntimeError: On simulated ranks, which have one process and so no data of their own.
 
     >>> import jaxmpi, numpy as np
@@ -191,24 +218,30 @@ def per_rank_batches(
     backend = session.current("per_rank_batches")
     if backend.simulates:
         raise RuntimeError(
-            "per_rank_batches: simulated ranks are one process, which has no data of one rank. Use batches, or ranks of MPI."
+            "per_rank_batches: simulated ranks are one process, which has no data of one rank. Use "
+            "batches, or ranks of MPI."
         )
     if remainder not in ("drop", "mask"):
         raise ValueError(f'per_rank_batches: remainder is {remainder!r}. Pass "drop" or "mask".')
     if isinstance(loader, PerRankBatches):
-        raise TypeError("per_rank_batches: the loader is a per_rank_batches already. Pass its loader.")
+        raise TypeError(
+            "per_rank_batches: the loader is a per_rank_batches already. Pass its loader."
+        )
     read_ahead = prefetch(loader, ahead)
     assert isinstance(read_ahead, Prefetched)
     if isinstance(read_ahead.reading.feed, BatchesFeed):
         raise TypeError(
-            "per_rank_batches: the loader is jaxmpi.batches, which gives all ranks the same number of steps already. Use it "
+            "per_rank_batches: the loader is jaxmpi.batches, which gives all ranks the same number "
+            "of steps already. Use it "
             "as it is."
         )
 
     def check(arguments: Mapping[str, object]) -> None:
         lines = [f"per_rank_batches {name}={value}" for name, value in arguments.items()]
         title = "per_rank_batches"
-        compare.check_consistent(backend, compare.Statement.of(title, "\n".join(lines)), lambda: {"given": lines})
+        compare.check_consistent(
+            backend, compare.Statement.of(title, "\n".join(lines)), lambda: {"given": lines}
+        )
 
     def layouts(mine: Layout | None) -> list[Layout | None]:
         return backend.allgather_object(mine)
@@ -231,8 +264,9 @@ def rank_key(key: jax.Array) -> jax.Array | Any:
 
     key_r = fold_in(key, r)
 
-    Use it for what must differ between the ranks: dropout, noise, augmentation. Use the plain key for what must be the
-    same on all of them: initial parameters, or a choice that all ranks make together. Works inside a traced step.
+    Use it for what must differ between the ranks: dropout, noise, augmentation. Use the plain key
+    for what must be the same on all of them: initial parameters, or a choice that all ranks make
+    together. Works inside a traced step.
 
     **Collective:** no; every rank should pass the same key.
     **Communication:** none: nothing is sent.
@@ -320,7 +354,12 @@ class StackedBatches(Iterable[PyTree]):
 
 def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> None:
     """Compare arguments and places, where collectives may be called: on the main thread of the rank itself."""
-    if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
+    if (
+        threading.current_thread() is threading.main_thread()
+        and multiprocessing.parent_process() is None
+    ):
         at = {"epoch": made.epoch, "start": made.position}
         lines = [f"batches {name}={value}" for name, value in {**arguments, **at}.items()]
-        compare.check_consistent(backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines})
+        compare.check_consistent(
+            backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines}
+        )

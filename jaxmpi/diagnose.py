@@ -22,20 +22,36 @@ class Explanation:
       entries: its collectives, in the order in which they are carried out.
       messages: how many messages they are; None where a loop or a branch decides.
       sent_bytes: how many bytes each rank sends; None in the same case.
-      seconds: how long the messages should take, one after the other; None in the same case, and where nothing is measured, as
-        with simulated ranks.
+      seconds: how long the messages should take, one after the other; None in the same case, and
+        where nothing is measured, as with simulated ranks.
       text: the table.
     """
 
-    def __init__(self, title: str, entries: Sequence[Entry], backend: Backend, seconds: Callable[[Cost], float] | None) -> None:
+    def __init__(
+        self,
+        title: str,
+        entries: Sequence[Entry],
+        backend: Backend,
+        seconds: Callable[[Cost], float] | None,
+    ) -> None:
         self.entries = entries
         costs = [cost(entry, backend) for entry in entries]
         times = [entry.times for entry in entries]
         known = None not in times
-        self.messages = sum(n * each.messages for n, each in zip(times, costs, strict=True) if n) if known else None
-        self.sent_bytes = sum(n * each.sent_bytes for n, each in zip(times, costs, strict=True) if n) if known else None
+        self.messages = (
+            sum(n * each.messages for n, each in zip(times, costs, strict=True) if n)
+            if known
+            else None
+        )
+        self.sent_bytes = (
+            sum(n * each.sent_bytes for n, each in zip(times, costs, strict=True) if n)
+            if known
+            else None
+        )
         predicted = [seconds(each) for each in costs] if seconds else [0.0] * len(costs)
-        total = sum(n * each for n, each in zip(times, predicted, strict=True) if n) if known else None
+        total = (
+            sum(n * each for n, each in zip(times, predicted, strict=True) if n) if known else None
+        )
         self.seconds = total if seconds or not entries else None
         self.text = table(title, entries, backend, seconds)
 
@@ -46,13 +62,14 @@ class Explanation:
 def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Explanation:
     """Print what a step will communicate, before it runs.
 
-    The table has a row for each collective: what it is, its arrays, the bytes that each rank sends, messages, how often, the
-    loop or branch and the source line that it comes from, and the time it should take: that of a mean for which a rank sends as
-    many bytes, between those of 1 KB to 25 MB, and more for each further array. They are measured on these ranks, once.
+    The table has a row for each collective: what it is, its arrays, the bytes that each rank sends,
+    messages, how often, the loop or branch and the source line that it comes from, and the time it
+    should take: that of a mean for which a rank sends as many bytes, between those of 1 KB to 25
+    MB, and more for each further array. They are measured on these ranks, once.
 
     **Collective:** every rank calls it; rank 0 prints.
-    **Communication:** that of the measurement: at least 200 MB, and as much as passes in half a second; nothing of the
-    step itself.
+    **Communication:** that of the measurement: at least 200 MB, and as much as passes in half a
+    second; nothing of the step itself.
 
     Args:
       step: a function that `jaxmpi.jit` has wrapped, or one that it could wrap.
@@ -67,13 +84,15 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     ...     plan = jaxmpi.explain(jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS)), np.ones(1000, np.float32))
     <lambda> on 4 ranks (simulate):
       collective     arrays         sent per rank  messages  times  where
-      allreduce sum  float32[1000]  6 KB           1         1      <doctest jaxmpi.diagnose.explain[1]>:2
-      total                         6 KB           1
+      allreduce sum  float32[1000]  6 KB           1         1      <doctest
+      jaxmpi.diagnose.explain[1]>:2 total                         6 KB           1
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
     known = speed(backend) if program.entries else None
-    result = Explanation(program.function.title, program.entries, backend, known.seconds_of if known else None)
+    result = Explanation(
+        program.function.title, program.entries, backend, known.seconds_of if known else None
+    )
     if backend.place.rank == 0:
         sys.stdout.write(result.text)
         sys.stdout.flush()

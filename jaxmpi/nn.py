@@ -36,21 +36,23 @@ def jit(
 ) -> Any:
     """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
 
-    What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold after the call. Their
-    arrays go in and come out; which variables there are must not change. Variables of type
-    `nnx.BatchStat`, `MetricState` and `RngState` are each rank's own, as if they stood in a `PerRankState`; all others
-    are equal on all ranks, if the gradients are averaged.
+    What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold
+    after the call. Their arrays go in and come out; which variables there are must not change.
+    Variables of type `nnx.BatchStat`, `MetricState` and `RngState` are each rank's own, as if they
+    stood in a `PerRankState`; all others are equal on all ranks, if the gradients are averaged.
 
     **Collective:** as `jaxmpi.jit`.
     **Communication:** as `jaxmpi.jit`.
 
     Args:
       fun: the function; a decorator is returned without it.
-      replicated_argnums: positions of arguments that are equal on all ranks, such as the model and the optimizer, and must be
-        after the call.
+      replicated_argnums: positions of arguments that are equal on all ranks, such as the model and
+        the optimizer, and must be after the call.
       graph: as in newer versions of `nnx.jit`. Modules may share variables either way.
-      graph_updates: as in newer versions of `nnx.jit`. A function that adds variables or removes some is refused either way.
-      **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an optimizer.
+      graph_updates: as in newer versions of `nnx.jit`. A function that adds variables or removes
+        some is refused either way.
+      **jit_kwargs: those of `jax.jit`; `donate_argnums=(0, 1)` spares a copy of a model and an
+        optimizer.
 
     Returns:
       The jitted function, with `lower`, `trace` and `eval_shape` as that of `jax.jit`.
@@ -72,6 +74,12 @@ def jit(
     True
     """
     if fun is None:
-        return partial(jit, replicated_argnums=replicated_argnums, graph=graph, graph_updates=graph_updates, **jit_kwargs)
+        return partial(
+            jit,
+            replicated_argnums=replicated_argnums,
+            graph=graph,
+            graph_updates=graph_updates,
+            **jit_kwargs,
+        )
     function = describe(fun, replicated_argnums, replicated_argnums, jit_kwargs)
     return InPlace(replace(function, api="jaxmpi.nn.jit"), jit_kwargs)

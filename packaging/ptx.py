@@ -2,7 +2,8 @@
 
     python packaging/ptx.py            # needs nvcc; --check only compares
 
-The kernel uses nothing new, so the text is labelled for drivers and GPUs that are older than what nvcc itself would ask for.
+The kernel uses nothing new, so the text is labelled for drivers and GPUs that are older than what
+nvcc itself would ask for.
 """
 
 import argparse
@@ -39,7 +40,11 @@ def header() -> str:
         str(NATIVE / "gather.cu"),
     ]
     ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = [line.rstrip() for line in ptx.splitlines() if line.strip() and not line.lstrip().startswith("//")]
+    lines = [
+        line.rstrip()
+        for line in ptx.splitlines()
+        if line.strip() and not line.lstrip().startswith("//")
+    ]
     text = "\n".join(lines)
     text = re.sub(r"^\.version .*$", f".version {VERSION}", text, flags=re.MULTILINE)
     text = re.sub(r"^\.target .*$", f".target {TARGET}", text, flags=re.MULTILINE)
@@ -54,7 +59,9 @@ def release() -> str:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument(
-    "--check", action="store_true", help="end with 1 if the file is not what nvcc makes, if it is the same nvcc"
+    "--check",
+    action="store_true",
+    help="end with 1 if the file is not what nvcc makes, if it is the same nvcc",
 )
 options = parser.parse_args()
 path = NATIVE / "gather_ptx.h"

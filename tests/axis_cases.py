@@ -1,8 +1,9 @@
 """Functions over the named axis, with what they must give: the one table that every way to run is tested against.
 
-Each case makes, for n ranks, a function of one rank's arrays, the stacked arguments `[n, ...]`, and the stacked results in
-float64, from formulas that know nothing of ranks. Where a derivative is taken, its formula is that of the sum of all ranks'
-outputs with respect to this rank's argument: the convention of `lax.psum`.
+Each case makes, for n ranks, a function of one rank's arrays, the stacked arguments `[n, ...]`, and
+the stacked results in float64, from formulas that know nothing of ranks. Where a derivative is
+taken, its formula is that of the sum of all ranks' outputs with respect to this rank's argument:
+the convention of `lax.psum`.
 """
 
 import jax
@@ -65,7 +66,14 @@ def moves_of_what_is_equal_on_all_ranks(n):
     def fun(x):
         moved = lax.ppermute(c, R, [(p, (p + 1) % n) for p in range(n)])
         parts = jaxmpi.tree_reduce_scatter(c, "sum"), jaxmpi.tree_reduce_scatter(c, "max")
-        return x, jaxmpi.tree_alltoall(c), *parts, jaxmpi.tree_allgather(c), jaxmpi.tree_bcast(c, n - 1), moved
+        return (
+            x,
+            jaxmpi.tree_alltoall(c),
+            *parts,
+            jaxmpi.tree_allgather(c),
+            jaxmpi.tree_bcast(c, n - 1),
+            moved,
+        )
 
     x, rows, whole = np.ones(n), np.repeat(c[:, None], n, 1), repeat(c, n)
     return fun, (x,), (x, rows, n * c, c, repeat(whole, n), whole, whole)
@@ -74,7 +82,13 @@ def moves_of_what_is_equal_on_all_ranks(n):
 @case
 def rank_and_size(n):
     def fun(x):
-        return x * lax.axis_index(R), x * jaxmpi.rank(), x * lax.axis_size(R), x * jaxmpi.size(), lax.psum(1.0, R)
+        return (
+            x * lax.axis_index(R),
+            x * jaxmpi.rank(),
+            x * lax.axis_size(R),
+            x * jaxmpi.size(),
+            lax.psum(1.0, R),
+        )
 
     ones = np.ones(n)
     return fun, (ones,), (np.arange(n), np.arange(n), ones * n, ones * n, ones * n)
@@ -87,18 +101,35 @@ def integers_and_short_floats(n):
 
     def fun(i, b):
         half = i.astype(jnp.bfloat16)
-        return lax.psum(i, R), lax.pmax(i.astype(jnp.int8), R), lax.psum(b, R), lax.psum(half, R).astype(jnp.float64)
+        return (
+            lax.psum(i, R),
+            lax.pmax(i.astype(jnp.int8), R),
+            lax.psum(b, R),
+            lax.psum(half, R).astype(jnp.float64),
+        )
 
-    return fun, (i, b), (repeat(i.sum(0), n), repeat(i.max(0), n), repeat(b.sum(0), n), repeat(i.sum(0), n))
+    return (
+        fun,
+        (i, b),
+        (repeat(i.sum(0), n), repeat(i.max(0), n), repeat(b.sum(0), n), repeat(i.sum(0), n)),
+    )
 
 
 @case
 def gathers(n):
     x = values(n, 2, 3)
     return (
-        lambda x: (lax.all_gather(x, R), lax.all_gather(x, R, axis=1), lax.all_gather(x, R, axis=1, tiled=True)),
+        lambda x: (
+            lax.all_gather(x, R),
+            lax.all_gather(x, R, axis=1),
+            lax.all_gather(x, R, axis=1, tiled=True),
+        ),
         (x,),
-        (repeat(x, n), repeat(x.transpose(1, 0, 2), n), repeat(x.transpose(1, 0, 2).reshape(2, 3 * n), n)),
+        (
+            repeat(x, n),
+            repeat(x.transpose(1, 0, 2), n),
+            repeat(x.transpose(1, 0, 2).reshape(2, 3 * n), n),
+        ),
     )
 
 
@@ -106,7 +137,10 @@ def gathers(n):
 def scatters(n):
     x, y = values(n, 2 * n, 3), values(n, 2, n, seed=1)
     return (
-        lambda x, y: (lax.psum_scatter(x, R, tiled=True), lax.psum_scatter(y, R, scatter_dimension=1)),
+        lambda x, y: (
+            lax.psum_scatter(x, R, tiled=True),
+            lax.psum_scatter(y, R, scatter_dimension=1),
+        ),
         (x, y),
         (x.sum(0).reshape(n, 2, 3), y.sum(0).T),
     )
@@ -117,7 +151,11 @@ def all_to_alls(n):
     x = values(n, n, 3)
     y = values(n, 2 * n, 3, seed=1)
     return (
-        lambda x, y: (lax.all_to_all(x, R, 0, 0), lax.all_to_all(x, R, 0, 1), lax.all_to_all(y, R, 0, 1, tiled=True)),
+        lambda x, y: (
+            lax.all_to_all(x, R, 0, 0),
+            lax.all_to_all(x, R, 0, 1),
+            lax.all_to_all(y, R, 0, 1, tiled=True),
+        ),
         (x, y),
         (
             x.swapaxes(0, 1),
@@ -184,19 +222,31 @@ def keys_and_bits(n):
             jaxmpi.tree_allreduce(seed == 0, "max"),
         )
 
-    keys = np.stack([jax.random.key_data(jax.random.fold_in(jax.random.key(7), r)) for r in range(n)])
+    keys = np.stack(
+        [jax.random.key_data(jax.random.fold_in(jax.random.key(7), r)) for r in range(n)]
+    )
     true = np.ones(n, bool)
     return (
         fun,
         (zero, seeds),
-        ([repeat(np.signbit(zero[r]), n) for r in range(n)], repeat(keys[-1], n), repeat(keys, n), true, true),
+        (
+            [repeat(np.signbit(zero[r]), n) for r in range(n)],
+            repeat(keys[-1], n),
+            repeat(keys, n),
+            true,
+            true,
+        ),
     )
 
 
 @case
 def zero_size_and_none(n):
     x = np.zeros((n, 0, 3))
-    return lambda x: (lax.pmean({"a": x, "b": None}, R)["a"], jaxmpi.tree_allgather(x)), (x,), (x, np.zeros((n, n, 0, 3)))
+    return (
+        lambda x: (lax.pmean({"a": x, "b": None}, R)["a"], jaxmpi.tree_allgather(x)),
+        (x,),
+        (x, np.zeros((n, n, 0, 3))),
+    )
 
 
 # derivatives
@@ -259,14 +309,27 @@ def linear_transpose_of_tree_functions(n):
     x, y, stacks = values(n, n, 3), values(n, n, 3, seed=1), values(n, n, n, 3, seed=2)
 
     def fun(x, y, stacks):
-        cotangents = ((lambda x: jaxmpi.tree_bcast(x, n - 1), y), (jaxmpi.tree_allreduce, y), (jaxmpi.tree_allgather, stacks))
+        cotangents = (
+            (lambda x: jaxmpi.tree_bcast(x, n - 1), y),
+            (jaxmpi.tree_allreduce, y),
+            (jaxmpi.tree_allgather, stacks),
+        )
         more = ((lambda x: jaxmpi.tree_reduce_scatter(x, "sum"), y[0]), (jaxmpi.tree_alltoall, y))
         transposed = [jax.linear_transpose(f, x)(ct)[0] for f, ct in (*cotangents, *more)]
-        return *transposed, jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)(y * 1j)[0]
+        return *transposed, jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)(y * 1j)[
+            0
+        ]
 
     from_last = np.where(np.arange(n)[:, None, None] == n - 1, y.sum(0), 0)
     from_first = np.where(np.arange(n)[:, None, None] == 0, y.sum(0), 0)
-    want = from_last, repeat(y.mean(0), n), stacks.sum(0), repeat(y[:, 0], n), y.swapaxes(0, 1), from_first * 1j
+    want = (
+        from_last,
+        repeat(y.mean(0), n),
+        stacks.sum(0),
+        repeat(y[:, 0], n),
+        y.swapaxes(0, 1),
+        from_first * 1j,
+    )
     return fun, (x, y, stacks), want
 
 
@@ -374,7 +437,9 @@ def in_a_switch(n):
     def fun(x):
         which = lax.psum(1, R) % 3
         return lax.switch(
-            jnp.int32(which), [lambda x: lax.psum(x, R), lambda x: lax.pmax(x, R), lambda x: 2 * lax.pmin(x, R)], x
+            jnp.int32(which),
+            [lambda x: lax.psum(x, R), lambda x: lax.pmax(x, R), lambda x: 2 * lax.pmin(x, R)],
+            x,
         )
 
     return fun, (x,), repeat([x.sum(0), x.max(0), 2 * x.min(0)][n % 3], n)
@@ -445,8 +510,14 @@ def every_collective_in_vmap(n):
 @case
 def over_ranks_and_an_axis_of_vmap(n):
     x = values(n, BATCH, 3)
-    fun = jax.vmap(lambda row: (lax.psum(row, ("rows", R)), lax.pmax(row, ("rows", R))), axis_name="rows")
-    return fun, (x,), (repeat(repeat(x.sum((0, 1)), BATCH), n), repeat(repeat(x.max((0, 1)), BATCH), n))
+    fun = jax.vmap(
+        lambda row: (lax.psum(row, ("rows", R)), lax.pmax(row, ("rows", R))), axis_name="rows"
+    )
+    return (
+        fun,
+        (x,),
+        (repeat(repeat(x.sum((0, 1)), BATCH), n), repeat(repeat(x.max((0, 1)), BATCH), n)),
+    )
 
 
 @case

@@ -1,9 +1,10 @@
 """Random programs, of which one rank deviates somewhere: the right numbers, or a RankMismatchError on all ranks.
 
-A program is a list of calls: eager functions on trees, functions on objects, and steps of `jaxmpi.jit` that are lists of
-operations in loops, branches and `vmap`. What it must give is found by running all ranks' programs side by side in NumPy, with
-MPI's meaning: the first collective of one rank goes with the first of each other rank. Where these are not the same, there must
-be an error.
+A program is a list of calls: eager functions on trees, functions on objects, and steps of
+`jaxmpi.jit` that are lists of operations in loops, branches and `vmap`. What it must give is found
+by running all ranks' programs side by side in NumPy, with MPI's meaning: the first collective of
+one rank goes with the first of each other rank. Where these are not the same, there must be an
+error.
 
     jaxmpi run -n 2 tests/disagreements.py 0 300
 """
@@ -46,7 +47,12 @@ def make(seed, size):
 
 def a_call(rng, size, number):
     name = str(rng.choice([*EAGER, *OBJECTS, *["step"] * 7]))
-    call = {"name": name, "number": number, "root": int(rng.integers(size)), "op": str(rng.choice(list(REDUCE)))}
+    call = {
+        "name": name,
+        "number": number,
+        "root": int(rng.integers(size)),
+        "op": str(rng.choice(list(REDUCE))),
+    }
     call |= {
         "shape": (int(rng.integers(1, 4)),),
         "dtype": str(rng.choice(["float32", "int32"])),
@@ -77,7 +83,9 @@ def an_op(rng, size, depth):
         "alltoall",
         "dead",
     ]
-    kind = str(rng.choice([*kinds, *(["both", "both", "scan", "cond", "vmap", "remat"] if depth else [])]))
+    kind = str(
+        rng.choice([*kinds, *(["both", "both", "scan", "cond", "vmap", "remat"] if depth else [])])
+    )
     match kind:
         case "add" | "mul":
             return [kind, int(rng.integers(1, 4))]
@@ -86,7 +94,11 @@ def an_op(rng, size, depth):
         case "bcast" | "reduce":
             return [kind, int(rng.integers(size))]
         case "both":  # two collectives; the second may depend on the first
-            return [kind, bool(rng.integers(2)), *(str(rng.choice(["psum", "pmax", "gather"])) for _ in range(2))]
+            return [
+                kind,
+                bool(rng.integers(2)),
+                *(str(rng.choice(["psum", "pmax", "gather"])) for _ in range(2)),
+            ]
         case "scan":
             return [kind, int(rng.integers(1, 4)), some_ops(rng, size, depth - 1)]
         case "cond":
@@ -106,7 +118,9 @@ def some_pairs(rng, size):
 
 def change(key, values):
     def deviate(rng, program, size):
-        if calls := [call for call in program if call["name"] in PARAMETERS.get(key, [*EAGER, "step"])]:
+        if calls := [
+            call for call in program if call["name"] in PARAMETERS.get(key, [*EAGER, "step"])
+        ]:
             calls[rng.integers(len(calls))][key] = values(rng, size)
 
     return deviate
@@ -133,7 +147,9 @@ def in_a_step(edit):
         if not steps:
             return
         ops = steps[rng.integers(len(steps))]["ops"]
-        while (inner := [op[-1] for op in ops if isinstance(op[-1], list) and op[0] != "permute"]) and rng.integers(2):
+        while (
+            inner := [op[-1] for op in ops if isinstance(op[-1], list) and op[0] != "permute"]
+        ) and rng.integers(2):
             ops = inner[rng.integers(len(inner))]
         edit(rng, ops, size)
 
@@ -153,7 +169,11 @@ def another_number(rng, ops, size):
     i = rng.integers(len(ops))
     for _ in range(20):
         if (new := an_op(rng, size, 1))[0] == ops[i][0] and len(new) > 1:
-            ops[i] = new if not isinstance(ops[i][-1], list) or new[0] == "permute" else [*new[:-1], ops[i][-1]]
+            ops[i] = (
+                new
+                if not isinstance(ops[i][-1], list) or new[0] == "permute"
+                else [*new[:-1], ops[i][-1]]
+            )
 
 
 def unused_result(rng, ops, size):
@@ -199,7 +219,10 @@ DEVIATIONS = {
 def given(call, rank):
     """The arguments of a call on a rank."""
     rng = np.random.default_rng([call["number"], rank])
-    return [rng.integers(1, 5, (i + 1, *call["shape"])).astype(call["dtype"]) for i in range(call["leaves"])]
+    return [
+        rng.integers(1, 5, (i + 1, *call["shape"])).astype(call["dtype"])
+        for i in range(call["leaves"])
+    ]
 
 
 def rows(x, size):
@@ -246,7 +269,8 @@ def one_traced(op, x, k, size):
         case ["reduce", root]:
             return jaxmpi.tree_reduce(x, "sum", root)
         case ["scatter"]:
-            return lax.psum_scatter(jnp.concatenate(rows(x, size)), R, tiled=True)  # untiled, jax 0.10's vmap is wrong
+            # untiled, jax 0.10's vmap is wrong
+            return lax.psum_scatter(jnp.concatenate(rows(x, size)), R, tiled=True)
         case ["alltoall"]:
             return jnp.sum(lax.all_to_all(jnp.stack(rows(x, size)), R, 0, 0), axis=0, dtype=x.dtype)
         case ["dead"]:
@@ -260,7 +284,11 @@ def one_traced(op, x, k, size):
         case ["cond", least, ops]:
             return lax.cond(k > least, lambda x: traced(ops, x, k, size), lambda x: x, x)
         case ["vmap", ops]:
-            return jnp.sum(jax.vmap(lambda x: traced(ops, x, k, size))(jnp.stack([x, x + 1])), axis=0, dtype=x.dtype)
+            return jnp.sum(
+                jax.vmap(lambda x: traced(ops, x, k, size))(jnp.stack([x, x + 1])),
+                axis=0,
+                dtype=x.dtype,
+            )
         case ["remat", ops]:
             return jax.checkpoint(lambda x: traced(ops, x, k, size))(x)
 
@@ -270,8 +298,12 @@ EAGER = {
     "bcast": lambda call, xs: jaxmpi.tree_bcast(xs, call["root"]),
     "reduce": lambda call, xs: jaxmpi.tree_reduce(xs, call["op"], call["root"]),
     "allgather": lambda call, xs: jaxmpi.tree_allgather(xs),
-    "reduce_scatter": lambda call, xs: jaxmpi.tree_reduce_scatter([np.stack(rows(x, jaxmpi.size())) for x in xs], call["op"]),
-    "alltoall": lambda call, xs: jaxmpi.tree_alltoall([np.stack(rows(x, jaxmpi.size())) for x in xs]),
+    "reduce_scatter": lambda call, xs: jaxmpi.tree_reduce_scatter(
+        [np.stack(rows(x, jaxmpi.size())) for x in xs], call["op"]
+    ),
+    "alltoall": lambda call, xs: jaxmpi.tree_alltoall(
+        [np.stack(rows(x, jaxmpi.size())) for x in xs]
+    ),
 }
 OBJECTS = {
     "allgather_object": lambda call, xs: jaxmpi.allgather_object(xs[0].sum()),
@@ -289,7 +321,8 @@ PARAMETERS = {
 }
 
 
-# in NumPy: generators of one rank's collectives, ("what they are", array), which are sent the result
+# in NumPy: generators of one rank's collectives, ("what they are", array), which are sent the
+# result
 
 
 def expected(programs):
@@ -306,10 +339,14 @@ def expected(programs):
                 outs[rank] = end.value
         if not asked:
             return outs
-        if len(asked) < size or len({repr((what, [(x.shape, x.dtype) for x in xs])) for what, xs in asked}) > 1:
+        if (
+            len(asked) < size
+            or len({repr((what, [(x.shape, x.dtype) for x in xs])) for what, xs in asked}) > 1
+        ):
             return None
         what = asked[0][0]
-        together = [np.stack(xs) for xs in zip(*(xs for _, xs in asked), strict=True)]  # [ranks, ...] for each leaf
+        # [ranks, ...] for each leaf
+        together = [np.stack(xs) for xs in zip(*(xs for _, xs in asked), strict=True)]
         answers = [[collective(what, x, rank, size) for x in together] for rank in range(size)]
 
 
@@ -383,13 +420,21 @@ def one_simulated(op, x, k, size):
         case ["scatter"]:
             return (yield ("reduce_scatter", "sum"), [np.stack(rows(x, size)).astype(dtype)])[0]
         case ["alltoall"]:
-            return (yield ("alltoall",), [np.stack(rows(x, size)).astype(dtype)])[0].sum(0).astype(dtype)
+            return (
+                (yield ("alltoall",), [np.stack(rows(x, size)).astype(dtype)])[0]
+                .sum(0)
+                .astype(dtype)
+            )
         case ["dead"]:
             yield ("allreduce", "sum"), [x]
             return x
         case ["both", depends, first, second]:
             a = yield from one_simulated([first], x, k, size)
-            return a + (yield from one_simulated([second], a if depends else x + np.asarray(1, dtype), k, size))
+            return a + (
+                yield from one_simulated(
+                    [second], a if depends else x + np.asarray(1, dtype), k, size
+                )
+            )
         case ["scan", n, ops]:
             for _ in range(n):
                 x = yield from simulated_ops(ops, x, k, size)
@@ -416,8 +461,12 @@ def check(seeds):
         outcome = check_one(seed, what, programs[jaxmpi.rank()], want and want[jaxmpi.rank()])
         everyone = jaxmpi.allgather_object(outcome)
         assert len(set(everyone)) == 1, f"seed {seed}, {what}: {everyone}"
-        assert outcome == "refused" or want is not None, f"seed {seed}, {what}: the ranks differ, and none was refused"
-        assert outcome == "right" or what != "none", f"seed {seed}: refused, though all ranks do the same"
+        assert outcome == "refused" or want is not None, (
+            f"seed {seed}, {what}: the ranks differ, and none was refused"
+        )
+        assert outcome == "right" or what != "none", (
+            f"seed {seed}: refused, though all ranks do the same"
+        )
         counts[what, outcome] += 1
         if seed % 50 == 49:
             jax.clear_caches()
@@ -429,13 +478,20 @@ def check_one(seed, what, program, want):
     try:
         got = run(program)
     except (RankMismatchError, jax.errors.JaxRuntimeError) as error:
-        assert "RankMismatchError" in f"{type(error).__name__}: {error}", f"seed {seed}, {what}: {error}"
+        assert "RankMismatchError" in f"{type(error).__name__}: {error}", (
+            f"seed {seed}, {what}: {error}"
+        )
         return "refused"
     finally:
         assert time.monotonic() - start < LIMIT_SECONDS, f"seed {seed}, {what}: it took too long"
     if want is not None:
         for i, (x, y) in enumerate(zip(got, want, strict=True)):
-            np.testing.assert_allclose(np.asarray(jaxmpi.local(x)), y, rtol=1e-6, err_msg=f"seed {seed}, {what}, result {i}")
+            np.testing.assert_allclose(
+                np.asarray(jaxmpi.local(x)),
+                y,
+                rtol=1e-6,
+                err_msg=f"seed {seed}, {what}, result {i}",
+            )
     return "right"
 
 

@@ -1,6 +1,7 @@
 """Law 1 for everything that stands between gradients and parameters: n ranks train as plain optax does on the whole batch.
 
-`check` trains on the ranks that there are, whatever their backend, and compares with a reference that knows of no ranks.
+`check` trains on the ranks that there are, whatever their backend, and compares with a reference
+that knows of no ranks.
 """
 
 import jax
@@ -14,7 +15,9 @@ OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(0.01),
-    "adamw": lambda: optax.adamw(0.01, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "adamw": lambda: optax.adamw(
+        0.01, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
     "lion": lambda: optax.lion(0.01),
     "lamb": lambda: optax.lamb(0.01),
 }
@@ -29,7 +32,8 @@ VARIANTS = (
     "sharded clip",
     "bf16",
 )
-SHARDED_VARIANTS = ("plain", "weighted", "accumulate", "clip", "bf16")  # of parameters in shards: fully_shard
+# of parameters in shards: fully_shard
+SHARDED_VARIANTS = ("plain", "weighted", "accumulate", "clip", "bf16")
 STEPS = 6
 EVEN, UNEVEN = 24, 23  # samples: 1 to 4 ranks divide the first
 CLIP = 0.3
@@ -37,13 +41,19 @@ CLIP = 0.3
 
 def data(samples, dtype=np.float64):
     rng = np.random.default_rng(5)
-    return {"x": rng.normal(size=(samples, 5)).astype(dtype), "y": rng.normal(size=(samples, 3)).astype(dtype)}
+    return {
+        "x": rng.normal(size=(samples, 5)).astype(dtype),
+        "y": rng.normal(size=(samples, 3)).astype(dtype),
+    }
 
 
 def parameters(dtype=np.float64):
     rng = np.random.default_rng(7)
-    shapes = {"w": (5, 7), "b": (7,), "v": (7, 3), "scale": ()}  # no number of ranks divides them all
-    return {name: jnp.asarray(0.4 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    # no number of ranks divides them all
+    shapes = {"w": (5, 7), "b": (7,), "v": (7, 3), "scale": ()}
+    return {
+        name: jnp.asarray(0.4 * rng.normal(size=shape), dtype) for name, shape in shapes.items()
+    }
 
 
 def loss(params, batch, mask):
@@ -57,14 +67,18 @@ def transform(variant, optimizer):
     inner = OPTIMIZERS[optimizer]()
     clipped = optax.chain(jaxmpi.clip_by_global_norm(CLIP), inner)
     if variant.startswith("fully "):
-        return {"fully clip": clipped, "fully accumulate": jaxmpi.accumulate(inner, 2)}.get(variant, inner)
+        return {"fully clip": clipped, "fully accumulate": jaxmpi.accumulate(inner, 2)}.get(
+            variant, inner
+        )
     return {
         "plain": lambda: jaxmpi.distributed(inner),
         "weighted": lambda: jaxmpi.distributed(inner),
         "accumulate": lambda: jaxmpi.accumulate(jaxmpi.distributed(inner), 2),
         "sharded": lambda: jaxmpi.sharded(inner),
         "sharded weighted": lambda: jaxmpi.accumulate(jaxmpi.sharded(inner), 2),
-        "clip before": lambda: optax.chain(optax.clip_by_global_norm(CLIP), jaxmpi.average_gradients(), inner),
+        "clip before": lambda: optax.chain(
+            optax.clip_by_global_norm(CLIP), jaxmpi.average_gradients(), inner
+        ),
         "clip after": lambda: jaxmpi.distributed(clipped),
         "sharded clip": lambda: jaxmpi.sharded(clipped),
         "bf16": lambda: jaxmpi.sharded(inner, master_dtype=jnp.float32),
@@ -75,7 +89,11 @@ def settings(variant):
     """Samples, batch size, and whether the batches are weighted."""
     if variant in ("weighted", "fully weighted"):
         return UNEVEN, UNEVEN, True
-    return (UNEVEN, 12, True) if variant in ("accumulate", "sharded weighted", "fully accumulate") else (EVEN, EVEN, False)
+    return (
+        (UNEVEN, 12, True)
+        if variant in ("accumulate", "sharded weighted", "fully accumulate")
+        else (EVEN, EVEN, False)
+    )
 
 
 def train(variant, optimizer, jit):
@@ -115,8 +133,14 @@ def train_shards(variant, optimizer, jit):
     def step(params, state, batch, mask):
         batch = jax.tree.map(lambda x: x.astype(dtype), batch)
         weight = jnp.sum(mask) if weighted else None
-        grads = jax.grad(lambda shards: loss(jaxmpi.unshard(shards, dtype=dtype, weight=weight), batch, mask))(params)
-        total = {"weight": jaxmpi.tree_allreduce(weight, "sum")} if variant == "fully accumulate" else {}
+        grads = jax.grad(
+            lambda shards: loss(jaxmpi.unshard(shards, dtype=dtype, weight=weight), batch, mask)
+        )(params)
+        total = (
+            {"weight": jaxmpi.tree_allreduce(weight, "sum")}
+            if variant == "fully accumulate"
+            else {}
+        )
         updates, state = tx.update(grads, state, params, **total)
         return optax.apply_updates(params, updates), state
 
@@ -132,7 +156,11 @@ def reference(variant, optimizer, ranks):
     whole = data(samples)
     inner = OPTIMIZERS[optimizer]()
     gradient = jax.jit(jax.grad(loss))
-    parts = [jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole) for r in range(ranks)] if samples % ranks == 0 else []
+    parts = (
+        [jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole) for r in range(ranks)]
+        if samples % ranks == 0
+        else []
+    )
     if variant in ("clip after", "sharded clip", "fully clip"):
         inner = optax.chain(optax.clip_by_global_norm(CLIP), inner)
     clip = optax.clip_by_global_norm(CLIP)
@@ -143,12 +171,21 @@ def reference(variant, optimizer, ranks):
     update = jax.jit(inner.update)
     for _ in range(STEPS):
         if variant == "clip before":
-            grads = [clip.update(gradient(params, part, np.ones(len(part["x"]), bool)), clip.init(params))[0] for part in parts]
+            grads = [
+                clip.update(
+                    gradient(params, part, np.ones(len(part["x"]), bool)), clip.init(params)
+                )[0]
+                for part in parts
+            ]
             grads = jax.tree.map(lambda *xs: sum(xs) / ranks, *grads)
         elif short:
             rounded = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]
             grads = [gradient(params, part, np.ones(len(part["x"]), bool)) for part in rounded]
-            mean = lambda *xs: (sum(x.astype(jnp.float32) for x in xs) / ranks).astype(jnp.bfloat16).astype(jnp.float32)
+            mean = lambda *xs: (
+                (sum(x.astype(jnp.float32) for x in xs) / ranks)
+                .astype(jnp.bfloat16)
+                .astype(jnp.float32)
+            )
             grads = jax.tree.map(mean, *grads)
         else:
             grads = gradient(params, whole, np.ones(samples, bool))
@@ -166,5 +203,8 @@ def check(variant, optimizer, jit=jaxmpi.jit):
         scale = 2e-2 if variant.endswith("bf16") else 1e-12
         for name, x in want.items():
             a, b = np.asarray(got[name], np.float64), np.asarray(x, np.float64)
-            np.testing.assert_allclose(a, b, rtol=scale, atol=scale, err_msg=f"{variant} {optimizer} {name}")
-            assert np.abs(b - np.asarray(parameters()[name])).max() > 1e-3  # it has learnt something
+            np.testing.assert_allclose(
+                a, b, rtol=scale, atol=scale, err_msg=f"{variant} {optimizer} {name}"
+            )
+            # it has learnt something
+            assert np.abs(b - np.asarray(parameters()[name])).max() > 1e-3

@@ -17,7 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_ranks(ranks, *program):
-    return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program] if ranks > 1 else [sys.executable, *program]
+    return (
+        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
+        if ranks > 1
+        else [sys.executable, *program]
+    )
 
 
 def run(command, **environ):
@@ -49,9 +53,15 @@ def segments_left(before):
 
     def unmapped():
         names = {
-            name for name in os.listdir("/dev/shm") if re.match(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi", name)
+            name
+            for name in os.listdir("/dev/shm")
+            if re.match(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi", name)
         }
-        return names - {Path(path).name for entry in Path("/proc").glob("[0-9]*") for path in run_dir.segments(entry.name)}
+        return names - {
+            Path(path).name
+            for entry in Path("/proc").glob("[0-9]*")
+            for path in run_dir.segments(entry.name)
+        }
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10
     while left and time.monotonic() < deadline:

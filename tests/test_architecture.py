@@ -66,27 +66,45 @@ def test_modules_import_from_their_own_layer_or_below():
     layer = {name: i for i, names in enumerate(LAYERS) for name in names}
     for name, path in modules():
         for imported in imports(path):
-            assert layer[folder(imported)] <= layer[folder(name)], f"{name} imports {imported}, above it"
+            assert layer[folder(imported)] <= layer[folder(name)], (
+                f"{name} imports {imported}, above it"
+            )
 
 
 def test_no_two_files_import_each_other():
-    graph = {name: {found for found in imports(path) if found != name} for name, path in modules() if name != "testing"}
+    graph = {
+        name: {found for found in imports(path) if found != name}
+        for name, path in modules()
+        if name != "testing"
+    }
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_what_a_rank_is_as_a_process_needs_no_jax():
     for path in (PACKAGE / "_job" / "process").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", None) or ""]
+            )
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not any(name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names), path
-                assert not any(name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names), path
+                assert not any(
+                    name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names
+                ), path
+                assert not any(
+                    name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names
+                ), path
 
 
 STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
-    "_job.launch.pool": {"_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"},
-    "_data.prefetch": {"_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"},
+    "_job.launch.pool": {
+        "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"
+    },
+    "_data.prefetch": {
+        "_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"
+    },
     "_job.process.at_exit": {
         "_calls": "calls for the end of the process, not of the job",
         "_threads": "threads that end before the process does, in a job or not",
@@ -100,15 +118,21 @@ EMPTY = ("[]", "{}", "set()", "dict()", "list()", "threading.Condition()", "thre
 def test_the_state_of_a_job_is_in_the_session():
     for name, path in modules():
         tree = ast.parse(path.read_text())
-        found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        found = {
+            name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+        }
         for node in tree.body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            target = (
+                node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            )
             if isinstance(target, ast.Name) and not target.id.isupper():
                 empty = isinstance(value, ast.List | ast.Dict | ast.Set) or (
                     isinstance(value, ast.Constant) and value.value is None
                 )
-                if (empty or ast.unparse(value) in ("set()", "dict()", "list()")) and not target.id.startswith("__"):
+                if (
+                    empty or ast.unparse(value) in ("set()", "dict()", "list()")
+                ) and not target.id.startswith("__"):
                     found.add(target.id)
         assert found == set(STATE.get(name, {})), path
 
@@ -119,7 +143,9 @@ def test_no_class_holds_state():
         for found in ast.walk(ast.parse(path.read_text())):
             for line in found.body if isinstance(found, ast.ClassDef) else ():
                 value = line.value if isinstance(line, ast.Assign | ast.AnnAssign) else None
-                assert value is None or ast.unparse(value) not in EMPTY, f"{path}, line {line.lineno}"
+                assert value is None or ast.unparse(value) not in EMPTY, (
+                    f"{path}, line {line.lineno}"
+                )
 
 
 def test_no_code_asks_for_the_name_of_a_backend():
@@ -127,9 +153,14 @@ def test_no_code_asks_for_the_name_of_a_backend():
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare) and not name.startswith("_backends"):
-                asked = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == "name"]
+                asked = [
+                    part
+                    for part in ast.walk(node)
+                    if isinstance(part, ast.Attribute) and part.attr == "name"
+                ]
                 assert not any(
-                    "backend" in ast.unparse(part.value) or "current(" in ast.unparse(part.value) for part in asked
+                    "backend" in ast.unparse(part.value) or "current(" in ast.unparse(part.value)
+                    for part in asked
                 ), path
 
 
@@ -153,8 +184,14 @@ def test_file_names_are_told_apart_by_more_than_a_line_below():
 def test_what_is_imported_in_one_place_only(words, home):
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-            if isinstance(node, ast.Import | ast.ImportFrom) and any(name.startswith(word) for name in names for word in words):
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", None) or ""]
+            )
+            if isinstance(node, ast.Import | ast.ImportFrom) and any(
+                name.startswith(word) for name in names for word in words
+            ):
                 assert path.is_relative_to(PACKAGE / home)
 
 

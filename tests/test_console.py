@@ -52,7 +52,8 @@ def test_text_that_the_screen_cannot_show_is_escaped(capsys, monkeypatch):
             rounds.add(0, Key("f", 1, "t", call), "nowhere to go\n")
     said = capsys.readouterr()
     assert said.out == "nowhere to go\n" * 2
-    assert said.err.count("a line of jaxmpi.print cannot be written to stdout") == 2  # once in a row
+    # once in a row
+    assert said.err.count("a line of jaxmpi.print cannot be written to stdout") == 2
 
 
 def test_a_stream_of_the_script_may_raise_anything(monkeypatch, capfd):
@@ -107,7 +108,8 @@ def test_get_logger_speaks_on_rank_0_and_writes_files_on_request():
     assert jaxmpi.get_logger("jaxmpi-test", directory) is logger and len(logger.handlers) == 2
     screen, file = logger.handlers
     shown = [
-        bool(screen.filter(logging.LogRecord("n", level, "p", 1, "m", None, None))) for level in (logging.INFO, logging.ERROR)
+        bool(screen.filter(logging.LogRecord("n", level, "p", 1, "m", None, None)))
+        for level in (logging.INFO, logging.ERROR)
     ]
     assert shown == [r == 0, True]
     logger.info("written by %d", r)
@@ -150,7 +152,13 @@ def test_progress_counts_alike_on_all_ranks(ranks, terminal, arguments, tmp_path
     script = tmp_path / "script.py"
     script.write_text(PROGRESS)
     launch = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script), *arguments]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=60, env=os.environ | {"JAXMPI_TTY": terminal})
+    done = subprocess.run(
+        launch,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"JAXMPI_TTY": terminal},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str([0, 1, 2, 3, 2, 4, 6, 0, 6, 4, 4])] * ranks
     assert done.stderr.count("items:   0%") == (terminal == "1")  # rank 0's
@@ -162,12 +170,17 @@ def test_average_metrics_counts_every_sample_once():
     part = jaxmpi.shard(np.arange(10.0))
     values = part[:]  # parts of different sizes
     mean = float(values.mean()) if len(values) else float("nan")
-    out = jaxmpi.average_metrics({"mean": mean, "vector": jnp.array([mean, 1.0]), "count": np.int32(len(values))}, len(values))
+    out = jaxmpi.average_metrics(
+        {"mean": mean, "vector": jnp.array([mean, 1.0]), "count": np.int32(len(values))},
+        len(values),
+    )
     np.testing.assert_allclose(out["mean"], 4.5, rtol=1e-6)
     np.testing.assert_allclose(out["vector"], [4.5, 1.0], rtol=1e-6)
     sizes = [len(range(q * 10 // n, (q + 1) * 10 // n)) for q in range(n)]
     np.testing.assert_allclose(out["count"], sum(s * s for s in sizes) / 10, rtol=1e-6)
-    only_last = jaxmpi.average_metrics(1.0 * r if r == n - 1 else float("nan"), weight=float(r == n - 1))
+    only_last = jaxmpi.average_metrics(
+        1.0 * r if r == n - 1 else float("nan"), weight=float(r == n - 1)
+    )
     np.testing.assert_allclose(only_last, n - 1)
     with pytest.raises(ValueError, match=r"average_metrics: weight has shape \[2\]"):
         jaxmpi.average_metrics(1.0, weight=np.ones(2))
@@ -183,14 +196,21 @@ def test_throughput_counts_all_ranks_and_the_time_in_collectives():
     time.sleep(0.2)
     if r == 0:
         time.sleep(0.2)
-    jax.block_until_ready(jaxmpi.tree_allreduce(np.ones(4)))  # the others wait for rank 0 half of the time
+    # the others wait for rank 0 half of the time
+    jax.block_until_ready(jaxmpi.tree_allreduce(np.ones(4)))
     rate = meter.read()
     assert rate == jaxmpi.allgather_object(rate)[0]
     samples = 10 * n * (n + 1) / 2
-    assert samples / 10 < rate.per_second <= samples / 0.4 and np.isclose(rate.per_second_per_rank * n, rate.per_second)
+    assert samples / 10 < rate.per_second <= samples / 0.4 and np.isclose(
+        rate.per_second_per_rank * n, rate.per_second
+    )
     if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax" and n > 1:
         assert rate.communication is None and "collectives" not in str(rate)
     else:
-        assert (rate.communication == 0.0) if n == 1 else (0.1 < rate.communication < 0.9 * (n - 1) / n), rate
+        assert (
+            (rate.communication == 0.0)
+            if n == 1
+            else (0.1 < rate.communication < 0.9 * (n - 1) / n)
+        ), rate
         assert "of the time in collectives" in str(rate)
     assert meter.read().per_second == 0.0  # each look begins anew

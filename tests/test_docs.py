@@ -16,8 +16,10 @@ from jax import lax
 import jaxmpi
 
 ROOT = Path(__file__).parent.parent
-RECIPES = "fresh = tx.init(params)", '"stats": jaxmpi'  # go on from other ranks: test_recipes.py runs them
-ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}  # which run them on several ranks
+# go on from other ranks: test_recipes.py runs them
+RECIPES = "fresh = tx.init(params)", '"stats": jaxmpi'
+# which run them on several ranks
+ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}
 
 
 def blocks(language):
@@ -29,7 +31,9 @@ def blocks(language):
             if ">>>" in match[1] or any(recipe in match[1] for recipe in RECIPES):
                 continue
             if not (language == "python" and name in ELSEWHERE):
-                found.append(pytest.param(match[1], id=f"{name}:{page[: match.start()].count(chr(10)) + 1}"))
+                found.append(
+                    pytest.param(match[1], id=f"{name}:{page[: match.start()].count(chr(10)) + 1}")
+                )
     return found
 
 
@@ -39,7 +43,9 @@ def names(tmp_path):
     params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
 
     def loss_of(params, batch, mask=1):
-        return jnp.sum(mask * jnp.square(batch @ params["w"] + params["b"]).mean(axis=1)) / jnp.maximum(1, jnp.sum(mask))
+        return jnp.sum(
+            mask * jnp.square(batch @ params["w"] + params["b"]).mean(axis=1)
+        ) / jnp.maximum(1, jnp.sum(mask))
 
     tx = jaxmpi.distributed(optax.adam(1e-3))
     batch, mask = jnp.arange(64.0).reshape(8, 8), np.arange(8) < 5
@@ -53,7 +59,14 @@ def names(tmp_path):
         "sys": sys,
         "jaxmpi": jaxmpi,
     }
-    training = {"params": params, "tx": tx, "state": tx.init(params), "grads": params, "loss_of": loss_of, "batch": batch}
+    training = {
+        "params": params,
+        "tx": tx,
+        "state": tx.init(params),
+        "grads": params,
+        "loss_of": loss_of,
+        "batch": batch,
+    }
     squares = lambda params, batch: jnp.square(batch @ params["w"]).mean(axis=1)
     others = {
         "key": jax.random.key(0),
@@ -78,7 +91,9 @@ def test_a_block_of_python(code, names):
     if "faults.inject" in code:
         names["step"] = lambda: None
     if "micro_batches" in code:
-        names["state"] = jaxmpi.distributed(optax.adamw(1e-3), micro_batches=8).init(names["params"])
+        names["state"] = jaxmpi.distributed(optax.adamw(1e-3), micro_batches=8).init(
+            names["params"]
+        )
     exec(compile(code, "page", "exec"), names)
     if "init(axes=" in code:
         jaxmpi.finalize()
@@ -94,7 +109,15 @@ def test_a_block_of_bash(code):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "native/README.md", "benchmarks/results/README.md")]
+OTHERS = [
+    ROOT / name
+    for name in (
+        "CONTRIBUTING.md",
+        "examples/README.md",
+        "native/README.md",
+        "benchmarks/results/README.md",
+    )
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -114,7 +137,9 @@ def anchors(page):
     """The names of a page's headings, as Python-Markdown and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles
+    }
 
 
 @pytest.mark.parametrize("page", PAGES + OTHERS, ids=lambda page: str(page.relative_to(ROOT)))

@@ -34,7 +34,9 @@ class LinenCNN(nn.Module):
     @nn.compact
     def __call__(self, x):
         def norm(x):
-            return nn.gelu(nn.BatchNorm(use_running_average=False, axis_name=self.axis, momentum=0.9, **F64)(x))
+            return nn.gelu(
+                nn.BatchNorm(use_running_average=False, axis_name=self.axis, momentum=0.9, **F64)(x)
+            )
 
         x = norm(nn.Conv(4, (3, 3), **F64)(x)).mean((1, 2))
         return nn.Dense(3, **F64)(norm(nn.Dense(6, **F64)(x)))
@@ -80,7 +82,9 @@ def transformer(axis):
     """Three blocks of attention over a `lax.scan`, each under `jax.checkpoint`; normalized over the ranks, if there are any."""
     rng = np.random.default_rng(1)
     shapes = {"qkv": (3, 8, 24), "out": (3, 8, 8), "up": (3, 8, 16), "down": (3, 16, 8)}
-    params = {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()} | {"head": rng.normal(size=(8, 3))}
+    params = {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()} | {
+        "head": rng.normal(size=(8, 3))
+    }
 
     def normalize(x):
         mean, square = x.mean((0, 1)), (x**2).mean((0, 1))
@@ -137,7 +141,11 @@ def check(model, wrap, part):
         params, stats, forward = MODELS[model](None)
         plain = optimizer_of()
         whole = list(zip(inputs, data.targets, strict=True))
-        want = train(jax.jit(make_step(forward, plain, lambda x: x)), (params, stats, plain.init(params)), whole)
+        want = train(
+            jax.jit(make_step(forward, plain, lambda x: x)),
+            (params, stats, plain.init(params)),
+            whole,
+        )
         ours = jaxmpi.distributed(optimizer_of())
         forward = MODELS[model](jaxmpi.AXIS)[2]
         step = wrap(make_step(forward, ours, partial(lax.pmean, axis_name=jaxmpi.AXIS)))
@@ -149,7 +157,9 @@ def check(model, wrap, part):
 
 
 def jit(step):
-    return jaxmpi.jit(step, donate_argnums=(1, 2), replicated_argnums=(0, 1, 2), replicated_outnums=(0, 1, 2, 3))
+    return jaxmpi.jit(
+        step, donate_argnums=(1, 2), replicated_argnums=(0, 1, 2), replicated_outnums=(0, 1, 2, 3)
+    )
 
 
 def own_rows(x):

@@ -1,7 +1,8 @@
 """Every public function on every row: one rank, ranks of mpi and of xla, simulated ranks; a second call compiles nothing.
 
-The names come from the modules' `__all__`: a new one fails until it has a row here. A row is a function that returns a call;
-the call checks what it gets, or that it is refused as documented, and is made twice.
+The names come from the modules' `__all__`: a new one fails until it has a row here. A row is a
+function that returns a call; the call checks what it gets, or that it is refused as documented, and
+is made twice.
 """
 
 import contextlib
@@ -23,9 +24,12 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 MODULES = ("checkpoint", "codecs", "console", "data", "diagnose", "nn", "testing")
-COMPILED = []  # the names of the programs that this process has compiled, or found in the persistent cache
+# the names of the programs that this process has compiled, or found in the persistent cache
+COMPILED = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _, **about: COMPILED.append(about) if event == "/jax/core/compile/backend_compile_duration" else None
+    lambda event, _, **about: (
+        COMPILED.append(about) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
 )
 ROWS = {}
 
@@ -55,7 +59,9 @@ def each(of_rank):
     """This rank's value of a function of the rank; simulated ranks have all of them."""
     if not simulated():
         return of_rank(jaxmpi.rank())
-    return jax.tree.map(lambda *xs: jaxmpi.PerRank(np.stack(xs)), *map(of_rank, range(jaxmpi.size())))
+    return jax.tree.map(
+        lambda *xs: jaxmpi.PerRank(np.stack(xs)), *map(of_rank, range(jaxmpi.size()))
+    )
 
 
 def assert_each(got, want):
@@ -63,7 +69,12 @@ def assert_each(got, want):
     is_own = lambda x: isinstance(x, jaxmpi.PerRank)
     for rank in range(jaxmpi.size()) if simulated() else [jaxmpi.rank()]:
         mine = jax.tree.map(lambda x, rank=rank: x[rank] if is_own(x) else x, got, is_leaf=is_own)
-        chex.assert_trees_all_close(jax.tree.map(np.asarray, mine), jax.tree.map(np.asarray, want(rank)), rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(
+            jax.tree.map(np.asarray, mine),
+            jax.tree.map(np.asarray, want(rank)),
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 def tree(rank):
@@ -84,7 +95,14 @@ def refused(condition, error, match):
 # collectives
 
 
-@row("tree_allreduce", "tree_reduce", "tree_bcast", "tree_allgather", "tree_reduce_scatter", "tree_alltoall")
+@row(
+    "tree_allreduce",
+    "tree_reduce",
+    "tree_bcast",
+    "tree_allgather",
+    "tree_reduce_scatter",
+    "tree_alltoall",
+)
 def collectives():
     n = jaxmpi.size()
     rows = lambda rank: {"x": np.arange(4 * n, dtype=np.float32).reshape(n, 4) + 100 * rank}
@@ -95,11 +113,21 @@ def collectives():
         return lambda: [assert_each(run(each(x)), want) for run in (function, step)]
 
     calls = [
-        both(lambda t: jaxmpi.tree_allreduce(t, op="sum"), rows, lambda rank: {"x": all_rows.sum(0)}),
+        both(
+            lambda t: jaxmpi.tree_allreduce(t, op="sum"), rows, lambda rank: {"x": all_rows.sum(0)}
+        ),
         both(jaxmpi.tree_bcast, rows, lambda rank: {"x": all_rows[0]}),
-        both(jaxmpi.tree_reduce, rows, lambda rank: {"x": all_rows.mean(0) if rank == 0 else all_rows[rank]}),
+        both(
+            jaxmpi.tree_reduce,
+            rows,
+            lambda rank: {"x": all_rows.mean(0) if rank == 0 else all_rows[rank]},
+        ),
         both(jaxmpi.tree_allgather, rows, lambda rank: {"x": all_rows}),
-        both(lambda t: jaxmpi.tree_allgather(t, tiled=True), rows, lambda rank: {"x": np.concatenate(all_rows)}),
+        both(
+            lambda t: jaxmpi.tree_allgather(t, tiled=True),
+            rows,
+            lambda rank: {"x": np.concatenate(all_rows)},
+        ),
         both(jaxmpi.tree_reduce_scatter, rows, lambda rank: {"x": all_rows.mean(0)[rank]}),
         both(jaxmpi.tree_alltoall, rows, lambda rank: {"x": all_rows[:, rank]}),
     ]
@@ -111,10 +139,13 @@ def objects():
     def call():
         r, n = jaxmpi.rank(), jaxmpi.size()
         assert jaxmpi.broadcast_object({"rank": r}) == {"rank": 0}
-        assert jaxmpi.allgather_object(("rank", r)) == [("rank", 0 if simulated() else q) for q in range(n)]
+        assert jaxmpi.allgather_object(("rank", r)) == [
+            ("rank", 0 if simulated() else q) for q in range(n)
+        ]
         jaxmpi.barrier()
         chex.assert_trees_all_equal(
-            jaxmpi.synchronize({"x": jnp.full(3, r), "y": np.float32(r)}), {"x": jnp.zeros(3, int), "y": np.float32(0)}
+            jaxmpi.synchronize({"x": jnp.full(3, r), "y": np.float32(r)}),
+            {"x": jnp.zeros(3, int), "y": np.float32(0)},
         )
 
     return call
@@ -126,8 +157,12 @@ def votes():
 
     def call():
         for vote in (jaxmpi.any_rank, step):
-            assert_each(vote(each(lambda rank: np.bool_(rank == last))), lambda rank: np.bool_(True))
-            assert_each(vote(each(lambda rank: np.bool_(rank > last))), lambda rank: np.bool_(False))
+            assert_each(
+                vote(each(lambda rank: np.bool_(rank == last))), lambda rank: np.bool_(True)
+            )
+            assert_each(
+                vote(each(lambda rank: np.bool_(rank > last))), lambda rank: np.bool_(False)
+            )
 
     return call
 
@@ -139,17 +174,24 @@ def updates_of(make, want, *, eager=True, weight=None, params=tree):
     """A transform's updates for the gradients `tree(rank)`: in a step, and, for equal gradients, called eagerly."""
     tx, n = make(), jaxmpi.size()
     params = jax.tree.map(jnp.asarray, params(0))
-    step = jaxmpi.jit(lambda g, s, p, w: tx.update(g, s, p, **({} if weight is None else {"weight": w})))
+    step = jaxmpi.jit(
+        lambda g, s, p, w: tx.update(g, s, p, **({} if weight is None else {"weight": w}))
+    )
 
     def call():
         w = each(lambda rank: np.float32(1 if weight is None else weight(rank)))
         assert_each(step(each(tree), tx.init(params), params, w)[0], lambda rank: want)
         if eager:  # in simulation, arrays outside of a step are those of all ranks
             grads, weights = (
-                (mean(n), 1.0) if simulated() else (tree(jaxmpi.rank()), 1.0 if weight is None else weight(jaxmpi.rank()))
+                (mean(n), 1.0)
+                if simulated()
+                else (tree(jaxmpi.rank()), 1.0 if weight is None else weight(jaxmpi.rank()))
             )
             out, _ = tx.update(
-                jax.tree.map(jnp.asarray, grads), tx.init(params), params, **({} if weight is None else {"weight": weights})
+                jax.tree.map(jnp.asarray, grads),
+                tx.init(params),
+                params,
+                **({} if weight is None else {"weight": weights}),
             )
             if not simulated() or weight is None:
                 assert_each(out, lambda rank: want)
@@ -174,15 +216,31 @@ def transforms():
         updates_of(lambda: jaxmpi.distributed(sgd), weighted, weight=weight),
         updates_of(lambda: optax.chain(jaxmpi.average_gradients(), sgd), weighted, weight=weight),
         updates_of(lambda: jaxmpi.sharded(sgd), weighted, weight=weight, eager=not simulated()),
-        updates_of(lambda: jaxmpi.sharded(sgd, master_dtype=jnp.float32), negative(mean(n)), eager=not simulated()),
         updates_of(
-            lambda: jaxmpi.sharded(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n))), eager=not simulated()
+            lambda: jaxmpi.sharded(sgd, master_dtype=jnp.float32),
+            negative(mean(n)),
+            eager=not simulated(),
         ),
-        updates_of(lambda: jaxmpi.distributed(clipped()), negative(jax.tree.map(lambda x: x / norm, mean(n)))),
+        updates_of(
+            lambda: jaxmpi.sharded(clipped()),
+            negative(jax.tree.map(lambda x: x / norm, mean(n))),
+            eager=not simulated(),
+        ),
+        updates_of(
+            lambda: jaxmpi.distributed(clipped()),
+            negative(jax.tree.map(lambda x: x / norm, mean(n))),
+        ),
         updates_of(lambda: jaxmpi.skip_nonfinite(jaxmpi.distributed(sgd)), weighted, weight=weight),
-        updates_of(lambda: jaxmpi.dynamic_loss_scale(jaxmpi.distributed(sgd), initial=1.0), negative(mean(n))),
+        updates_of(
+            lambda: jaxmpi.dynamic_loss_scale(jaxmpi.distributed(sgd), initial=1.0),
+            negative(mean(n)),
+        ),
         updates_of(lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 1), negative(mean(n))),
-        updates_of(lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 2), jax.tree.map(np.zeros_like, mean(n)), weight=weight),
+        updates_of(
+            lambda: jaxmpi.accumulate(jaxmpi.distributed(sgd), 2),
+            jax.tree.map(np.zeros_like, mean(n)),
+            weight=weight,
+        ),
     ]
     calls.append(updates_of(lambda: jaxmpi.local_sgd(sgd, 1), negative(mean(n))))
     if simulated():
@@ -191,11 +249,26 @@ def transforms():
     return lambda: [call() for call in calls]
 
 
-@row("codecs.bf16", "codecs.f16", "codecs.int8", "codecs.powersgd", "codecs.topk", "codecs.Codec", "codecs.check_codec")
+@row(
+    "codecs.bf16",
+    "codecs.f16",
+    "codecs.int8",
+    "codecs.powersgd",
+    "codecs.topk",
+    "codecs.Codec",
+    "codecs.check_codec",
+)
 def codecs():
-    made = [jaxmpi.codecs.bf16(), jaxmpi.codecs.f16(), jaxmpi.codecs.int8(), jaxmpi.codecs.powersgd(2), jaxmpi.codecs.topk(1.0)]
+    made = [
+        jaxmpi.codecs.bf16(),
+        jaxmpi.codecs.f16(),
+        jaxmpi.codecs.int8(),
+        jaxmpi.codecs.powersgd(2),
+        jaxmpi.codecs.topk(1.0),
+    ]
     assert all(isinstance(codec, jaxmpi.codecs.Codec) for codec in made)
-    exact = jax.tree.map(lambda x: np.round(2 * x) / 2, mean(jaxmpi.size()))  # of halves; a codec rounds to less than that
+    # of halves; a codec rounds to less than that
+    exact = jax.tree.map(lambda x: np.round(2 * x) / 2, mean(jaxmpi.size()))
     calls = []
     for codec in made:
         tx = jaxmpi.distributed(optax.sgd(1.0), codec=codec)
@@ -205,8 +278,15 @@ def codecs():
         def call(tx=tx, step=step, params=params, codec=codec):
             jaxmpi.codecs.check_codec("test", codec)
             updates, _ = step(each(tree), tx.init(params))
-            assert_each(jax.tree.map(lambda x: np.round(2 * np.asarray(x)) / 2, updates), lambda rank: negative(exact))
-            with pytest.raises(RuntimeError, match="outside of a step") if simulated() else contextlib.nullcontext():
+            assert_each(
+                jax.tree.map(lambda x: np.round(2 * np.asarray(x)) / 2, updates),
+                lambda rank: negative(exact),
+            )
+            with (
+                pytest.raises(RuntimeError, match="outside of a step")
+                if simulated()
+                else contextlib.nullcontext()
+            ):
                 tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
 
         calls.append(call)
@@ -236,10 +316,18 @@ def losses():
     step = jaxmpi.jit(lambda w, x: jax.value_and_grad(jaxmpi.average_loss(loss))(w, x))
 
     def call():
-        want = np.mean([(3.0 - r) ** 2 for r in range(n)]), np.mean([2 * (3.0 - r) for r in range(n)])
-        assert_each(step(np.float32(3), each(np.float32)), lambda rank: jax.tree.map(np.float32, want))
+        want = (
+            np.mean([(3.0 - r) ** 2 for r in range(n)]),
+            np.mean([2 * (3.0 - r) for r in range(n)]),
+        )
+        assert_each(
+            step(np.float32(3), each(np.float32)), lambda rank: jax.tree.map(np.float32, want)
+        )
         if not simulated():
-            assert_each(jaxmpi.average_loss(loss)(jnp.float32(3), np.float32(jaxmpi.rank())), lambda rank: np.float32(want[0]))
+            assert_each(
+                jaxmpi.average_loss(loss)(jnp.float32(3), np.float32(jaxmpi.rank())),
+                lambda rank: np.float32(want[0]),
+            )
 
     return call
 
@@ -269,7 +357,10 @@ def replicas():
 def micro_batches():
     n = jaxmpi.size()
     loss = lambda p, x: jnp.mean(x @ p)
-    grads, tx = jaxmpi.micro_batch_grads(jax.grad(loss), 2 * n), jaxmpi.distributed(optax.sgd(1.0), micro_batches=2 * n)
+    grads, tx = (
+        jaxmpi.micro_batch_grads(jax.grad(loss), 2 * n),
+        jaxmpi.distributed(optax.sgd(1.0), micro_batches=2 * n),
+    )
     params, rows = jnp.ones(3), lambda rank: np.arange(12, dtype=np.float32).reshape(4, 3) + rank
     run = lambda p, s, x: tx.update(grads(p, x), s, p)
     step = jaxmpi.jit(run)
@@ -328,7 +419,9 @@ def steps():
 
     def call():
         total, double = step(each(lambda rank: np.float32(rank)))
-        assert_each((total, double), lambda rank: (np.float32(n * (n - 1) / 2), np.float32(2 * rank)))
+        assert_each(
+            (total, double), lambda rank: (np.float32(n * (n - 1) / 2), np.float32(2 * rank))
+        )
         assert float(jaxmpi.local(total) + jnp.float32(1)) == n * (n - 1) / 2 + 1
 
     return call
@@ -336,7 +429,9 @@ def steps():
 
 @row("pmap")
 def mapped():
-    step = jaxmpi.pmap(lambda x: (x - jax.lax.pmean(x, "batch"), x.shape), axis_name="batch", out_axes=(0, None))
+    step = jaxmpi.pmap(
+        lambda x: (x - jax.lax.pmean(x, "batch"), x.shape), axis_name="batch", out_axes=(0, None)
+    )
     rows = each(lambda rank: jax.tree.map(lambda x: np.asarray(x)[None], tree(rank)["w"]))
 
     def call():
@@ -366,11 +461,20 @@ def models():
     def call():
         got = step(model, optimizer, each(lambda rank: np.full((3, 2), rank, np.float32)))
         assert_each(got, lambda rank: np.float32((n - 1) / 2 * kernel.sum()))
-        stats = each(lambda rank: {"mean": np.full(2, rank, np.float32), "var": np.ones(2, np.float32)})
+        stats = each(
+            lambda rank: {"mean": np.full(2, rank, np.float32), "var": np.ones(2, np.float32)}
+        )
         stats = jaxmpi.nn.average_batch_stats(stats)
-        normalize(norm, each(lambda rank: np.full((1, 2), rank, np.float32)), each(lambda rank: np.full((1, 1), rank > 0)))
+        normalize(
+            norm,
+            each(lambda rank: np.full((1, 2), rank, np.float32)),
+            each(lambda rank: np.full((1, 1), rank > 0)),
+        )
         assert_each(norm.mean[...], lambda rank: np.full(2, n / 2 if n > 1 else 0, np.float32))
-        want = {"mean": np.full(2, (n - 1) / 2, np.float32), "var": np.full(2, 1 + np.var(np.arange(n)), np.float32)}
+        want = {
+            "mean": np.full(2, (n - 1) / 2, np.float32),
+            "var": np.full(2, 1 + np.var(np.arange(n)), np.float32),
+        }
         assert_each(stats, lambda rank: want)
 
     return call
@@ -383,8 +487,14 @@ def explanations():
     def call():
         with contextlib.redirect_stdout(io.StringIO()):
             plan = jaxmpi.explain(step, np.ones(10, np.float32))
-        assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (jaxmpi.size() > 1)
-        assert plan.seconds is None if simulated() and plan.messages else (plan.seconds > 0) == (jaxmpi.size() > 1)
+        assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (
+            jaxmpi.size() > 1
+        )
+        assert (
+            plan.seconds is None
+            if simulated() and plan.messages
+            else (plan.seconds > 0) == (jaxmpi.size() > 1)
+        )
 
     return call
 
@@ -417,8 +527,12 @@ def data():
         first = next(iter(jaxmpi.prefetch(batches)))
         assert_each(first, lambda rank: np.arange(4.0).reshape(n, -1)[rank].astype(np.float32))
         key = jax.random.key(0)
-        data = jax.random.key_data(jaxmpi.rank_key(key).stack[0] if simulated() else jaxmpi.rank_key(key))
-        np.testing.assert_array_equal(data, jax.random.key_data(jax.random.fold_in(key, 0 if simulated() else jaxmpi.rank())))
+        data = jax.random.key_data(
+            jaxmpi.rank_key(key).stack[0] if simulated() else jaxmpi.rank_key(key)
+        )
+        np.testing.assert_array_equal(
+            data, jax.random.key_data(jax.random.fold_in(key, 0 if simulated() else jaxmpi.rank()))
+        )
 
     return call
 
@@ -427,12 +541,15 @@ def data():
 def per_rank_data():
     def call():
         r, n = jaxmpi.rank() if not simulated() else 0, jaxmpi.size()
-        with refused(simulated(), RuntimeError, "per_rank_batches: simulated ranks are one process"):
+        with refused(
+            simulated(), RuntimeError, "per_rank_batches: simulated ranks are one process"
+        ):
             batches = [np.full(2, 10.0 * r + k) for k in range(r + 1)]
             seen = [float(batch[0]) for batch in jaxmpi.per_rank_batches(batches)]
             assert seen == [10.0 * r]
             taken = [
-                (float(batch.sum()), bool(mask.all())) for batch, mask in jaxmpi.per_rank_batches(batches, remainder="mask")
+                (float(batch.sum()), bool(mask.all()))
+                for batch, mask in jaxmpi.per_rank_batches(batches, remainder="mask")
             ]
             assert taken == [(20.0 * r + 2 * k, True) if k <= r else (0.0, False) for k in range(n)]
 
@@ -442,7 +559,11 @@ def per_rank_data():
 @row("save", "restore", "latest", "PerRankState")
 def checkpoints():
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
-    state = {"w": jnp.arange(3.0), "step": 4, "own": jaxmpi.PerRankState(jnp.full(2, jaxmpi.rank()))}
+    state = {
+        "w": jnp.arange(3.0),
+        "step": 4,
+        "own": jaxmpi.PerRankState(jnp.full(2, jaxmpi.rank())),
+    }
     like = {"w": jnp.zeros(3), "step": 0, "own": jaxmpi.PerRankState(jnp.zeros(2, int))}
 
     def call():
@@ -456,15 +577,28 @@ def checkpoints():
 # console
 
 
-@row("average_metrics", "merge_metrics", "print", "progress", "get_logger", "Throughput", "Rate", "MetricsLog")
+@row(
+    "average_metrics",
+    "merge_metrics",
+    "print",
+    "progress",
+    "get_logger",
+    "Throughput",
+    "Rate",
+    "MetricsLog",
+)
 def console():
     n = jaxmpi.size()
     meter, metric = jaxmpi.Throughput(), nnx.metrics.Average()
 
     def call():
         weights = [rank + 1.0 for rank in range(n)]
-        got = jaxmpi.average_metrics(each(lambda rank: {"loss": np.float32(rank)}), each(lambda rank: np.float32(rank + 1)))
-        assert_each(got, lambda rank: {"loss": np.float32(np.average(np.arange(n), weights=weights))})
+        got = jaxmpi.average_metrics(
+            each(lambda rank: {"loss": np.float32(rank)}), each(lambda rank: np.float32(rank + 1))
+        )
+        assert_each(
+            got, lambda rank: {"loss": np.float32(np.average(np.arange(n), weights=weights))}
+        )
         total = each(lambda rank: np.float32(rank))
         for name in ("total", "count"):
             getattr(metric, name).set_value(total)
@@ -478,7 +612,9 @@ def console():
         assert isinstance(rate, jaxmpi.Rate)
         with tempfile.TemporaryDirectory() as folder:
             jaxmpi.MetricsLog(folder).write(3, {"loss": np.float32(0.5)}, rate)
-            assert [path.name for path in Path(folder).glob("*")] == ["metrics.csv"] * (jaxmpi.rank() == 0)
+            assert [path.name for path in Path(folder).glob("*")] == ["metrics.csv"] * (
+                jaxmpi.rank() == 0
+            )
 
     return call
 
@@ -486,7 +622,9 @@ def console():
 # the job
 
 
-@row("init", "initialized", "World", "rank", "size", "local_rank", "local_size", "preempted", "busy")
+@row(
+    "init", "initialized", "World", "rank", "size", "local_rank", "local_size", "preempted", "busy"
+)
 def worlds():
     def call():
         world = jaxmpi.init()
@@ -510,7 +648,14 @@ def launches():
     return call
 
 
-@row("CheckpointError", "MPIError", "NotInitializedError", "RankCountError", "RankMismatchError", "testing.RankFailure")
+@row(
+    "CheckpointError",
+    "MPIError",
+    "NotInitializedError",
+    "RankCountError",
+    "RankMismatchError",
+    "testing.RankFailure",
+)
 def errors():
     kinds = (
         jaxmpi.CheckpointError,

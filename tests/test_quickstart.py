@@ -54,12 +54,20 @@ def test_notebooks_run(name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    words = {"simulated_ranks": "on eight", "several_ranks": "ValueError: only here", "what_a_step_sends": "last to come"}
+    shown = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
+    words = {
+        "simulated_ranks": "on eight",
+        "several_ranks": "ValueError: only here",
+        "what_a_step_sends": "last to come",
+    }
     assert words[name] in shown
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_notebooks_are_stored_without_outputs(path):
     cells = json.loads(path.read_text())["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
@@ -75,7 +83,9 @@ def test_six_lines_make_a_script_for_one_device_one_for_many():
     assert "```diff\n" + "".join(diff) + "```" in (ROOT / "README.md").read_text()
     assert sum(line.startswith("+") and not line.startswith("+++") for line in diff) == 6
     losses = lambda output: [float(x) for x in re.findall(r"loss (\d\S+)", output)]
-    device, alone, three = (losses(x) for x in run_all([on_ranks(1, one), on_ranks(1, many), on_ranks(3, many)]))
+    device, alone, three = (
+        losses(x) for x in run_all([on_ranks(1, one), on_ranks(1, many), on_ranks(3, many)])
+    )
     assert len(device) == 5
     assert len(alone) == 5 and alone[-1] < 0.5 * alone[0]
     np.testing.assert_allclose(three, alone, atol=2e-4)

@@ -21,16 +21,27 @@ ROOT = Path(__file__).parent.parent
 
 def recipe(page, marker):
     """The only block of code on a page that has these words; a doctest without its prompts."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
     [found] = [block for block in blocks if marker in block]
     if ">>> " not in found:
         return found
-    return "".join(line[4:] + "\n" for line in found.splitlines() if line.startswith((">>> ", "... ", "...")))
+    return "".join(
+        line[4:] + "\n" for line in found.splitlines() if line.startswith((">>> ", "... ", "..."))
+    )
 
 
 def run(page, marker, **names):
     """What a recipe leaves, of the names that its page speaks of."""
-    modules = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "jaxmpi": jaxmpi, "functools": functools}
+    modules = {
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "optax": optax,
+        "jaxmpi": jaxmpi,
+        "functools": functools,
+    }
     scope = {**modules, **names}
     exec(compile(recipe(page, marker), page, "exec"), scope)
     return scope
@@ -38,7 +49,8 @@ def run(page, marker, **names):
 
 def linear_loss(params, batch, mask=None):
     losses = jnp.square(batch @ params["w"] - 1)
-    return losses.mean() if mask is None else jnp.sum(mask * losses) / mask.sum()  # NaN where a rank has no sample
+    # NaN where a rank has no sample
+    return losses.mean() if mask is None else jnp.sum(mask * losses) / mask.sum()
 
 
 @run_ranks(1, 2, 4)
@@ -56,7 +68,8 @@ def test_the_last_window_of_accumulate_is_a_step():
 
 @run_ranks(1, 2, 3)
 @pytest.mark.parametrize(
-    "page, marker", [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "n = len(batch)")]
+    "page, marker",
+    [("docs/optimizers.md", "weight=mask.sum()"), ("docs/sharp-bits.md", "n = len(batch)")],
 )
 def test_the_loss_that_is_shown_is_that_of_all_samples(page, marker):
     r, n = jaxmpi.rank(), jaxmpi.size()
@@ -68,11 +81,20 @@ def test_the_loss_that_is_shown_is_that_of_all_samples(page, marker):
     batch = np.zeros((n, 2), np.float32) if "mask" in marker else mine
     batch[: len(mine)] = mine
     loss, grads = jax.value_and_grad(linear_loss)(params, batch, mask)
-    names = {"params": params, "tx": tx, "state": tx.init(params), "batch": batch, "loss_of": linear_loss, "loss": loss}
+    names = {
+        "params": params,
+        "tx": tx,
+        "state": tx.init(params),
+        "batch": batch,
+        "loss_of": linear_loss,
+        "loss": loss,
+    }
     got = run(page, marker, grads=grads, mask=mask, **names)
     want = float(linear_loss(params, rows))
     np.testing.assert_allclose(got["loss" if "mask" in marker else "shown"], want, rtol=1e-6)
-    np.testing.assert_allclose(got["updates"]["w"], -0.1 * jax.grad(linear_loss)(params, rows)["w"], rtol=1e-6)
+    np.testing.assert_allclose(
+        got["updates"]["w"], -0.1 * jax.grad(linear_loss)(params, rows)["w"], rtol=1e-6
+    )
 
 
 @run_ranks(2)
@@ -80,7 +102,13 @@ def test_the_loss_of_a_rank_without_samples_does_not_count():
     mask = np.full(2, jaxmpi.rank() == 1)
     params, tx = {"w": jnp.ones(2)}, jaxmpi.distributed(optax.sgd(0.1))
     names = {"params": params, "tx": tx, "state": tx.init(params), "loss_of": linear_loss}
-    got = run("docs/optimizers.md", "weight=mask.sum()", batch=np.ones((2, 2), np.float32), mask=mask, **names)
+    got = run(
+        "docs/optimizers.md",
+        "weight=mask.sum()",
+        batch=np.ones((2, 2), np.float32),
+        mask=mask,
+        **names,
+    )
     assert float(got["loss"]) == 1.0
 
 
@@ -91,7 +119,9 @@ def check_names_of_pmap():
     np.testing.assert_allclose(jaxmpi.local(got["loss"]), loss, rtol=1e-6)
     np.testing.assert_allclose(jaxmpi.local(got["w"]), 1 - 1e-4 * grad, rtol=1e-6)
     checked = jaxmpi.jit(got["train_step"], replicated_argnums=0, replicated_outnums=(0, 1))
-    np.testing.assert_allclose(jaxmpi.local(checked(jnp.ones(2), jaxmpi.shard(rows)[:])[1]), loss, rtol=1e-6)
+    np.testing.assert_allclose(
+        jaxmpi.local(checked(jnp.ones(2), jaxmpi.shard(rows)[:])[1]), loss, rtol=1e-6
+    )
 
 
 @run_ranks(1, 2, 3, axes={"batch": -1})
@@ -138,7 +168,13 @@ def check_predictions():
     params = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
     for n_samples in range(8):
         x = np.random.default_rng(1).normal(size=(n_samples, 2)).astype(np.float32)
-        got = run("docs/data.md", "predictions[row[valid]]", x=x, params=params, apply=lambda params, x: jnp.tanh(x @ params))
+        got = run(
+            "docs/data.md",
+            "predictions[row[valid]]",
+            x=x,
+            params=params,
+            apply=lambda params, x: jnp.tanh(x @ params),
+        )
         np.testing.assert_allclose(got["predictions"], np.tanh(x @ params), rtol=1e-5, atol=1e-6)
 
 
@@ -159,7 +195,13 @@ def test_an_evaluation_counts_every_sample_once():
     for n_samples in (1, 131):
         x = np.random.default_rng(1).normal(size=(n_samples, 2)).astype(np.float32)
         test = {"x": x, "y": np.arange(n_samples) % 3}
-        got = run("docs/data.md", "accuracy = ", test=test, params=params, apply=lambda params, x: x @ params)
+        got = run(
+            "docs/data.md",
+            "accuracy = ",
+            test=test,
+            params=params,
+            apply=lambda params, x: x @ params,
+        )
         want = np.mean((x @ params).argmax(-1) == test["y"])
         np.testing.assert_allclose(got["accuracy"], want, rtol=1e-6)
         assert int(got["n_samples"]) == n_samples
@@ -192,7 +234,9 @@ def test_scales_of_fp8_are_those_of_all_samples():
     [scales] = params[FP8].values()
     largest = np.abs(batch).max()
     np.testing.assert_array_equal(scales["input_amax_history"][[0, -1, -2]], [largest] * 3)
-    np.testing.assert_allclose(scales["input_scale"], largest / get_fp8_max(jnp.float8_e4m3fn, jnp.float32), rtol=1e-6)
+    np.testing.assert_allclose(
+        scales["input_scale"], largest / get_fp8_max(jnp.float8_e4m3fn, jnp.float32), rtol=1e-6
+    )
 
 
 # local_sgd in checkpoints
@@ -214,7 +258,9 @@ def local_steps(params, state, tx, first, last):
 
 
 def made_local(codec):
-    options = {"outer": optax.sgd(0.7, momentum=0.9), "codec": jaxmpi.codecs.int8()} if codec else {}
+    options = (
+        {"outer": optax.sgd(0.7, momentum=0.9), "codec": jaxmpi.codecs.int8()} if codec else {}
+    )
     tx, params = jaxmpi.local_sgd(optax.adam(0.05), 3, **options), {"w": jnp.full(8, 0.1)}
     return tx, params, tx.init(params)
 
@@ -226,7 +272,12 @@ def test_local_sgd_goes_on_where_it_was_on_as_many_ranks(codec):
     params, state = local_steps(params, state, tx, 0, 4)  # one step behind an averaging
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     got = run(
-        "docs/optimizers.md", "run = jaxmpi.restore(directory, run)", params=params, state=state, directory=directory, step=4
+        "docs/optimizers.md",
+        "run = jaxmpi.restore(directory, run)",
+        params=params,
+        state=state,
+        directory=directory,
+        step=4,
     )
     again = local_steps(got["params"], got["state"], tx, 4, 8)
     jax.tree.map(np.testing.assert_array_equal, again, local_steps(params, state, tx, 4, 8))
@@ -243,7 +294,9 @@ def restore_local(directory, codec):
     text = "" if codec else r"inner.* Go on with 2 ranks, or .*PerRankState\(None\).*local_sgd"
     with pytest.raises(jaxmpi.CheckpointError, match=text):
         jaxmpi.restore(directory, {"params": params, "state": state})
-    got = run("docs/optimizers.md", "fresh = tx.init(params)", params=params, tx=tx, directory=directory)
+    got = run(
+        "docs/optimizers.md", "fresh = tx.init(params)", params=params, tx=tx, directory=directory
+    )
     assert float(jnp.abs(got["params"]["w"] - params["w"]).max()) > 0.01
     if codec:
         assert float(jnp.abs(optax.tree.get(got["state"].outer, "trace")["w"]).max()) > 0
@@ -255,7 +308,9 @@ def restore_local(directory, codec):
 @pytest.mark.parametrize("codec", [False, True])
 def test_local_sgd_is_restored_on_another_number_of_ranks(tmp_path, codec):
     for ranks, function in ((2, save_local), (3, restore_local)):
-        pool(ranks, "auto").run(Task(__file__, function.__name__, {"directory": str(tmp_path), "codec": codec}, 120.0))
+        pool(ranks, "auto").run(
+            Task(__file__, function.__name__, {"directory": str(tmp_path), "codec": codec}, 120.0)
+        )
 
 
 # checkpoints of nnx models
@@ -291,17 +346,35 @@ def test_an_nnx_model_goes_on_where_it_was():
 def nnx_on_any_ranks(directory, steps_before):
     from flax import nnx
 
-    made = run("docs/checkpoints.md", '"model": nnx.state(model)', directory=jaxmpi.broadcast_object(tempfile.mkdtemp()))
+    made = run(
+        "docs/checkpoints.md",
+        '"model": nnx.state(model)',
+        directory=jaxmpi.broadcast_object(tempfile.mkdtemp()),
+    )
     model, optimizer = made["model"], made["optimizer"]
-    run("docs/checkpoints.md", '"stats": jaxmpi', directory=directory, model=model, optimizer=optimizer)
+    run(
+        "docs/checkpoints.md",
+        '"stats": jaxmpi',
+        directory=directory,
+        model=model,
+        optimizer=optimizer,
+    )
     assert int(optimizer.step[...]) == steps_before
-    stats = jaxmpi.allgather_object(jax.device_get(jax.tree.leaves(nnx.state(model, nnx.BatchStat))))
+    stats = jaxmpi.allgather_object(
+        jax.device_get(jax.tree.leaves(nnx.state(model, nnx.BatchStat)))
+    )
     for other in stats:
         jax.tree.map(np.testing.assert_array_equal, other, stats[0])
     assert (np.abs(stats[0][0]).max() > 0) == (steps_before > 0)
     train_nnx(model, optimizer, 3)
     own, elsewhere = nnx.state(model, nnx.BatchStat), jaxmpi.broadcast_object(tempfile.mkdtemp())
-    got = run("docs/checkpoints.md", '"stats": jaxmpi', directory=elsewhere, model=model, optimizer=optimizer)
+    got = run(
+        "docs/checkpoints.md",
+        '"stats": jaxmpi',
+        directory=elsewhere,
+        model=model,
+        optimizer=optimizer,
+    )
     parts = got["parts"]()
     assert jax.tree.structure(parts["stats"]) == jax.tree.structure(own)
     jaxmpi.save(directory, steps_before + 3, parts, background=False)
@@ -309,7 +382,14 @@ def nnx_on_any_ranks(directory, steps_before):
 
 def test_an_nnx_model_goes_on_with_another_number_of_ranks(tmp_path):
     for ranks, steps in ((2, 0), (3, 3), (1, 6)):
-        pool(ranks, "auto").run(Task(__file__, "nnx_on_any_ranks", {"directory": str(tmp_path), "steps_before": steps}, 120.0))
+        pool(ranks, "auto").run(
+            Task(
+                __file__,
+                "nnx_on_any_ranks",
+                {"directory": str(tmp_path), "steps_before": steps},
+                120.0,
+            )
+        )
 
 
 @run_ranks(1, 2)
@@ -317,7 +397,10 @@ def test_a_schedule_under_accumulate_counts_updates():
     """As docs/optimizers.md says: outside of `accumulate` it counts calls."""
     halved = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     inside = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(halved)), every=2)
-    outside = optax.chain(jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every=2), optax.scale_by_schedule(halved))
+    outside = optax.chain(
+        jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every=2),
+        optax.scale_by_schedule(halved),
+    )
     for tx, want in ((inside, [0, -1, 0, -1, 0, -0.5]), (outside, [0, -1, 0, -0.5, 0, -0.5])):
         params, got = jnp.zeros(()), []
         state = tx.init(params)

@@ -20,7 +20,9 @@ def pinned(*names, python="3.11"):
     }  # fmt: skip
     found = {}
     for name in names:
-        for line in re.findall(r"^([\w.-]+==.*?) \\$", (LOCKED / f"{name}.txt").read_text(), re.MULTILINE):
+        for line in re.findall(
+            r"^([\w.-]+==.*?) \\$", (LOCKED / f"{name}.txt").read_text(), re.MULTILINE
+        ):
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate(environment):
                 (specifier,) = requirement.specifier
@@ -31,7 +33,10 @@ def pinned(*names, python="3.11"):
 
 def wanted(*extras):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    groups = [
+        project["dependencies"],
+        *(project["optional-dependencies"][extra] for extra in extras),
+    ]
     return [Requirement(text) for group in groups for text in group]
 
 
@@ -48,7 +53,9 @@ def test_what_is_asked_for_is_there(files, extras, python):
     there = pinned(*files, python=python)
     for requirement in wanted(*extras):
         version = there[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version, prereleases=True), f"{requirement}, and {version} is locked: make lock"
+        assert requirement.specifier.contains(version, prereleases=True), (
+            f"{requirement}, and {version} is locked: make lock"
+        )
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.13"])

@@ -30,7 +30,8 @@ def random_tree(rng, op):
     kinds = [
         d
         for d in DTYPES
-        if not (d == "bool" and op in ("sum", "mean", "prod")) and not (d == "complex64" and op in ("max", "min"))
+        if not (d == "bool" and op in ("sum", "mean", "prod"))
+        and not (d == "complex64" and op in ("max", "min"))
     ]
 
     def node(depth):
@@ -70,20 +71,30 @@ def test_random_trees():
         op, root = str(rng.choice(list(OPS))), int(rng.integers(size))
         tree = random_tree(rng, op)
         all_ranks = [filled(tree, seed, rank) for rank in range(size)]
-        wide = [jax.tree.map(lambda x: np.asarray(x).astype(np.complex128), one) for one in all_ranks]
+        wide = [
+            jax.tree.map(lambda x: np.asarray(x).astype(np.complex128), one) for one in all_ranks
+        ]
         if kind == "allreduce":
-            got, want = jaxmpi.tree_allreduce(all_ranks[here], op=op), jax.tree.map(partial(reduced, op), *wide)
+            got, want = (
+                jaxmpi.tree_allreduce(all_ranks[here], op=op),
+                jax.tree.map(partial(reduced, op), *wide),
+            )
         elif kind == "bcast":
             got, want = jaxmpi.tree_bcast(all_ranks[here], root=root), wide[root]
         else:
-            got, want = jaxmpi.tree_allgather(all_ranks[here]), jax.tree.map(lambda *xs: np.stack(xs), *wide)
+            got, want = (
+                jaxmpi.tree_allgather(all_ranks[here]),
+                jax.tree.map(lambda *xs: np.stack(xs), *wide),
+            )
         assert jax.tree.structure(got) == jax.tree.structure(want), seed
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             exact = np.asarray(x).astype(np.complex128)
             if op == "mean" and kind == "allreduce":
                 integer = jnp.issubdtype(x.dtype, jnp.integer)
                 y = np.floor(y.real + 1e-9) if integer else y
-                np.testing.assert_allclose(exact, y, 1e-2 if x.dtype.itemsize == 2 else 1e-6, err_msg=str(seed))
+                np.testing.assert_allclose(
+                    exact, y, 1e-2 if x.dtype.itemsize == 2 else 1e-6, err_msg=str(seed)
+                )
             else:
                 np.testing.assert_array_equal(exact, y, err_msg=str(seed))
         if seed % 200 == 199:
@@ -154,7 +165,9 @@ def test_random_kills(tmp_path):
     for kills in (0, KILLS):
         options = ["--restarts", str(kills + 2)]
         code, output, _, left = end(
-            jaxmpi_run(2, *options, script, tmp_path / str(kills), str(kills), str(epochs)), str(tmp_path), timeout=3600
+            jaxmpi_run(2, *options, script, tmp_path / str(kills), str(kills), str(epochs)),
+            str(tmp_path),
+            timeout=3600,
         )
         assert not code and not left, output[-5000:]
         assert "a checkpoint is passed over" not in output, output[-5000:]
@@ -200,11 +213,15 @@ def test_a_long_run_does_not_grow(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LONG)
     code, output, _, left = end(
-        jaxmpi_run(2, script, tmp_path / "saved", str(MINUTES)), str(tmp_path), timeout=120 + 61 * MINUTES
+        jaxmpi_run(2, script, tmp_path / "saved", str(MINUTES)),
+        str(tmp_path),
+        timeout=120 + 61 * MINUTES,
     )
     assert not code and not left, output[-5000:]
     grown = re.findall(r"grown (-?\d+) (-?\d+) (-?\d+) from (\d+)", output)
     assert len(grown) == 2, output
     for memory, descriptors, threads, start in grown:
-        assert int(memory) < 0.02 * int(start) and int(descriptors) <= 2 and int(threads) <= 1, output
+        assert int(memory) < 0.02 * int(start) and int(descriptors) <= 2 and int(threads) <= 1, (
+            output
+        )
     sys.stdout.write(output)

@@ -49,7 +49,14 @@ def dies_on_one():
     ("function", "words"),
     [
         (fails_on_one, ["failed on 1 of 2 ranks", "rank 1", "one is not zero", "printed by 1"]),
-        (hangs_on_one, ["ranks [1] did not end within 4 s", "in hangs_on_one", "the next call starts new ones"]),
+        (
+            hangs_on_one,
+            [
+                "ranks [1] did not end within 4 s",
+                "in hangs_on_one",
+                "the next call starts new ones",
+            ],
+        ),
         (dies_on_one, ["the rank is gone", "the next call starts new ones", "exited with code 7"]),
     ],
 )
@@ -104,9 +111,21 @@ def test_assert_equivalent_of_a_step():
 
 def test_assert_equivalent_finds_a_forgotten_mean():
     with pytest.raises(AssertionError, match=r"output \[1\]\['loss'\] differs between the ranks"):
-        assert_equivalent(lambda w, b: (w, linear_step(False)(w, b)[1]), [1, 2], np.ones(3), BATCH, batch_argnums=1)
+        assert_equivalent(
+            lambda w, b: (w, linear_step(False)(w, b)[1]),
+            [1, 2],
+            np.ones(3),
+            BATCH,
+            batch_argnums=1,
+        )
     with pytest.raises(AssertionError, match=r"output \[0\] on 2 ranks, beside that on 1"):
-        assert_equivalent(lambda w, b: (jaxmpi.tree_allreduce(w, "sum"),), [1, 2], np.ones(3), BATCH, batch_argnums=1)
+        assert_equivalent(
+            lambda w, b: (jaxmpi.tree_allreduce(w, "sum"),),
+            [1, 2],
+            np.ones(3),
+            BATCH,
+            batch_argnums=1,
+        )
 
 
 def test_assert_equivalent_of_a_whole_loop():
@@ -124,7 +143,9 @@ def test_assert_equivalent_of_a_whole_loop():
 
 
 def test_assert_equivalent_of_a_batch_that_cannot_be_shared():
-    with pytest.raises(ValueError, match=r"batch \['x'\] has shape \[12, 3\], which 5 ranks cannot share"):
+    with pytest.raises(
+        ValueError, match=r"batch \['x'\] has shape \[12, 3\], which 5 ranks cannot share"
+    ):
         assert_equivalent(linear_step(True), [1, 5], np.ones(3), BATCH, batch_argnums=1)
 
 
@@ -158,7 +179,11 @@ def test_launch_raises_what_a_rank_raises():
     with pytest.raises(RankFailure, match=r"ranks \[0\] still ran 3 s after that") as failure:
         jaxmpi.launch(lambda: jaxmpi.barrier() if jaxmpi.rank() == 0 else 1 / 0, 2)
     text = str(failure.value)
-    assert "ZeroDivisionError" in text and "the next call starts new ones" in text and "inf" not in text, text
+    assert (
+        "ZeroDivisionError" in text
+        and "the next call starts new ones" in text
+        and "inf" not in text
+    ), text
 
     def aborts():
         from mpi4py import MPI
@@ -167,7 +192,9 @@ def test_launch_raises_what_a_rank_raises():
             MPI.COMM_WORLD.Abort(5)
         jaxmpi.barrier()
 
-    with pytest.raises(RankFailure, match=r"(?s)the next call starts new ones.*called MPI_Abort with code 5") as failure:
+    with pytest.raises(
+        RankFailure, match=r"(?s)the next call starts new ones.*called MPI_Abort with code 5"
+    ) as failure:
         jaxmpi.launch(aborts, 2)
     assert "\0" not in str(failure.value)
     with pytest.raises(ValueError, match="ranks is 0"):
@@ -175,7 +202,11 @@ def test_launch_raises_what_a_rank_raises():
 
 
 def children():
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        int(pid)
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
 @pytest.mark.slow
@@ -192,7 +223,11 @@ def test_a_launch_after_an_interrupt_returns_its_own_results(monkeypatch, where)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        target = "jaxmpi._job.launch.pool.wait" if where == "wait" else "multiprocessing.connection.Listener.accept"
+        target = (
+            "jaxmpi._job.launch.pool.wait"
+            if where == "wait"
+            else "multiprocessing.connection.Listener.accept"
+        )
         patch.setattr(target, interrupted)
         with pytest.raises(KeyboardInterrupt):
             jaxmpi.launch(double, 2, 2)
@@ -207,11 +242,16 @@ def test_launches_of_several_threads_return_their_own_results():
         return x, jaxmpi.size()
 
     with ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(lambda x: jaxmpi.launch(work, 1, x), range(12))] == [[(x, 1)] for x in range(12)]
+        assert [*threads.map(lambda x: jaxmpi.launch(work, 1, x), range(12))] == [
+            [(x, 1)] for x in range(12)
+        ]
 
 
 def test_a_test_with_ranks_of_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"run_ranks: .*mine has a parameter ranks, which run_ranks adds itself. Take it out"):
+    with pytest.raises(
+        ValueError,
+        match=r"run_ranks: .*mine has a parameter ranks, which run_ranks adds itself. Take it out",
+    ):
 
         @run_ranks(2)
         def mine(ranks):

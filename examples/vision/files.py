@@ -42,8 +42,9 @@ def write_weights(path, tree):
 def read_weights(path, tree):
     """The arrays that rank 0 finds in the file, on every rank, and the names of those that are not in it.
 
-    What has another shape there, as the head for other classes has, stays as it is in `tree`. Raises a ValueError, on every
-    rank, for a file that cannot be read, and for that of another model.
+    What has another shape there, as the head for other classes has, stays as it is in `tree`.
+    Raises a ValueError, on every rank, for a file that cannot be read, and for that of another
+    model.
     """
     saved, error = None, None
     if jaxmpi.rank() == 0:
@@ -58,12 +59,19 @@ def read_weights(path, tree):
     here = named(tree)
     fits = [name for name, x in here.items() if name in saved and saved[name].shape == x.shape]
     if 2 * len(fits) < len(here):
-        raise ValueError(f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}.")
+        raise ValueError(
+            f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}."
+        )
     new = [jnp.asarray(saved[name], x.dtype) if name in fits else x for name, x in here.items()]
-    return jax.tree.unflatten(jax.tree.structure(tree), new), [name for name in here if name not in fits]
+    return jax.tree.unflatten(jax.tree.structure(tree), new), [
+        name for name in here if name not in fits
+    ]
 
 
 def named(tree):
     """The arrays by their paths, such as `params/head/kernel`."""
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")  # nnx has one in each
+    # nnx has one in each
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").removesuffix(
+        "/value"
+    )
     return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

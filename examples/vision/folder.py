@@ -17,7 +17,15 @@ import jaxmpi
 flags.FLAGS.mark_as_parsed()  # Grain's processes, which import this, too, look at absl's flags
 MEAN = np.array([0.485, 0.456, 0.406])  # of ILSVRC, of 0 to 1
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".webp"}
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 class Folder:
@@ -25,8 +33,11 @@ class Folder:
 
     def __init__(self, root, pixels):
         self.pixels = pixels
-        self.unreadable, self.reported = set(), set()  # rows: that `loader` has come across here, that all ranks know of
-        self.classes, self.files = jaxmpi.broadcast_object(listing(Path(root)) if jaxmpi.rank() == 0 else None)
+        # rows: that `loader` has come across here, that all ranks know of
+        self.unreadable, self.reported = set(), set()
+        self.classes, self.files = jaxmpi.broadcast_object(
+            listing(Path(root)) if jaxmpi.rank() == 0 else None
+        )
 
     def __len__(self):
         return len(self.files)
@@ -39,13 +50,19 @@ class Folder:
         path, label = self.files[row]
         try:
             with Image.open(path) as image:
-                image.draft("RGB", (2 * self.pixels, 2 * self.pixels))  # of the sizes that JPEG is quick at, the next larger
+                # of the sizes that JPEG is quick at, the next larger
+                image.draft("RGB", (2 * self.pixels, 2 * self.pixels))
                 image = image.convert("RGB")
         except DAMAGED as error:
-            if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the file
+            # of the file system, not of the file
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
-        crop = centre(image, self.pixels) if seed is None else random_crop(image, self.pixels, [*seed, row])
+        crop = (
+            centre(image, self.pixels)
+            if seed is None
+            else random_crop(image, self.pixels, [*seed, row])
+        )
         return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
 
 
@@ -65,29 +82,37 @@ def centre(image, pixels):
     """The middle of the image, 7/8 of its shorter side."""
     side = min(image.size) * 7 / 8
     left, top = (image.width - side) / 2, (image.height - side) / 2
-    return image.resize((pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    return image.resize(
+        (pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
+    )
 
 
 def random_crop(image, pixels, seed):
     """8 % to 100 % of the area, 3:4 to 4:3, flipped every other time (Szegedy et al. 2015)."""
     rng = np.random.default_rng(seed)
     for _ in range(10):
-        area, ratio = rng.uniform(0.08, 1) * image.width * image.height, np.exp(rng.uniform(*np.log([3 / 4, 4 / 3])))
+        area, ratio = (
+            rng.uniform(0.08, 1) * image.width * image.height,
+            np.exp(rng.uniform(*np.log([3 / 4, 4 / 3]))),
+        )
         width, height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
         if width <= image.width and height <= image.height:
             break
     else:
         width = height = min(image.size)
     left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
-    crop = image.resize((pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+    crop = image.resize(
+        (pixels, pixels), Image.Resampling.BICUBIC, box=(left, top, left + width, top + height)
+    )
     return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else crop
 
 
 def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0):
     """This rank's part of every global batch: dicts of "image", "label" and "good", already on the device.
 
-    In training, shuffled and cropped by (seed, epoch, row), whatever the ranks and workers; the incomplete last batch is left
-    out. Else in order, each image once, and with rows that only fill up, which are not good.
+    In training, shuffled and cropped by (seed, epoch, row), whatever the ranks and workers; the
+    incomplete last batch is left out. Else in order, each image once, and with rows that only fill
+    up, which are not good.
 
     Args:
       start: how many samples of the epoch have been seen, over all ranks.
@@ -97,12 +122,17 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
     if training:
         plan = list(jaxmpi.batches(rows, batch_size, seed=seed, epoch=epoch, start=start))
     else:
-        plan = [np.where(mask, part, -1) for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")]
+        plan = [
+            np.where(mask, part, -1)
+            for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")
+        ]
     if not plan:
         return []
     read = partial(folder.sample, seed=(seed, epoch) if training else None)
     samples = grain.MapDataset.source(np.concatenate(plan)).map(read)
-    batches = samples.batch(len(plan[0])).to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4))
+    batches = samples.batch(len(plan[0])).to_iter_dataset(
+        grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
+    )
     if workers:
         options = grain.MultiprocessingOptions(num_workers=min(workers, len(plan)))
         batches = batches.mp_prefetch(options, worker_init_fn=outlive_sigterm)

@@ -1,7 +1,7 @@
 """ResNets (He et al. 2015, with the stride in the 3×3 convolution) and ViTs (Beyer et al. 2022) in Flax nnx.
 
-Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`; `dtype` is what they compute in,
-but for the head, whose logits would be equal too often in 16 bits.
+Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`;
+`dtype` is what they compute in, but for the head, whose logits would be equal too often in 16 bits.
 """
 
 from functools import partial
@@ -16,16 +16,31 @@ class Block(nnx.Module):
 
     def __init__(self, inputs, channels, stride, bottleneck, *, conv, norm, rngs):
         outputs = 4 * channels if bottleneck else channels
-        widths = [inputs, channels, channels, outputs] if bottleneck else [inputs, channels, channels]
+        widths = (
+            [inputs, channels, channels, outputs] if bottleneck else [inputs, channels, channels]
+        )
         kernels, strides = ([1, 3, 1], [1, stride, 1]) if bottleneck else ([3, 3], [stride, 1])
         shapes = zip(widths, widths[1:], kernels, strides, strict=False)
-        self.convs = nnx.List([conv(a, b, (k, k), s, padding=k // 2, rngs=rngs) for a, b, k, s in shapes])
+        self.convs = nnx.List(
+            [conv(a, b, (k, k), s, padding=k // 2, rngs=rngs) for a, b, k, s in shapes]
+        )
         # the last scale begins at zero, and each block as its shortcut (Goyal et al. 2017)
         last = len(kernels) - 1
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        self.norms = nnx.List([norm(b, scale_init=zeros if i == last else ones, rngs=rngs) for i, b in enumerate(widths[1:])])
-        self.shortcut = nnx.data(conv(inputs, outputs, (1, 1), stride, rngs=rngs) if stride > 1 or inputs != outputs else None)
-        self.shortcut_norm = nnx.data(norm(outputs, rngs=rngs) if self.shortcut is not None else None)
+        self.norms = nnx.List(
+            [
+                norm(b, scale_init=zeros if i == last else ones, rngs=rngs)
+                for i, b in enumerate(widths[1:])
+            ]
+        )
+        self.shortcut = nnx.data(
+            conv(inputs, outputs, (1, 1), stride, rngs=rngs)
+            if stride > 1 or inputs != outputs
+            else None
+        )
+        self.shortcut_norm = nnx.data(
+            norm(outputs, rngs=rngs) if self.shortcut is not None else None
+        )
 
     def __call__(self, x):
         y = x
@@ -37,20 +52,33 @@ class Block(nnx.Module):
 class ResNet(nnx.Module):
     """`axis_name` makes the batch statistics those of all ranks."""
 
-    def __init__(self, blocks, bottleneck, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs):
+    def __init__(
+        self, blocks, bottleneck, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs
+    ):
         types = {"dtype": dtype, "param_dtype": param_dtype}
         he = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
         conv = partial(nnx.Conv, use_bias=False, kernel_init=he, **types)
         norm = partial(nnx.BatchNorm, momentum=0.9, axis_name=axis_name, **types)
-        self.stem, self.stem_norm = conv(3, width, (7, 7), 2, padding=3, rngs=rngs), norm(width, rngs=rngs)
+        self.stem, self.stem_norm = (
+            conv(3, width, (7, 7), 2, padding=3, rngs=rngs),
+            norm(width, rngs=rngs),
+        )
         stages, inputs = [], width
         for stage, count in enumerate(blocks):
             for i in range(count):
                 channels, stride = width * 2**stage, 2 if stage and not i else 1
-                stages.append(Block(inputs, channels, stride, bottleneck, conv=conv, norm=norm, rngs=rngs))
+                stages.append(
+                    Block(inputs, channels, stride, bottleneck, conv=conv, norm=norm, rngs=rngs)
+                )
                 inputs = 4 * channels if bottleneck else channels
         self.blocks = nnx.List(stages)
-        self.head = nnx.Linear(inputs, classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs, param_dtype=param_dtype)
+        self.head = nnx.Linear(
+            inputs,
+            classes,
+            kernel_init=nnx.initializers.normal(0.01),
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
 
     def __call__(self, x):
         x = nnx.relu(self.stem_norm(self.stem(x)))
@@ -64,7 +92,10 @@ class Encoder(nnx.Module):
     """A transformer block, normalised before attention and before the MLP."""
 
     def __init__(self, width, heads, *, rngs, **types):
-        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs, **types), nnx.LayerNorm(width, rngs=rngs, **types)
+        self.norm1, self.norm2 = (
+            nnx.LayerNorm(width, rngs=rngs, **types),
+            nnx.LayerNorm(width, rngs=rngs, **types),
+        )
         types["kernel_init"] = nnx.initializers.xavier_uniform()
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **types)
         self.dense1 = nnx.Linear(width, 4 * width, rngs=rngs, **types)
@@ -81,11 +112,17 @@ class ViT(nnx.Module):
     def __init__(self, heads, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs):
         del axis_name
         types = {"dtype": dtype, "param_dtype": param_dtype}
-        self.patches = nnx.Conv(3, width * heads, (16, 16), (16, 16), padding="VALID", rngs=rngs, **types)
-        self.blocks = nnx.List([Encoder(width * heads, heads, rngs=rngs, **types) for _ in range(12)])
+        self.patches = nnx.Conv(
+            3, width * heads, (16, 16), (16, 16), padding="VALID", rngs=rngs, **types
+        )
+        self.blocks = nnx.List(
+            [Encoder(width * heads, heads, rngs=rngs, **types) for _ in range(12)]
+        )
         self.norm = nnx.LayerNorm(width * heads, rngs=rngs, **types)
         zeros = nnx.initializers.zeros_init()
-        self.head = nnx.Linear(width * heads, classes, kernel_init=zeros, rngs=rngs, param_dtype=param_dtype)
+        self.head = nnx.Linear(
+            width * heads, classes, kernel_init=zeros, rngs=rngs, param_dtype=param_dtype
+        )
 
     def __call__(self, x):
         x = self.patches(x)
@@ -101,7 +138,9 @@ def positions(side, width):
     row, column = np.mgrid[:side, :side].reshape(2, -1, 1)
     frequencies = 10000.0 ** -np.linspace(0, 1, width // 4)
     angles = [row * frequencies, column * frequencies]
-    return jnp.asarray(np.concatenate([f(angle) for angle in angles for f in (np.sin, np.cos)], axis=1))
+    return jnp.asarray(
+        np.concatenate([f(angle) for angle in angles for f in (np.sin, np.cos)], axis=1)
+    )
 
 
 MODELS = {

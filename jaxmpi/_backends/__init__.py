@@ -8,11 +8,11 @@ simulate         several ranks in one process
 transport        backend "mpi": which of the next two carries the messages
 native           the native extension, in shared memory and over MPI
 mpi              mpi4jax
-native_transports  the shared memory of the native extension within a node, and its connections to other nodes
-shared_memory    memory that the ranks of a node share
+native_transports  the shared memory of the native extension within a node, and its connections to
+other nodes shared_memory    memory that the ranks of a node share
 votes            yes or no of each rank, heard of later, within a node without a message
-native_calls     the calls of the native extension in a program: at once, a start and a wait, or a start that a later call takes
-tuning           sizes and algorithms of the messages between nodes
+native_calls     the calls of the native extension in a program: at once, a start and a wait, or a
+start that a later call takes tuning           sizes and algorithms of the messages between nodes
 mpi_library      mpi4py and mpi4jax imported, MPI started and ended
 start_checks     what the ranks tell each other before there is a backend
 xla              backend "xla": NCCL or gloo
@@ -28,5 +28,6 @@ sent_ahead       messages from one call of a program to a later one, in JAX's ow
 on_axis          the same, with what XLA's backends on CPUs cannot do
 packing          several small arrays in one of XLA's collectives
 bucketing        which leaves travel together
-wire_dtypes      the dtypes that travel in the place of those that cannot, for mpi4jax and XLA on CPUs
+wire_dtypes      the dtypes that travel in the place of those that cannot, for mpi4jax and XLA on
+CPUs
 """

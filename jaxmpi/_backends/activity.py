@@ -28,7 +28,8 @@ class Activity:
         self._entered = 0  # collectives outside of programs, and programs
         self._inside = False
         self._starting = False  # a program
-        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)  # of `extremes`, as in `events`
+        # of `extremes`, as in `events`
+        self._events: deque[list[int | None]] = deque(maxlen=EVENTS)
         self._compared = 0
         self._titles: OrderedDict[int, tuple[int, str]] = OrderedDict()  # of what was compared last
 
@@ -36,7 +37,8 @@ class Activity:
     def starting(self) -> Iterator[Callable[[jax.Array], None]]:
         """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
 
-        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's order.
+        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's
+        order.
         """
         self._starting = True
         try:
@@ -66,11 +68,15 @@ class Activity:
 
     def in_program(self) -> bool:
         """Whether this rank is inside a program that is watched as a whole, and so may take long."""
-        return not self.compares_inline and (self._starting or any(not end.is_ready() for end in list(self.ends.values())))
+        return not self.compares_inline and (
+            self._starting or any(not end.is_ready() for end in list(self.ends.values()))
+        )
 
     def progress(self) -> tuple[int, bool]:
         """How many collectives and programs this rank has entered, and whether it is inside one."""
-        return self._entered, self.in_program() or (self._inside and not _jaxcompat.compiling(threading.main_thread().ident))
+        return self._entered, self.in_program() or (
+            self._inside and not _jaxcompat.compiling(threading.main_thread().ident)
+        )
 
     def waits_for(self) -> tuple[str, int]:
         """The title of `waiting`, "" outside of it, and the thread that waits."""

@@ -1,7 +1,8 @@
 """What a backend is: what carries the messages.
 
-A backend is an object with the attributes and methods of `Backend`. `run` stands in traced code; the rest is called from
-Python, outside of it. The layers above know nothing else of how ranks talk to each other.
+A backend is an object with the attributes and methods of `Backend`. `run` stands in traced code;
+the rest is called from Python, outside of it. The layers above know nothing else of how ranks talk
+to each other.
 """
 
 import hashlib
@@ -48,22 +49,29 @@ class Collective(NamedTuple):
     alltoall [n, s] -> [n, s], y_q[r] = x_r[q];
     reduce_scatter [n, s] -> [s], y_q = op_r x_r[q];
     permute [s] -> [s], y_q = x_p for each pair (p, q) of `pairs`, zero for a q that is in none;
-    compare, of no array, compares the fingerprint; compare_later does so at the first call of a program, and later ones are
-    compared with the next message.
+    compare, of no array, compares the fingerprint; compare_later does so at the first call of a
+    program, and later ones are compared with the next message.
     """
 
     kind: str
-    op: str = ""  # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter; "mean" of floats where the backend divides
+    # "sum" | "max" | "min" | "prod", of allreduce and reduce_scatter; "mean" of floats where the
+    # backend divides
+    op: str = ""
     root: int = 0  # of bcast
-    pairs: tuple[tuple[int, int], ...] = ()  # of permute: (from, to), each rank at most once on either side
-    fingerprint: int = 0  # of the program that it is part of, for transports that compare it on the way
-    groups: tuple[tuple[int, ...], ...] = ()  # within each of these, whose ranks count from 0; () for all ranks as one group
+    # of permute: (from, to), each rank at most once on either side
+    pairs: tuple[tuple[int, int], ...] = ()
+    # of the program that it is part of, for transports that compare it on the way
+    fingerprint: int = 0
+    # within each of these, whose ranks count from 0; () for all ranks as one group
+    groups: tuple[tuple[int, ...], ...] = ()
     place: int = 0  # which message of its program it is, from 1, for the same transports
 
     @property
     def title(self) -> str:
         """Such as "allreduce sum", "bcast from 1" or "allgather over island"."""
-        detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(self.kind, self.op)
+        detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(
+            self.kind, self.op
+        )
         over = f"over {described(self.groups)}" if self.groups else ""
         return " ".join(filter(None, (self.kind, detail, over)))
 
@@ -78,18 +86,21 @@ class Collective(NamedTuple):
         return shape[1:] if self.kind == "reduce_scatter" else shape
 
 
-# In traced code, of the arrays of a message that a program has sent ahead: its number; or, with that, what it has brought.
+# In traced code, of the arrays of a message that a program has sent ahead: its number; or, with
+# that, what it has brought.
 SendAhead = Callable[[Collective, Sequence[jax.Array]], jax.Array]
 Take = Callable[[Collective, Sequence[jax.Array], jax.Array], list[jax.Array]]
 
-# In traced code: takes arrays that are to be computed before, and returns what a message has brought, and these arrays.
+# In traced code: takes arrays that are to be computed before, and returns what a message has
+# brought, and these arrays.
 Wait = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 
 
 class Started(NamedTuple):
     """A message on its way."""
 
-    sent: Sequence[jax.Array]  # its arrays, in place: what takes one of them is computed after the start
+    # its arrays, in place: what takes one of them is computed after the start
+    sent: Sequence[jax.Array]
     wait: Wait
 
 
@@ -99,9 +110,11 @@ class Overlap(NamedTuple):
     small_bytes: int  # up to here, a message is not cut
     bucket_bytes: int  # of the messages that a large one is cut into
     carries: Callable[[Collective], bool]  # whether such a collective can be started
-    # in traced code; whether it is one of several buckets, and the first message that is started before any is waited for
+    # in traced code; whether it is one of several buckets, and the first message that is started
+    # before any is waited for
     start: Callable[[Collective, Sequence[jax.Array], bool, bool], Started]
-    send_ahead: SendAhead | None = None  # where messages may be on their way from one call of a program to the next
+    # where messages may be on their way from one call of a program to the next
+    send_ahead: SendAhead | None = None
     take: Take | None = None
 
 
@@ -119,10 +132,13 @@ class Place(NamedTuple):
 class Registry:
     """What is known of the programs of a job. Its parts are those of `_consistency.compare`."""
 
-    programs: dict[int, Any] = field(default_factory=dict)  # that were traced, by their fingerprints
+    # that were traced, by their fingerprints
+    programs: dict[int, Any] = field(default_factory=dict)
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
-    found: list[Exception] = field(default_factory=list)  # on a thread of a program, and not raised yet
-    uneven_shard: str = ""  # the user's line of the last `shard` that gave the ranks parts of different lengths
+    # on a thread of a program, and not raised yet
+    found: list[Exception] = field(default_factory=list)
+    # the user's line of the last `shard` that gave the ranks parts of different lengths
+    uneven_shard: str = ""
     kinds_reported: bool = False  # that ranks are of different kinds, and compile for themselves
 
 
@@ -133,9 +149,12 @@ class Backend(Protocol):
     place: Place
     axes: Mapping[str, int]  # the names of the ranks and their sizes: AXIS, then those of `init`
     long_operation: str  # with what takes long, for those who watch
-    forked: bool  # whether this process is a forked child of the rank, and cannot talk to the others
-    simulates: bool  # whether the ranks are simulated in this process, and what differs between them is stacked
-    global_arrays: bool  # whether its programs take and return arrays that JAX knows as those of all processes
+    # whether this process is a forked child of the rank, and cannot talk to the others
+    forked: bool
+    # whether the ranks are simulated in this process, and what differs between them is stacked
+    simulates: bool
+    # whether its programs take and return arrays that JAX knows as those of all processes
+    global_arrays: bool
     nests: bool  # whether its programs may stand inside of others
     takes_references: bool  # whether its programs may have references as arguments of their loops
     fuses_mean: bool  # whether it carries "mean", and sums short floats in float32

@@ -1,8 +1,8 @@
 """Which leaves travel together: pure arithmetic on shapes, no arrays.
 
-Every collective sees a leaf as a matrix of columns, `[rows, columns]`: one row for what a rank sends to all, `size` rows for
-what it sends to each. Leaves of one dtype are laid side by side as columns, so packing, splitting and unpacking are the same
-for all collectives.
+Every collective sees a leaf as a matrix of columns, `[rows, columns]`: one row for what a rank
+sends to all, `size` rows for what it sends to each. Leaves of one dtype are laid side by side as
+columns, so packing, splitting and unpacking are the same for all collectives.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,20 @@ class Piece(NamedTuple):
 
 
 def messages(
-    columns: Sequence[int], itemsize: int, *, small_bytes: int = SMALL_BYTES, max_items: int = MAX_ITEMS
+    columns: Sequence[int],
+    itemsize: int,
+    *,
+    small_bytes: int = SMALL_BYTES,
+    max_items: int = MAX_ITEMS,
 ) -> list[list[Piece]]:
     """Group the leaves of one dtype into messages.
 
-    Small leaves are packed, in order, until a message holds `small_bytes`; a larger leaf travels alone and uncopied, in
-    pieces of at most `max_items` columns. Empty leaves travel in no message.
+    Small leaves are packed, in order, until a message holds `small_bytes`; a larger leaf travels
+    alone and uncopied, in pieces of at most `max_items` columns. Empty leaves travel in no message.
 
     >>> messages([2, 100_000, 3, 0], itemsize=4)
-    [[Piece(leaf=1, start=0, stop=100000)], [Piece(leaf=0, start=0, stop=2), Piece(leaf=2, start=0, stop=3)]]
+    [[Piece(leaf=1, start=0, stop=100000)], [Piece(leaf=0, start=0, stop=2), Piece(leaf=2, start=0,
+    stop=3)]]
     """
     alone: list[list[Piece]] = []
     packed: list[list[Piece]] = []

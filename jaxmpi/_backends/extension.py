@@ -23,19 +23,22 @@ def load() -> ModuleType:
 
     Raises:
       ImportError: it is not built.
-      MPIError: it was built for another version of jaxmpi, or, in an editable install, from other sources.
+      MPIError: it was built for another version of jaxmpi, or, in an editable install, from other
+        sources.
     """
     native = importlib.import_module("jaxmpi._native")
     there = getattr(native, "interface", 0)
     if there != INTERFACE:
         raise MPIError(
-            f"The extension {native.__file__} has interface {there}, and this jaxmpi needs {INTERFACE}. Install jaxmpi "
+            f"The extension {native.__file__} has interface {there}, and this jaxmpi needs "
+            f"{INTERFACE}. Install jaxmpi "
             "again: pip install --force-reinstall --no-deps jaxmpi."
         )
     built, now = getattr(native, "sources", ""), sources_digest(ROOT / "native")
     if now and built != now:
         raise MPIError(
-            f"The extension {native.__file__} was built from other sources than those in {ROOT / 'native'}. Rebuild it: pip "
+            f"The extension {native.__file__} was built from other sources than those in "
+            f"{ROOT / 'native'}. Rebuild it: pip "
             f"install --no-build-isolation --no-deps -e {ROOT}."
         )
     return native
@@ -52,7 +55,8 @@ def how_to_build() -> str:
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
     """Return a function that gives this rank's number in traced code: an FFI call, the same in the programs of all ranks.
 
-    Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program of its own.
+    Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program
+    of its own.
     """
     try:
         native = load()
@@ -80,7 +84,8 @@ def check_ffi(native: ModuleType) -> None:
         raise MPIError(
             f"The extension of jaxmpi was built for XLA FFI {native.ffi}, which "
             f"jaxlib {jaxlib_version.__version__} does not accept "
-            f"({str(error).splitlines()[0]}). Install a jaxmpi and a jaxlib of about the same date: pip install --upgrade "
+            f"({str(error).splitlines()[0]}). Install a jaxmpi and a jaxlib of about the same "
+            "date: pip install --upgrade "
             "jaxmpi jaxlib. Until then, JAXMPI_TRANSPORT=mpi4jax does without the extension."
         ) from error
 
@@ -89,6 +94,12 @@ def sources_digest(folder: Path) -> str:
     """The digest of the C++ sources in a folder, as native/CMakeLists.txt forms it; "" where there are none."""
     if not (folder / "transport.h").exists():
         return ""
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".cc", ".h") or path.name == "CMakeLists.txt")
-    files = "".join(f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()};" for name in names)
+    names = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".cc", ".h") or path.name == "CMakeLists.txt"
+    )
+    files = "".join(
+        f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()};" for name in names
+    )
     return hashlib.sha256(files.encode()).hexdigest()

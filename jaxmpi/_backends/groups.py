@@ -1,6 +1,7 @@
 """Groups of ranks: those along named axes.
 
-Rank r has its coordinates in row-major order: the last axis is the fastest, and stays within a node where it can.
+Rank r has its coordinates in row-major order: the last axis is the fastest, and stays within a node
+where it can.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,9 @@ def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> Groups:
     grid = ranks.reshape([*named.values()])
     others = [i for i, name in enumerate(order) if name not in names]
     along = [order.index(name) for name in names]
-    rows = grid.transpose([*others, *along]).reshape(-1, int(np.prod([named[name] for name in names])))
+    rows = grid.transpose([*others, *along]).reshape(
+        -1, int(np.prod([named[name] for name in names]))
+    )
     return Groups.of(rows.tolist(), ", ".join(names))
 
 
@@ -62,7 +65,11 @@ def named_groups(axes: Mapping[str, int]) -> Iterator[Groups]:
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Those of a rank along the axes beside AXIS."""
     named = {name: size for name, size in axes.items() if name != AXIS}
-    return dict(zip(named, map(int, np.unravel_index(rank, [*named.values()])), strict=True)) if named else {}
+    return (
+        dict(zip(named, map(int, np.unravel_index(rank, [*named.values()])), strict=True))
+        if named
+        else {}
+    )
 
 
 def position(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:

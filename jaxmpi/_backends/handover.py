@@ -30,7 +30,11 @@ def broadcast(comm: Communicator, obj: object, ranks: Sequence[int]) -> Any:
       ranks: who calls this, in the same order on each.
     """
     here, size = ranks.index(comm.rank), len(ranks)
-    data = np.frombuffer(pickle.dumps(obj), np.uint8) if here == 0 else _received(comm, ranks[here & (here - 1)])
+    data = (
+        np.frombuffer(pickle.dumps(obj), np.uint8)
+        if here == 0
+        else _received(comm, ranks[here & (here - 1)])
+    )
     step = 1
     while step < size and not here & step:
         step *= 2

@@ -1,6 +1,7 @@
 """JAX's own processes: the ranks of a job join them, so that `jax.process_index()` is the rank.
 
-The xla backend stands on them. On the mpi backend a program may ask for them, for libraries that read `jax.process_index()`.
+The xla backend stands on them. On the mpi backend a program may ask for them, for libraries that
+read `jax.process_index()`.
 """
 
 import contextlib
@@ -18,7 +19,9 @@ __all__ = ["join_jax_processes"]
 LOOPBACK = "127.0.0.1"
 
 
-def join_jax_processes(rank: int, size: int, one_host: bool, from_rank_0: Callable[[object], tuple[str, str, int]]) -> None:
+def join_jax_processes(
+    rank: int, size: int, one_host: bool, from_rank_0: Callable[[object], tuple[str, str, int]]
+) -> None:
     """Have JAX's processes find each other, before JAX starts. In a job of one host, they listen at loopback only.
 
     **Collective:** every rank calls it.
@@ -30,20 +33,23 @@ def join_jax_processes(rank: int, size: int, one_host: bool, from_rank_0: Callab
       from_rank_0: returns rank 0's argument on every rank.
 
     Raises:
-      RuntimeError: JAX has started already; `jax.distributed.initialize` was called with other numbers; the processes do
-        not reach each other.
+      RuntimeError: JAX has started already; `jax.distributed.initialize` was called with other
+        numbers; the processes do not reach each other.
     """
     if jax.distributed.is_initialized():
         index, count = jax.process_index(), jax.process_count()
         if (index, count) == (rank, size):
             return
         raise RuntimeError(
-            f"init: jax.distributed.initialize has made this process {index} of {count}, and it is rank {rank} of {size} in "
-            "MPI. Leave that call out: jaxmpi.init() makes it, on the mpi backend with jax_processes=True."
+            f"init: jax.distributed.initialize has made this process {index} of {count}, and it is "
+            f"rank {rank} of {size} in "
+            "MPI. Leave that call out: jaxmpi.init() makes it, on the mpi backend with "
+            "jax_processes=True."
         )
     if _jaxcompat.backends_started():
         raise RuntimeError(
-            "init: JAX has started already, and its processes join before that. Call jaxmpi.init() before anything that "
+            "init: JAX has started already, and its processes join before that. Call jaxmpi.init() "
+            "before anything that "
             "makes an array or asks for devices, imports that do so included."
         )
     if one_host:
@@ -61,11 +67,14 @@ def join_jax_processes(rank: int, size: int, one_host: bool, from_rank_0: Callab
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"),
+            coordinator_bind_address=os.environ.get(
+                "JAX_COORDINATOR_BIND_ADDRESS", f"{bind}:{port}"
+            ),
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"init: JAX's processes could not join each other at {address}: {error} Set JAXMPI_HOST on rank 0 to an address "
+            f"init: JAX's processes could not join each other at {address}: {error} Set "
+            "JAXMPI_HOST on rank 0 to an address "
             "that all hosts reach."
         ) from error
 
@@ -73,14 +82,17 @@ def join_jax_processes(rank: int, size: int, one_host: bool, from_rank_0: Callab
 def _pass_proxies(host: str) -> None:
     """Have gRPC, which JAX's processes talk by, connect to a host without the proxy that http_proxy names."""
     name = "no_grpc_proxy"
-    os.environ[name] = ",".join(filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host]))
+    os.environ[name] = ",".join(
+        filter(None, [os.environ.get(name) or os.environ.get("no_proxy"), host])
+    )
     with contextlib.suppress(AttributeError):  # JAX's warning about it
         jax.config.update("jax_check_proxy_envs", False)
 
 
 def _host() -> str:
     """An address of this host that the other ranks can reach; JAXMPI_HOST, on rank 0, overrides it."""
-    return settings.get("JAXMPI_HOST") or _towards("192.0.2.1")  # an address of nobody: the interface that leads outside
+    # an address of nobody: the interface that leads outside
+    return settings.get("JAXMPI_HOST") or _towards("192.0.2.1")
 
 
 def _towards(host: str) -> str:

@@ -21,12 +21,17 @@ __all__ = ["bcast_p", "from_root", "run"]
 
 bcast_p = Primitive("jaxmpi_bcast")
 
-REDUCE: dict[str, Callable[..., tuple[jax.Array, ...]]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+REDUCE: dict[str, Callable[..., tuple[jax.Array, ...]]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+}
 
 
 def run(call: Collective, xs: Sequence[jax.Array], axis: Axis = AXIS) -> list[jax.Array]:
     """Carry out `call` on every array, where the axis, or axes, are bound; not over AXIS, `call` has no groups."""
-    # lax.psum takes an array that no tracer stands for to be equal on all ranks, which in many processes it need not be
+    # lax.psum takes an array that no tracer stands for to be equal on all ranks, which in many
+    # processes it need not be
     xs = [x if isinstance(x, jax.core.Tracer) else lax.optimization_barrier(x) for x in xs]
     if call.kind == "allreduce":
         return _allreduce(call, xs, axis)
@@ -59,7 +64,9 @@ def _permute(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
     """`vmap` takes complete permutations only: complete it, and put zero where nobody sends to."""
     ranks = range(lax.axis_size(axis))
     sources, dests = {p for p, _ in call.pairs}, {q for _, q in call.pairs}
-    others = zip((r for r in ranks if r not in sources), (r for r in ranks if r not in dests), strict=True)
+    others = zip(
+        (r for r in ranks if r not in sources), (r for r in ranks if r not in dests), strict=True
+    )
     moved = lax.ppermute(x, axis, [*call.pairs, *others])
     if len(call.pairs) == len(ranks):
         return moved
@@ -68,25 +75,31 @@ def _permute(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _alltoall(call: Collective, x: jax.Array, axis: Axis) -> jax.Array:
-    # the same numbers, of which `vmap` no longer knows that they are equal on all ranks: its all_to_all cannot take those
+    # the same numbers, of which `vmap` no longer knows that they are equal on all ranks: its
+    # all_to_all cannot take those
     own = jnp.where(lax.axis_index(axis) >= 0, x, x)
     return lax.all_to_all(own, axis, 0, 0, axis_index_groups=call.groups or None)
 
 
 _ONE: dict[str, Callable[[Collective, jax.Array, Axis], jax.Array]] = {
     "bcast": lambda call, x, axis: bcast_p.bind(x, root=call.root, axis_name=axis),
-    "allgather": lambda call, x, axis: lax.all_gather(x, axis, axis_index_groups=call.groups or None),
+    "allgather": lambda call, x, axis: lax.all_gather(
+        x, axis, axis_index_groups=call.groups or None
+    ),
     "reduce_scatter": _reduce_scatter,
     "alltoall": _alltoall,
     "permute": _permute,
 }
 
 
-# The broadcast is a primitive, as the sum of bits that carries it out has no derivative. (`lax.pbroadcast` has one for scalars
-# only, and no code for CPUs.) `trace` puts `from_root` in its place once everything is differentiated.
+# The broadcast is a primitive, as the sum of bits that carries it out has no derivative.
+# (`lax.pbroadcast` has one for scalars only, and no code for CPUs.) `trace` puts `from_root` in its
+# place once everything is differentiated.
 
 
-def from_root(is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def from_root(
+    is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
     """The root's array: a sum of bits, which are zero on all other ranks. A sum of floats would make 0.0 of -0.0.
 
     Args:
@@ -107,7 +120,9 @@ def from_root(is_root: ArrayLike, total: Callable[[jax.Array], jax.Array], x: ja
 
 
 def _abstract(x: ShapedArray, *, root: int, axis_name: Axis) -> tuple[ShapedArray, set[Hashable]]:
-    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), set(map(_jaxcompat.axis_effect, names(axis_name)))
+    return ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), set(
+        map(_jaxcompat.axis_effect, names(axis_name))
+    )
 
 
 def _transpose(ct: jax.Array, x: object, *, root: int, axis_name: Axis) -> list[jax.Array]:
@@ -121,7 +136,8 @@ def _batch(
     (x,), (dim,), over = xs, dims, names(axis_name)
     if axis.name not in over:
         return bcast_p.bind(x, root=root, axis_name=axis_name), dim
-    # the ranks themselves, or one of their axes: the root has a coordinate along it, and another root along the others
+    # the ranks themselves, or one of their axes: the root has a coordinate along it, and another
+    # root along the others
     sizes = [axis.size if name == axis.name else int(lax.axis_size(name)) for name in over]
     at = dict(zip(over, map(int, np.unravel_index(root, sizes)), strict=True))
     if dim is not None:

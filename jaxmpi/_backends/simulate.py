@@ -126,4 +126,6 @@ class Simulated(OneProcess):
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Not outside of `jaxmpi.jit`, where an array does not say whether it is one rank's or all ranks'."""
-        raise RuntimeError("Simulated ranks communicate inside of jaxmpi.jit. Put it in the place of jax.jit.")
+        raise RuntimeError(
+            "Simulated ranks communicate inside of jaxmpi.jit. Put it in the place of jax.jit."
+        )

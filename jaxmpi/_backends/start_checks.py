@@ -19,7 +19,8 @@ def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
     """All ranks' answers to a question, before there is a backend.
 
     Raises:
-      MPIError: one of the ranks has no answer: `answer` raised there, and its own error is raised there again.
+      MPIError: one of the ranks has no answer: `answer` raised there, and its own error is raised
+        there again.
     """
     mine: T | None = None
     failed: Exception | None = None
@@ -27,7 +28,9 @@ def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
         mine = answer()
     except Exception as error:
         failed = error
-    everyone = import_mpi4py(launched).COMM_WORLD.allgather((mine, failed and f"{type(failed).__name__}: {failed}"))
+    everyone = import_mpi4py(launched).COMM_WORLD.allgather(
+        (mine, failed and f"{type(failed).__name__}: {failed}")
+    )
     if failed:
         raise failed
     for rank, (_, why) in enumerate(everyone):
@@ -53,8 +56,10 @@ def check_start(mpi: ModuleType, launched: int) -> None:
         unlink_shared_memory(world)
         mpi.Finalize()  # nothing is left of it, however the process ends
         raise MPIError(
-            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor} {version}, and the launcher "
-            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
+            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor} "
+            f"{version}, and the launcher "
+            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi "
+            "run -n N script.py`."
         )
 
 
@@ -73,11 +78,15 @@ def check_platforms(platforms: Sequence[str]) -> None:
     Raises:
       MPIError: they are not all the same.
     """
-    other = next((rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None)
+    other = next(
+        (rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None
+    )
     if other is not None:
         raise MPIError(
-            f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform {platforms[other]}. All ranks must use "
-            "the same platform. Run `jaxmpi doctor` on both hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all "
+            f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform "
+            f"{platforms[other]}. All ranks must use "
+            "the same platform. Run `jaxmpi doctor` on both hosts to see why no GPU is used, or "
+            "set JAX_PLATFORMS=cpu on all "
             "ranks."
         )
 
@@ -108,6 +117,7 @@ def take_device(launched: int, devices: Sequence[int] | None) -> None:
         done = _devices.share_memory(len(ranks))
         if ranks[0] == world.rank:
             warnings.warn(
-                f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and {done}. Start one rank per GPU.",
+                f"init: ranks {ranks} share GPU {mine} of {host}: they take turns, and {done}. "
+                "Start one rank per GPU.",
                 stacklevel=5,
             )

@@ -42,7 +42,8 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
     obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:
         raise MPIError(
-            f"init: JAXMPI_TRANSPORT is native, and the native transport is not available. {obstacles[0]}. Set it to mpi4jax."
+            "init: JAXMPI_TRANSPORT is native, and the native transport is not available. "
+            f"{obstacles[0]}. Set it to mpi4jax."
         )
     if asked == "mpi4jax":
         return Mpi(launched)
@@ -50,9 +51,11 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
         return Native(launched)
     try:
         return Mpi(launched)
-    except MPIError as error:  # of mpi4jax, which is needed only as the native transport is not there
+    except MPIError as error:
+        # of mpi4jax, which is needed only as the native transport is not there
         raise MPIError(
-            "init: several ranks need jaxmpi's own transport, or mpi4jax in its place, and neither is available. jaxmpi's own: "
+            "init: several ranks need jaxmpi's own transport, or mpi4jax in its place, and neither "
+            "is available. jaxmpi's own: "
             f"{obstacles[0]}. mpi4jax: {error}"
         ) from None
 
@@ -61,7 +64,8 @@ def why_not_native() -> str:
     """Why this process cannot use the native transport, in words, and what to do; "" if it can.
 
     Raises:
-      MPIError: the extension is there, but belongs to other sources, another version or another XLA FFI.
+      MPIError: the extension is there, but belongs to other sources, another version or another XLA
+        FFI.
     """
     try:
         native = extension.load()

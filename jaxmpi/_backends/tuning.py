@@ -1,7 +1,8 @@
 """Sizes and algorithms of the messages between nodes, and a probe of the network.
 
-The probe decides how many chunks are on their way at once and, up to `direct_nodes`, how large buckets are. Nothing else: the
-size of a chunk, and the rest, decides in which order sums are formed, and a job must give the same bits whenever it runs.
+The probe decides how many chunks are on their way at once and, up to `direct_nodes`, how large
+buckets are. Nothing else: the size of a chunk, and the rest, decides in which order sums are
+formed, and a job must give the same bits whenever it runs.
 """
 
 import os
@@ -18,11 +19,14 @@ from jaxmpi._backends.communicator import Communicator
 
 __all__ = ["Network", "Tuning", "free_bytes", "probe", "tuned"]
 
-PIECE_BYTES = 60 << 10  # of a message between nodes, as `native/internode.cc` cuts it: MPI sends it without asking first
+# of a message between nodes, as `native/internode.cc` cuts it: MPI sends it without asking first
+PIECE_BYTES = 60 << 10
 CHUNK_BYTES = 1 << 19  # at most
 CHUNKS = 8  # at least
 ON_THE_WAY_BYTES = 1 << 25  # of all chunks, at most
-MARGIN = 1.6, 4  # times what covers the latency, and so many chunks more, which are being laid out, reduced or copied
+# times what covers the latency, and so many chunks more, which are being laid out, reduced or
+# copied
+MARGIN = 1.6, 4
 BUCKET_LATENCIES = 20  # of a bucket: what it costs to begin one is then a twentieth of it
 BUCKET_BYTES = 1 << 20, 1 << 24  # at least and at most
 PROBE_BYTES = 1 << 20, 1 << 25  # at least and at most
@@ -42,17 +46,22 @@ class Tuning(NamedTuple):
 
     chunk_bytes: int = PIECE_BYTES  # of a message, that each rank lays out at once
     chunks: int = 16  # on their way at once
-    small_bytes: int = 1 << 15  # up to here, an allreduce, alltoall or permute is sent with the comparison of the programs
-    direct_nodes: int = 8  # up to so many nodes, each sends to each; above, there are ceil(log2 nodes) rounds
+    # up to here, an allreduce, alltoall or permute is sent with the comparison of the programs
+    small_bytes: int = 1 << 15
+    # up to so many nodes, each sends to each; above, there are ceil(log2 nodes) rounds
+    direct_nodes: int = 8
     bucket_bytes: int = 1 << 22  # of what is sent while a step computes, in one message
-    threads: int = 0  # of a rank, which share a large message within a node; 0: as many as its cores allow
+    # of a rank, which share a large message within a node; 0: as many as its cores allow
+    threads: int = 0
 
 
-def tuned(network: Network | None, nodes: int, local_size: int, room_bytes: int, asked: Mapping[str, int]) -> Tuning:
+def tuned(
+    network: Network | None, nodes: int, local_size: int, room_bytes: int, asked: Mapping[str, int]
+) -> Tuning:
     """The sizes for a network, or the defaults.
 
-    What a rank sends of a chunk is one piece between two nodes, half a piece or less up to `direct_nodes`, and several pieces
-    between more.
+    What a rank sends of a chunk is one piece between two nodes, half a piece or less up to
+    `direct_nodes`, and several pieces between more.
 
     Args:
       network: what `probe` has found.
@@ -61,11 +70,17 @@ def tuned(network: Network | None, nodes: int, local_size: int, room_bytes: int,
       room_bytes: of shared memory for each rank.
       asked: what JAXMPI_TUNE sets.
     """
-    tuning = Tuning(chunk_bytes=min(CHUNK_BYTES, PIECE_BYTES * local_size * max(1, nodes // 2)))._replace(**asked)
+    tuning = Tuning(
+        chunk_bytes=min(CHUNK_BYTES, PIECE_BYTES * local_size * max(1, nodes // 2))
+    )._replace(**asked)
     if network is None:
         return tuning
     on_the_way = network.latency_seconds * network.bytes_per_second
-    found = {"chunks": _chunks(_rounds(nodes, tuning.direct_nodes) * on_the_way, tuning.chunk_bytes, room_bytes)}
+    found = {
+        "chunks": _chunks(
+            _rounds(nodes, tuning.direct_nodes) * on_the_way, tuning.chunk_bytes, room_bytes
+        )
+    }
     if nodes <= tuning.direct_nodes:
         found["bucket_bytes"] = _bucket_bytes(BUCKET_LATENCIES * on_the_way)
     return tuning._replace(**{name: value for name, value in found.items() if name not in asked})
@@ -94,8 +109,8 @@ def _bucket_bytes(wanted: float) -> int:
 def probe(world: Communicator, firsts: list[int]) -> Network:
     """What a message from node to node costs, the same on all ranks.
 
-    Pairs of nodes send 8 bytes there and back. Then all send pieces around a ring, twice as many each time, until that is not
-    faster any more: TCP begins slowly.
+    Pairs of nodes send 8 bytes there and back. Then all send pieces around a ring, twice as many
+    each time, until that is not faster any more: TCP begins slowly.
 
     Args:
       world: the communicator of all ranks, which all call this.

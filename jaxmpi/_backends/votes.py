@@ -33,7 +33,9 @@ class Votes(ABC):
     """The votes of all ranks, in one order."""
 
     @abstractmethod
-    def start(self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], Outcome]:
+    def start(
+        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[], Outcome]:
         """Vote; the function returned waits for the others, inside of `waiting`."""
 
     @abstractmethod
@@ -68,8 +70,11 @@ class _InMemory(Votes):
         self._number = 0
         self._hear_last: Callable[[], Outcome] = lambda: (False, False)
 
-    def start(self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], Outcome]:
-        self._hear_last()  # of a vote that nobody has asked about: its words are about to be overwritten
+    def start(
+        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[], Outcome]:
+        # of a vote that nobody has asked about: its words are about to be overwritten
+        self._hear_last()
         self._number += 1
         number, column = self._number, self._words[:, self._number % 2]
         column[self._rank] = 2 * number + yes
@@ -115,12 +120,16 @@ class _ByMpi(Votes):
 
     def __init__(self, world: Communicator, maximum: object, concurrent: bool) -> None:
         self._world, self._maximum, self._concurrent = world, maximum, concurrent
-        # with the buffers, which must live until it has ended, also where nobody waits for it any more
+        # with the buffers, which must live until it has ended, also where nobody waits for it any
+        # more
         self._on_their_way: list[tuple[Request, np.ndarray, np.ndarray]] = []
 
-    def start(self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], Outcome]:
+    def start(
+        self, yes: bool, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[], Outcome]:
         mine, votes = np.array([not yes, yes], np.int32), np.zeros(2, np.int32)
-        if not self._concurrent:  # no two threads may be inside MPI at once, so it cannot be left on its way
+        # no two threads may be inside MPI at once, so it cannot be left on its way
+        if not self._concurrent:
             with waiting():
                 self._world.Allreduce(mine, votes, self._maximum)
             return lambda: (bool(votes[1]), not votes[0])

@@ -25,10 +25,17 @@ __all__ = [
 
 Run = Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
 
-LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
+LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": jnp.prod,
+}
 
 
-def carried(call: Collective, xs: Sequence[jax.Array], fits: Callable[[np.dtype], bool]) -> list[jax.Array]:
+def carried(
+    call: Collective, xs: Sequence[jax.Array], fits: Callable[[np.dtype], bool]
+) -> list[jax.Array]:
     """Return the arrays in dtypes that a transport can take; `fits` says whether it can take one as it is."""
     return [x if fits(x.dtype) else to_carrier(x, _purpose(call)) for x in xs]
 
@@ -41,7 +48,9 @@ def carried_shapes(
     return [x if fits(x.dtype) else jax.eval_shape(convert, x) for x in arrays]
 
 
-def received(call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Array]) -> list[jax.Array]:
+def received(
+    call: Collective, xs: Sequence[jax.Array], outs: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Return the results of `call` on what `carried` made of `xs`, in the dtypes of `xs`."""
     back = []
     for x, y in zip(xs, outs, strict=True):
@@ -59,8 +68,8 @@ def to_carrier(x: jax.Array, call: Collective) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if is_sub_byte(x.dtype) and (not call.op or jnp.issubdtype(x.dtype, jnp.integer)):
-        # One byte for each number: of these dtypes several numbers share a byte, in which a row may end. A sum of integers
-        # wraps in 8 bits, which leaves its lower bits right.
+        # One byte for each number: of these dtypes several numbers share a byte, in which a row may
+        # end. A sum of integers wraps in 8 bits, which leaves its lower bits right.
         return bits_of(x).astype(jnp.int8)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -79,7 +88,11 @@ def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
     if is_sub_byte(dtype) and x.dtype == jnp.int8:
         narrow = x.astype(_unsigned(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype)
         return lax.bitcast_convert_type(narrow, dtype) if narrow.dtype != dtype else narrow
-    if call.op in ("max", "min") and x.dtype in (jnp.int32, jnp.int64) and jnp.issubdtype(dtype, jnp.floating):
+    if (
+        call.op in ("max", "min")
+        and x.dtype in (jnp.int32, jnp.int64)
+        and jnp.issubdtype(dtype, jnp.floating)
+    ):
         return _from_ordered(x).astype(dtype)
     moved = x.dtype in (jnp.uint16, jnp.uint8) and jnp.issubdtype(dtype, jnp.floating)
     return lax.bitcast_convert_type(x, dtype) if moved else x.astype(dtype)
@@ -88,12 +101,16 @@ def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
 def _to_ordered(x: jax.Array, op: str) -> jax.Array:
     """Floats as integers in the same order, with NaN beyond all others: MPI leaves it open what its MAX makes of a NaN."""
     nan = -jnp.nan if op == "min" else jnp.nan
-    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.asarray(nan, x.dtype), x), _integer_like(x))
+    bits = lax.bitcast_convert_type(
+        jnp.where(jnp.isnan(x), jnp.asarray(nan, x.dtype), x), _integer_like(x)
+    )
     return _flip_negative(bits)
 
 
 def _from_ordered(key: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(_flip_negative(key), jnp.float32 if key.dtype == jnp.int32 else jnp.float64)
+    return lax.bitcast_convert_type(
+        _flip_negative(key), jnp.float32 if key.dtype == jnp.int32 else jnp.float64
+    )
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:
@@ -119,7 +136,13 @@ def _unsigned(dtype: np.dtype) -> np.dtype:
 
 def is_sub_byte(dtype: np.dtype) -> bool:
     """Whether several numbers of a dtype may share a byte."""
-    numbers = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else None
+    numbers = (
+        jnp.finfo
+        if jnp.issubdtype(dtype, jnp.floating)
+        else jnp.iinfo
+        if jnp.issubdtype(dtype, jnp.integer)
+        else None
+    )
     return numbers is not None and numbers(dtype).bits < 8
 
 

@@ -48,7 +48,9 @@ def create(path: Path) -> BufferedWriter:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Member]]:
+def write(
+    folder: Path, rank: int, arrays: Mapping[str, np.ndarray]
+) -> tuple[int, dict[str, Member]]:
     """Write a rank's arrays into a new file.
 
     Args:
@@ -76,7 +78,9 @@ def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray]) -> tuple[in
         unnamed.rename(folder / file_name(rank))
     except Exception as error:
         unnamed.unlink(missing_ok=True)
-        raise CheckpointError(f"{unnamed} could not be written: {error}. {advice(error)}") from error
+        raise CheckpointError(
+            f"{unnamed} could not be written: {error}. {advice(error)}"
+        ) from error
     return size, members
 
 
@@ -112,11 +116,14 @@ def open_regular(path: Path) -> FileIO:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error}. It must be a regular file, and no link.") from error
+        raise CheckpointError(
+            f"{path} cannot be opened: {error}. It must be a regular file, and no link."
+        ) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise CheckpointError(
-            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy without links or pipes."
+            f"{path} is no regular file. A checkpoint has only regular files: restore from a copy "
+            "without links or pipes."
         )
     return file
 
@@ -124,14 +131,18 @@ def open_regular(path: Path) -> FileIO:
 class Archive:
     """The file of a rank, open for reading."""
 
-    def __init__(self, folder: Path, rank: int, file_bytes: int, members: Mapping[str, Member]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, file_bytes: int, members: Mapping[str, Member]
+    ) -> None:
         self._path = folder / file_name(rank)
         self._members = members
         self._file = open_regular(self._path)
         size = os.fstat(self._file.fileno()).st_size
         if size != file_bytes:
             self._file.close()
-            raise CheckpointError(f"{self._path} has {size} bytes, and was written with {file_bytes}.")
+            raise CheckpointError(
+                f"{self._path} has {size} bytes, and was written with {file_bytes}."
+            )
 
     def __enter__(self) -> "Archive":
         return self
@@ -170,7 +181,9 @@ class Archive:
             piece = scratch[: end - at] if buffer is None else buffer[at:end]
             checksum = zlib.crc32(self._fill(piece, None), checksum)
         if checksum != member.checksum:
-            raise CheckpointError(f"{self._path}: {leaf.name} is corrupted: its checksum does not match.")
+            raise CheckpointError(
+                f"{self._path}: {leaf.name} is corrupted: its checksum does not match."
+            )
 
     def _fill(self, piece: memoryview, start: int | None) -> memoryview:
         """Fill the piece with the bytes from `start`, or with those after the last ones read."""

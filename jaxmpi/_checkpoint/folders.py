@@ -76,7 +76,9 @@ def step_of(folder: Path) -> int:
     return _order(folder)[0]
 
 
-def newest(directories: Sequence[Path], step: int | None = None) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+def newest(
+    directories: Sequence[Path], step: int | None = None
+) -> tuple[tuple[Path, Manifest] | None, list[str]]:
     """Look for the newest whole checkpoint; where one step is in several, the last directory's.
 
     Args:
@@ -245,7 +247,9 @@ def commit(
         #    of a checkpoint is whole even if the machine stops at once.
         text = format_manifest(manifest)
         if len(text) > MANIFEST_BYTES:
-            raise CheckpointError(f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text.")
+            raise CheckpointError(
+                f"{folder}: the manifest has {len(text)} bytes. Save fewer leaves, or shorter text."
+            )
         with create(folder / MANIFEST) as file:
             file.write(text)
             file.flush()

@@ -32,7 +32,9 @@ Reader = Callable[[Leaf, int], LeafValue]  # reads what a rank has saved of a le
 # the newest checkpoint
 
 
-def newest(backend: Backend, directory: Path, step: int | None) -> tuple[tuple[Path, Manifest] | None, str]:
+def newest(
+    backend: Backend, directory: Path, step: int | None
+) -> tuple[tuple[Path, Manifest] | None, str]:
     """Return the newest whole checkpoint or None, and the errors of damaged ones, on all ranks.
 
     It may be in memory, if all ranks are on the host that has it there. Rank 0 looks; it warns of
@@ -112,7 +114,9 @@ def _number_type(leaf: Leaf) -> str:
     return leaf.dtype
 
 
-def only_common(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf], str]:
+def only_common(
+    saved: Sequence[Leaf], wanted: Sequence[Leaf]
+) -> tuple[list[Leaf], list[Leaf], str]:
     """Return the leaves of a checkpoint and of `like` that both have, and a text about the rest."""
     common = {leaf.name for leaf in saved} & {leaf.name for leaf in wanted}
     texts = []
@@ -130,22 +134,29 @@ def only_common(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> tuple[list[Lea
     return saved, wanted, "; ".join(texts)
 
 
-def check_kept(folder: Path, leaves: Sequence[tuple[Leaf, LeafValue]], restored: Sequence[Leaf]) -> None:
+def check_kept(
+    folder: Path, leaves: Sequence[tuple[Leaf, LeafValue]], restored: Sequence[Leaf]
+) -> None:
     """Raise unless something is restored, and the other leaves of `like` have values to keep."""
     if not restored:
-        raise CheckpointError(f"restore: {folder} has no leaf of `like`. Name the leaves as they were saved.")
+        raise CheckpointError(
+            f"restore: {folder} has no leaf of `like`. Name the leaves as they were saved."
+        )
     names = {leaf.name for leaf in restored}
     for leaf, x in leaves:
         if leaf.name not in names and isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape. Pass an array that it keeps."
+                f"restore: {folder}: leaf {leaf.name} is not in it, and `like` has only its shape. "
+                "Pass an array that it keeps."
             )
 
 
 # what each rank gets
 
 
-def read(backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]) -> list[LeafValue]:
+def read(
+    backend: Backend, folder: Path, manifest: Manifest, pairs: list[tuple[Leaf, Leaf]]
+) -> list[LeafValue]:
     """Read the leaves of a checkpoint.
 
     **Communication:** an allgather of the error, if there is one, and the numbers of replicated
@@ -233,7 +244,10 @@ def _fitted(saved: Leaf, wanted: Leaf, value: LeafValue) -> LeafValue:
             return x
     except (OverflowError, ValueError) as caught:
         error = f": {caught}"
-    raise CheckpointError(f"leaf {saved.name} was saved as {value}, which {wanted} cannot hold{error}. Take a wider dtype.")
+    raise CheckpointError(
+        f"leaf {saved.name} was saved as {value}, which {wanted} cannot hold{error}. Take a wider "
+        "dtype."
+    )
 
 
 def _bits(value: LeafValue) -> bytes:
@@ -244,7 +258,9 @@ def _bits(value: LeafValue) -> bytes:
 # shards joined, and cut anew
 
 
-def _of_rank(wanted: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader) -> LeafValue:
+def _of_rank(
+    wanted: Leaf, rank: int, size: int, saved: Leaf, ranks: int, read: Reader
+) -> LeafValue:
     """Return what rank `rank` of `size` gets of a leaf that `ranks` ranks have saved."""
     # 1. As it was saved, if it is laid out in the same way.
     same = (saved.layout, saved.stacked, ranks) == (wanted.layout, wanted.stacked, size)

@@ -47,14 +47,22 @@ Written = dict[int, tuple[int, dict[str, Member]]]
 # what is saved
 
 
-def leaves_to_save(tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafValue]]:
+def leaves_to_save(
+    tree: PyTree, step: int, keep: int | None, axes: Mapping[str, int]
+) -> list[tuple[Leaf, LeafValue]]:
     """Return each leaf with its value, once the arguments of `save` are checked."""
     if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or None.")
+        raise ValueError(
+            f"save: step is {step} and keep is {keep}. A step is 0 or more, and keep 1 or more, or "
+            "None."
+        )
     leaves = leaves_of(local(tree), axes)
     for leaf, x in leaves:
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the array first.")
+            raise TypeError(
+                f"save: leaf {leaf.name} is a ShapeDtypeStruct, which holds no numbers. Make the "
+                "array first."
+            )
     return leaves
 
 
@@ -162,7 +170,9 @@ class Begun(NamedTuple):
     leaves: list[Leaf]
 
 
-def begin(backend: Backend, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool) -> Begun:
+def begin(
+    backend: Backend, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool
+) -> Begun:
     """Have rank 0 make the folder that is written into.
 
     **Communication:** one round, an allgather of the path or the error from rank 0, and of per-rank
@@ -216,8 +226,14 @@ def _not_seen(rank: int, folder: Path, in_memory: bool) -> str:
     """Return the error of a rank that does not see the folder that rank 0 has made."""
     who = f"save: rank {rank} on {os.uname().nodename} does not see {folder}, which rank 0 has made"
     if in_memory:
-        return f"{who} in the memory of its host. With ranks on several hosts, save without in_memory=True."
-    return f"{who}. Save to a file system that all hosts share, or gather the state with jaxmpi.unshard first."
+        return (
+            f"{who} in the memory of its host. With ranks on several hosts, save without "
+            "in_memory=True."
+        )
+    return (
+        f"{who}. Save to a file system that all hosts share, or gather the state with "
+        "jaxmpi.unshard first."
+    )
 
 
 # the threads that write
@@ -297,7 +313,9 @@ class Saves:
             self._outcomes.setdefault(folder, {})[rank] = outcome
             self._changed.notify_all()
 
-    def outcomes(self, folder: str, count: int, poll: Callable[[], object] | None) -> list[Written | str]:
+    def outcomes(
+        self, folder: str, count: int, poll: Callable[[], object] | None
+    ) -> list[Written | str]:
         """Return the outcomes of `count` other ranks, once all of them have written.
 
         Args:

@@ -55,7 +55,8 @@ def leaves_of(tree: PyTree, axes: Mapping[str, int]) -> list[tuple[Leaf, LeafVal
     for leaf, _ in leaves:
         if leaf.name in seen:
             raise ValueError(
-                f"two leaves of the tree are called {leaf.name}, and one would overwrite the other. Rename one of them."
+                f"two leaves of the tree are called {leaf.name}, and one would overwrite the "
+                "other. Rename one of them."
             )
         seen.add(leaf.name)
     return leaves
@@ -124,16 +125,23 @@ def _leaf(path: KeyPath, x: LeafValue, axes: Mapping[str, int]) -> Leaf:
     return _over(leaf, axis, axes)
 
 
-def _check_ranks(path: KeyPath, state: bool, made: int, axis: Axis, axes: Mapping[str, int]) -> None:
+def _check_ranks(
+    path: KeyPath, state: bool, made: int, axis: Axis, axes: Mapping[str, int]
+) -> None:
     """Raise an error with the path of what is cut if it is cut for other ranks than there are."""
     if not {*names(axis)} <= {*axes}:
         known = ", ".join(map(repr, axes))
-        raise ValueError(f"{leaf_name(path)} is cut over axis {axis!r}, and the ranks have {known}. Name it in jaxmpi.init.")
+        raise ValueError(
+            f"{leaf_name(path)} is cut over axis {axis!r}, and the ranks have {known}. Name it in "
+            "jaxmpi.init."
+        )
     size = prod(axes[name] for name in names(axis))
     if state and made not in (1, size):
         raise RankCountError(f"{leaf_name(path)} is a state of {made} ranks, and there are {size}.")
     if not state and made != size:
-        raise RankCountError(f"{leaf_name(path)} is one of {made} shards, and there are {size} ranks.")
+        raise RankCountError(
+            f"{leaf_name(path)} is one of {made} shards, and there are {size} ranks."
+        )
 
 
 def _over(leaf: Leaf, axis: Axis, axes: Mapping[str, int]) -> Leaf:
@@ -152,9 +160,14 @@ def _array(path: KeyPath, x: LeafValue, layout: Layout) -> Leaf:
         return Leaf(name, layout, type(x).__name__, (), x)
     array = x.stack if isinstance(x, PerRank) else x
     if not isinstance(array, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
-        raise TypeError(f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and text. Take it out.")
+        raise TypeError(
+            f"leaf {name} is a {type(x).__name__}, and a checkpoint holds arrays, numbers and "
+            "text. Take it out."
+        )
     if not is_key(array) and (array.dtype.names or array.dtype.kind in "OSUMm"):
-        raise TypeError(f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out.")
+        raise TypeError(
+            f"leaf {name} has dtype {array.dtype}, and a checkpoint holds numbers. Take it out."
+        )
     shape = _stored_shape(array)
     return Leaf(name, layout, str(array.dtype), shape[1:] if isinstance(x, PerRank) else shape)
 
@@ -189,7 +202,9 @@ def like(leaf: LeafValue, value: LeafValue) -> LeafValue:
     return PerRank(x) if stacked else x
 
 
-def _on_device(leaf: jax.Array | jax.ShapeDtypeStruct, value: np.ndarray, stacked: bool) -> jax.Array | np.ndarray:
+def _on_device(
+    leaf: jax.Array | jax.ShapeDtypeStruct, value: np.ndarray, stacked: bool
+) -> jax.Array | np.ndarray:
     """Return the value as a JAX array on the devices of `leaf`."""
     if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         return value  # JAX would make 32 bits of 64

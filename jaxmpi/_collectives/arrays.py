@@ -31,7 +31,9 @@ __all__ = [
     "reduce_scatter",
 ]
 
-WIDE: list[tuple[type[np.generic], Callable[[np.dtype], "jnp.finfo | jnp.iinfo"], type[np.generic]]] = [
+WIDE: list[
+    tuple[type[np.generic], Callable[[np.dtype], "jnp.finfo | jnp.iinfo"], type[np.generic]]
+] = [
     (jnp.floating, jnp.finfo, np.float32),
     (jnp.signedinteger, jnp.iinfo, np.int32),
     (jnp.unsignedinteger, jnp.iinfo, np.uint32),
@@ -102,19 +104,25 @@ def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
 
     Raises:
       TypeError: no text, and no tuple of texts.
-      ValueError: a name that neither `init` was given nor a `vmap` around the caller binds; some of the ranks twice.
+      ValueError: a name that neither `init` was given nor a `vmap` around the caller binds; some of
+        the ranks twice.
     """
     names = _axis.names(axis)
     if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{function}: axis is {axis!r}. Pass the name of an axis of the ranks, or a tuple of some.")
+        raise TypeError(
+            f"{function}: axis is {axis!r}. Pass the name of an axis of the ranks, or a tuple of "
+            "some."
+        )
     if unknown := [name for name in names if name not in backend.axes and not _axis.bound(name)]:
         known = ", ".join(map(repr, backend.axes))
         raise ValueError(
-            f"{function}: axis {unknown[0]!r} is unknown, and the ranks have {known}. Name others in jaxmpi.init(axes=...)."
+            f"{function}: axis {unknown[0]!r} is unknown, and the ranks have {known}. Name others "
+            "in jaxmpi.init(axes=...)."
         )
     if len(set(names)) < len(names) or (_axis.AXIS in names and len(names) > 1):
         raise ValueError(
-            f"{function}: axis {axis!r} names some of the ranks twice. {_axis.AXIS!r} is all of them; name it alone, or each "
+            f"{function}: axis {axis!r} names some of the ranks twice. {_axis.AXIS!r} is all of "
+            "them; name it alone, or each "
             "of the other axes once."
         )
 
@@ -127,7 +135,10 @@ def move(xs: Sequence[jax.Array], ranks: Ranks, *, call: Collective) -> list[jax
 def join(xs: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
     """Concatenate the ranks' arrays along their first axis: `lax.all_gather(tiled=True)`."""
     stacks = ranks.run(Collective("allgather"), xs)
-    return [stack.reshape(joined_shape(x.shape, ranks.size)) for stack, x in zip(stacks, xs, strict=True)]
+    return [
+        stack.reshape(joined_shape(x.shape, ranks.size))
+        for stack, x in zip(stacks, xs, strict=True)
+    ]
 
 
 def joined_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -148,7 +159,8 @@ def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list
     """Y = op_r x_r on root, x elsewhere."""
     if ranks.size == 1:
         return list(xs)
-    # a choice in the data, not in Python: the program, and so its derivative's messages, is the same on every rank
+    # a choice in the data, not in Python: the program, and so its derivative's messages, is the
+    # same on every rank
     is_root = jnp.asarray(ranks.index() == root)
     return [jnp.where(is_root, y, x) for x, y in zip(xs, allreduce(xs, ranks, op=op), strict=True)]
 
@@ -162,7 +174,10 @@ def reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[ja
 
 def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
     """Short floats as float32, so that the sum is rounded once; for the mean, short integers in 32 bits, so that it fits."""
-    wide = [_wide(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x.dtype for x in xs]
+    wide = [
+        _wide(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x.dtype
+        for x in xs
+    ]
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(xs, wide, strict=True)]
 
 
@@ -173,7 +188,9 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _divide(sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: Ranks) -> list[jax.Array]:
+def _divide(
+    sums: Sequence[jax.Array], xs: Sequence[jax.Array], op: str, ranks: Ranks
+) -> list[jax.Array]:
     size = ranks.size
     if op == "mean" and size > 1:
         sums = [s // size if jnp.issubdtype(s.dtype, jnp.integer) else s / size for s in sums]
@@ -195,18 +212,27 @@ def _nonlinear_jvp(
     outs = _nonlinear(op, ranks, xs)
     live = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if op == "prod":
-        weights = [_product_of_others(x, ranks) for x in ranks.run(Collective("allgather"), [xs[i] for i in live])]
+        weights = [
+            _product_of_others(x, ranks)
+            for x in ranks.run(Collective("allgather"), [xs[i] for i in live])
+        ]
     else:
         holds = [(xs[i] == outs[i]).astype(xs[i].dtype) for i in live]
         counts = ranks.run(Collective("allreduce", op="sum"), holds)
         weights = [h / c for h, c in zip(holds, counts, strict=True)]
-    sums = iter(ranks.run(Collective("allreduce", op="sum"), [w * dxs[i] for w, i in zip(weights, live, strict=True)]))
+    sums = iter(
+        ranks.run(
+            Collective("allreduce", op="sum"),
+            [w * dxs[i] for w, i in zip(weights, live, strict=True)],
+        )
+    )
     zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in xs]
     return outs, [next(sums) if i in live else zeros[i] for i in range(len(xs))]
 
 
 def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
     """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
-    numbers = jnp.arange(ranks.size, dtype=jnp.int32)  # as `axis_index` is, also where integers have 64 bits
+    # as `axis_index` is, also where integers have 64 bits
+    numbers = jnp.arange(ranks.size, dtype=jnp.int32)
     mine = numbers.reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
     return jnp.prod(jnp.where(mine, 1, stack), axis=0, dtype=stack.dtype)

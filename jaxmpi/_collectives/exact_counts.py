@@ -1,12 +1,12 @@
 """Sums and means of integers of Python and NumPy, which are right or an error, outside of traced code.
 
-JAX adds integers in their own dtype, and a sum beyond it is another number without a word. Counters are such integers: samples,
-tokens, bytes. Each is sent as two halves,
+JAX adds integers in their own dtype, and a sum beyond it is another number without a word. Counters
+are such integers: samples, tokens, bytes. Each is sent as two halves,
 
   x = high · 2ᵏ + low, 0 ≤ low < 2ᵏ,
 
-whose sums over the ranks fit, and are put together in Python. Every rank gets the whole sum, so all raise
-where it does not fit.
+whose sums over the ranks fit, and are put together in Python. Every rank gets the whole sum, so all
+raise where it does not fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,13 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def total(
-    function: str, path: KeyPath, leaf: ArrayLike, dtype: np.dtype, sums: Sequence[jax.Array], op: str, size: int | np.ndarray
+    function: str,
+    path: KeyPath,
+    leaf: ArrayLike,
+    dtype: np.dtype,
+    sums: Sequence[jax.Array],
+    op: str,
+    size: int | np.ndarray,
 ) -> jax.Array:
     """Return the sum, or the mean rounded down, from the sums of the halves.
 
@@ -65,7 +71,11 @@ def total(
     for number in exact.reshape(-1):
         if not limits.min <= number <= limits.max:
             raise OverflowError(_too_large(function, path, number, dtype))
-    return jnp.asarray(int(exact)) if isinstance(leaf, int) and not exact.shape else jnp.asarray(exact.astype(dtype))
+    return (
+        jnp.asarray(int(exact))
+        if isinstance(leaf, int) and not exact.shape
+        else jnp.asarray(exact.astype(dtype))
+    )
 
 
 def simulated(
@@ -88,13 +98,16 @@ def simulated(
     arrays = [as_array(function, path, _stack(leaf), op) for path, leaf in leaves]
     sent = []
     for (_, leaf), x in zip(leaves, arrays, strict=True):
-        # the sum of ones is the number of ranks in it, which is 1 where a reduce leaves a rank its own
+        # the sum of ones is the number of ranks in it, which is 1 where a reduce leaves a rank its
+        # own
         parts = (*halves(x), jnp.ones(x.shape, jnp.int32))
         sent.append([PerRank(part) if isinstance(leaf, PerRank) else part for part in parts])
     outs: list[jax.Array | PerRank] = []
     for (path, leaf), x, sums in zip(leaves, arrays, sum_of(sent), strict=True):
         high, low, ranks = map(_stack, sums)
-        out = total(function, path, _stack(leaf), x.dtype, (high, low), op, np.asarray(ranks).astype(object))
+        out = total(
+            function, path, _stack(leaf), x.dtype, (high, low), op, np.asarray(ranks).astype(object)
+        )
         outs.append(PerRank(out) if isinstance(sums[0], PerRank) else out)
     return outs
 
@@ -105,6 +118,7 @@ def _stack(leaf: ArrayLike | PerRank) -> ArrayLike:
 
 def _too_large(function: str, path: KeyPath, number: int, dtype: np.dtype) -> str:
     return (
-        f"{function}: the sum of leaf {leaf_name(path)} over the ranks is {number}, which {np.dtype(dtype)} cannot hold. Pass "
+        f"{function}: the sum of leaf {leaf_name(path)} over the ranks is {number}, which "
+        f"{np.dtype(dtype)} cannot hold. Pass "
         "floats, or set the option jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
     )

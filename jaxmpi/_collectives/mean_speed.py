@@ -36,14 +36,18 @@ def speed(backend: Backend) -> Speed | None:
         taken = [_seconds([(count // 4,)]) for count in PROBED]
         several = _seconds([(PROBED[1] // MANY // 4,)] * MANY)
         sent_bytes = [2 * (size - 1) / size * count for count in PROBED]
-        session.set_speed(known := Speed(sent_bytes, taken, max(0.0, several - taken[1]) / (MANY - 1)))
+        session.set_speed(
+            known := Speed(sent_bytes, taken, max(0.0, several - taken[1]) / (MANY - 1))
+        )
     return known
 
 
 def _seconds(shapes: Sequence[tuple[int, ...]]) -> float:
     """Of a mean of such arrays, equal on every rank."""
     step = jit(
-        lambda tree, times: lax.fori_loop(0, times, lambda _, tree: Caller("explain").allreduce(tree), tree),
+        lambda tree, times: lax.fori_loop(
+            0, times, lambda _, tree: Caller("explain").allreduce(tree), tree
+        ),
         donate_argnums=0,
         replicated_argnums=1,
     )

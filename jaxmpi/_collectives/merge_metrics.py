@@ -60,8 +60,8 @@ def merge_metrics(metrics: PyTree) -> PyTree:
     Raises:
       TypeError: something that is no metric, or an `nnx.Metric` of which nobody can tell how it is
         merged, with its path.
-      ValueError: an `op` that is unknown; outside of a step, a sum of integers that its dtype cannot
-        hold. In a step, integers wrap.
+      ValueError: an `op` that is unknown; outside of a step, a sum of integers that its dtype
+        cannot hold. In a step, integers wrap.
       RankMismatchError: the metrics of the ranks differ in structure or, in a step, in shapes.
 
     >>> from flax import nnx

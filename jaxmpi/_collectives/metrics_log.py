@@ -29,11 +29,13 @@ RATES = {
 class MetricsLog:
     """Writes metrics to `metrics.csv` in a folder, a line for each call, and if asked to files for TensorBoard; on rank 0.
 
-    A job that is started again goes on in the same files. It writes the steps since its checkpoint once more: the lines that
-    an earlier job has written for its first step and for later ones go to `metrics.old.csv`, and TensorBoard discards them.
+    A job that is started again goes on in the same files. It writes the steps since its checkpoint
+    once more: the lines that an earlier job has written for its first step and for later ones go to
+    `metrics.old.csv`, and TensorBoard discards them.
 
-    A name that comes later gets a column of its own, which is empty in the lines before; a name that is missing leaves its
-    column empty. What cannot be written is warned of, and the job goes on.
+    A name that comes later gets a column of its own, which is empty in the lines before; a name
+    that is missing leaves its column empty. What cannot be written is warned of, and the job goes
+    on.
 
     >>> import tempfile
     >>> import jaxmpi
@@ -58,14 +60,19 @@ class MetricsLog:
         self._opened, self._first = time.time(), True
         self._warned: set[str] = set()
         if tensorboard and find_spec("tensorboardX") is None:
-            raise ImportError("MetricsLog: tensorboard=True needs tensorboardX. Install it: pip install tensorboardX.")
+            raise ImportError(
+                "MetricsLog: tensorboard=True needs tensorboardX. Install it: pip install "
+                "tensorboardX."
+            )
         self._writes = session.current("MetricsLog").place.rank == 0
         if not self._writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         self._path = self.directory / "metrics.csv"
         if tensorboard:
-            self._events = import_module("tensorboardX.event_file_writer").EventsWriter(str(self.directory / "events"))
+            self._events = import_module("tensorboardX.event_file_writer").EventsWriter(
+                str(self.directory / "events")
+            )
             weakref.finalize(self, self._events.close)
 
     def write(self, step: int, metrics: Mapping[str, ArrayLike], rate: Rate | None = None) -> None:
@@ -73,19 +80,23 @@ class MetricsLog:
 
         Args:
           step: of the training.
-          metrics: numbers by name, in any order, such as `average_metrics` returns: equal on all ranks.
+          metrics: numbers by name, in any order, such as `average_metrics` returns: equal on all
+            ranks.
           rate: what `Throughput.read` returns.
 
         Raises:
           TypeError: a metric is not a number.
 
         Warns:
-          UserWarning: the line could not be written: the disk is full, the folder may not be written to.
+          UserWarning: the line could not be written: the disk is full, the folder may not be
+            written to.
         """
         values = {name: _number(name, value) for name, value in metrics.items()}
         if rate is not None:
             known = {column: getattr(rate, name) for name, column in RATES.items()}
-            values |= {name: float("nan") if value is None else value for name, value in known.items()}
+            values |= {
+                name: float("nan") if value is None else value for name, value in known.items()
+            }
         if not self._writes:
             return
         try:
@@ -97,7 +108,8 @@ class MetricsLog:
             if str(error) not in self._warned:
                 self._warned.add(str(error))
                 warnings.warn(
-                    f"MetricsLog.write: step {step} could not be written to {self.directory}: {error}. The job goes on.",
+                    f"MetricsLog.write: step {step} could not be written to {self.directory}: "
+                    f"{error}. The job goes on.",
                     stacklevel=2,
                 )
 
@@ -106,7 +118,8 @@ class MetricsLog:
         there = self._path.exists() and self._path.stat().st_size > 0
         known: list[str] = []
         if there:
-            with open(self._path, newline="") as file:  # another log of this job may have added a column
+            # another log of this job may have added a column
+            with open(self._path, newline="") as file:
                 known = next(csv.reader(file))
         columns = [*known, *(name for name in line if name not in known)]
         if there and (self._first or columns != known):
@@ -133,7 +146,8 @@ class MetricsLog:
                 writer.writerows(repeated)
         if not repeated and columns == known:
             return
-        part = self.directory / "metrics.csv.part"  # a job that is killed here leaves the file as it was
+        # a job that is killed here leaves the file as it was
+        part = self.directory / "metrics.csv.part"
         with open(part, "w", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
             writer.writeheader()
@@ -149,18 +163,28 @@ class MetricsLog:
 
     def _add_events(self, step: int, values: Mapping[str, float]) -> None:
         """Write TensorBoard's records at once: `SummaryWriter` leaves that to a thread, and `flush` does not wait for it."""
-        protos, scalar = import_module("tensorboardX.proto.event_pb2"), import_module("tensorboardX.summary").scalar
+        protos, scalar = (
+            import_module("tensorboardX.proto.event_pb2"),
+            import_module("tensorboardX.summary").scalar,
+        )
         if self._first:  # TensorBoard then discards what earlier files have from this step on
             start = protos.SessionLog(status=protos.SessionLog.START)
-            self._events.write_event(protos.Event(wall_time=time.time(), step=step, session_log=start))
+            self._events.write_event(
+                protos.Event(wall_time=time.time(), step=step, session_log=start)
+            )
         for name, value in values.items():
-            self._events.write_event(protos.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.write_event(
+                protos.Event(wall_time=time.time(), step=step, summary=scalar(name, value))
+            )
         self._events.flush()
 
 
 def _number(name: str, value: ArrayLike) -> float:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biufV":  # V: bfloat16 and its like
-        raise TypeError(f"MetricsLog.write: metric {name!r} is {array.dtype} of shape {array.shape}, and must be one number.")
+        raise TypeError(
+            f"MetricsLog.write: metric {name!r} is {array.dtype} of shape {array.shape}, and must "
+            "be one number."
+        )
     number = array.reshape(()).item() if array.dtype.kind in "iu" else float(array.reshape(()))
     return number if abs(number) > EXACT else float(number)

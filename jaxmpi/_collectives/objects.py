@@ -26,8 +26,10 @@ def broadcast_object(obj: object, root: int = 0) -> Any:
 
     Raises:
       ValueError: root is not a rank.
-      TypeError: a root that is no Python int; on every rank, an object that cannot be pickled, or not read back on a rank.
-      RankMismatchError: on every rank, if one of them calls something else or raises one of the errors above alone.
+      TypeError: a root that is no Python int; on every rank, an object that cannot be pickled, or
+        not read back on a rank.
+      RankMismatchError: on every rank, if one of them calls something else or raises one of the
+        errors above alone.
       RuntimeError: called in traced code.
 
     >>> broadcast_object({"lr": 0.1})
@@ -66,7 +68,8 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = agreed("barrier")
-    jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))  # programs run in the order in which they are called
+    # programs run in the order in which they are called
+    jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))
     backend.barrier()
 
 
@@ -74,7 +77,8 @@ def agreed(function: str) -> Backend:
     """The backend, for a function that talks at once, once all ranks have called it: with the options that must be equal.
 
     Raises:
-      RankMismatchError: on every rank, if one of them has called another function, or with other options.
+      RankMismatchError: on every rank, if one of them has called another function, or with other
+        options.
       RuntimeError: called in traced code.
     """
     backend = untraced(function)
@@ -86,7 +90,8 @@ def untraced(function: str) -> Backend:
     """The backend, for a function that talks at once: inside a traced one it would talk while tracing, and never again."""
     if _jaxcompat.tracing():
         raise RuntimeError(
-            f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing runs yet. "
+            f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing "
+            "runs yet. "
             "Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
         )
     return session.current(function)

@@ -16,11 +16,13 @@ def preempted() -> bool:
             jaxmpi.save(directory, step, state)
             sys.exit(0)
 
-    The first call takes SIGTERM over, unless the script has a handler of its own. `jaxmpi run` passes on the SIGTERM that it
-    gets and waits for the ranks; schedulers send it some time before they kill (Slurm: `--signal=TERM@60`).
+    The first call takes SIGTERM over, unless the script has a handler of its own. `jaxmpi run`
+    passes on the SIGTERM that it gets and waits for the ranks; schedulers send it some time before
+    they kill (Slurm: `--signal=TERM@60`).
 
     **Collective:** every rank calls it equally often.
-    **Communication:** none until there was a signal, and three short messages between threads then. Where MPI allows no
+    **Communication:** none until there was a signal, and three short messages between threads then.
+    Where MPI allows no
       threads, an allgather of a flag at each call.
 
     Raises:

@@ -37,10 +37,11 @@ class _Leaf(NamedTuple):
 def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     """Give every rank the pytree of rank `root`: parameters, optimizer state, model state, PRNG keys.
 
-    Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep their dtype, device and kind
-    (JAX or NumPy), numbers stay Python numbers. A leaf that is neither (a string, a function, an enum) must be equal on all
-    ranks already; with `strict=False` each rank keeps its own. It always keeps what is in a `PerRankState`, such as the
-    shards of `sharded`, the gradients that `accumulate` has, and what a codec has not sent.
+    Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep
+    their dtype, device and kind (JAX or NumPy), numbers stay Python numbers. A leaf that is neither
+    (a string, a function, an enum) must be equal on all ranks already; with `strict=False` each
+    rank keeps its own. It always keeps what is in a `PerRankState`, such as the shards of
+    `sharded`, the gradients that `accumulate` has, and what a codec has not sent.
 
     **Collective:** every rank calls it, with the same root and strict.
     **Communication:** a hash, then every dtype's bytes in one broadcast from root.
@@ -54,7 +55,8 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
       A new pytree; `tree` is unchanged.
 
     Raises:
-      RankMismatchError: on every rank, naming leaf and ranks, when structure, shapes, dtypes or unsendable leaves differ.
+      RankMismatchError: on every rank, naming leaf and ranks, when structure, shapes, dtypes or
+        unsendable leaves differ.
       ValueError, TypeError: root is not a rank, or no Python int.
       RuntimeError: called in traced code.
 
@@ -100,7 +102,9 @@ def _agree_on_structure(backend: Backend, spec: list[_Leaf], treedef: str, root:
     if len(set(backend.allgather_object(digest))) == 1:
         return
     root_spec, root_treedef = backend.broadcast_object((spec, treedef), root)
-    _raise_first(backend, _first_difference(spec, treedef, root_spec, root_treedef, backend.place.rank, root))
+    _raise_first(
+        backend, _first_difference(spec, treedef, root_spec, root_treedef, backend.place.rank, root)
+    )
 
 
 def _first_difference(
@@ -123,10 +127,14 @@ def _raise_first(backend: Backend, difference: str | None) -> None:
     """Raise the lowest rank's difference on every rank, if there is one."""
     differences = [d for d in backend.allgather_object(difference) if d]
     if differences:
-        raise RankMismatchError(f"synchronize: {differences[0]} Build the same tree on every rank before the call.")
+        raise RankMismatchError(
+            f"synchronize: {differences[0]} Build the same tree on every rank before the call."
+        )
 
 
-def _send_numbers(backend: Backend, leaves: list[object], spec: list[_Leaf], root: int) -> list[object]:
+def _send_numbers(
+    backend: Backend, leaves: list[object], spec: list[_Leaf], root: int
+) -> list[object]:
     numbers = [i for i, leaf in enumerate(spec) if leaf.kind == "number"]
     if not numbers:
         return leaves
@@ -148,7 +156,8 @@ def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], 
         if not same(here[0], there[0]):
             rank = backend.place.rank
             difference = (
-                f"leaf {spec[i].name}, a {spec[i].kind}, cannot be sent and is {here[1][:80]} on rank {rank} and "
+                f"leaf {spec[i].name}, a {spec[i].kind}, cannot be sent and is {here[1][:80]} on "
+                f"rank {rank} and "
                 f"{there[1][:80]} on rank {root}. With strict=False each rank keeps its own."
             )
             break
@@ -157,14 +166,20 @@ def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], 
 
 def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
     leaves = list(leaves)
-    nothing = str(np.dtype(jax.dtypes.float0))  # the gradients of integers, which hold no numbers: they stay as they are
+    # the gradients of integers, which hold no numbers: they stay as they are
+    nothing = str(np.dtype(jax.dtypes.float0))
     for dtype in sorted({leaf.dtype for leaf in spec if leaf.kind == "array"} - {nothing}):
         indices = [i for i, leaf in enumerate(spec) if leaf.dtype == dtype]
-        raw = [np.asarray(jax.random.key_data(leaves[i]) if is_key(leaves[i]) else leaves[i]) for i in indices]
+        raw = [
+            np.asarray(jax.random.key_data(leaves[i]) if is_key(leaves[i]) else leaves[i])
+            for i in indices
+        ]
         is_root = backend.place.rank == root
         buffer = np.empty(sum(x.nbytes for x in raw), np.uint8)
         if is_root and buffer.size:
-            np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in raw], out=buffer)
+            np.concatenate(
+                [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in raw], out=buffer
+            )
         backend.broadcast_buffer(buffer, root)
         start = 0
         for i, x in zip(indices, raw, strict=True):

@@ -16,18 +16,23 @@ class Rate(NamedTuple):
 
     per_second: float  # samples of all ranks together
     per_second_per_rank: float
-    communication: float | None  # share of the time, 0 to 1, mean over the ranks; None where the backend does not record it
+    # share of the time, 0 to 1, mean over the ranks; None where the backend does not record it
+    communication: float | None
 
     def __str__(self) -> str:
-        share = "" if self.communication is None else f", {self.communication:.0%} of the time in collectives"
+        share = (
+            ""
+            if self.communication is None
+            else f", {self.communication:.0%} of the time in collectives"
+        )
         return f"{self.per_second:.4g} per second, {self.per_second_per_rank:.4g} per rank{share}"
 
 
 class Throughput:
     """Samples per second, and the share of the time for which the ranks wait for collectives, and so for each other.
 
-    What a step computes while its messages are on their way counts as computing. The native transport of `mpi` counts this; on
-    `xla` and mpi4jax the share is not known.
+    What a step computes while its messages are on their way counts as computing. The native
+    transport of `mpi` counts this; on `xla` and mpi4jax the share is not known.
 
     >>> meter = Throughput()
     >>> meter.add(32)
@@ -47,7 +52,8 @@ class Throughput:
     def read(self) -> Rate:
         """The rates since the last `read`, or since the beginning.
 
-        A step is counted when it has run, not when it was started: look at its result first, as by printing its loss.
+        A step is counted when it has run, not when it was started: look at its result first, as by
+        printing its loss.
 
         **Collective:** every rank calls it.
         **Communication:** three numbers from each rank.

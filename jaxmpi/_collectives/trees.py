@@ -1,8 +1,8 @@
 """The collectives on pytrees.
 
-All are pure functions: eagerly, under `jit`, `grad`, `vmap`, `scan`, `cond` and `while_loop`. A leaf is a JAX or NumPy array
-or a Python number and comes back as a JAX array of the same dtype; PRNG keys move but cannot be reduced. `None` and empty
-containers are structure and send nothing.
+All are pure functions: eagerly, under `jit`, `grad`, `vmap`, `scan`, `cond` and `while_loop`. A
+leaf is a JAX or NumPy array or a Python number and comes back as a JAX array of the same dtype;
+PRNG keys move but cannot be reduced. `None` and empty containers are structure and send nothing.
 """
 
 import hashlib
@@ -46,19 +46,22 @@ OPS = ("mean", "sum", "max", "min", "prod")
 def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
     """Reduce a pytree over all ranks; every rank gets the result.
 
-    out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum divided by p and
-    rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are summed in 32 bits and rounded once; wider
-    integers wrap as NumPy's do. Sums and means of integers of Python and NumPy are exact, called eagerly, or raise; a leaf is
-    such an integer on all ranks or on none.
+    out = (1/p) · Σ_r tree_r for "mean", leaf by leaf; p = size. The mean of integers is their sum
+    divided by p and rounded down (`//`). Floats below 32 bits, and for the mean integers, too, are
+    summed in 32 bits and rounded once; wider integers wrap as NumPy's do. Sums and means of
+    integers of Python and NumPy are exact, called eagerly, or raise; a leaf is such an integer on
+    all ranks or on none.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
-    **Communication:** small leaves of one dtype share a message, large ones go alone; about 2 (p-1)/p · bytes sent per rank.
+    **Communication:** small leaves of one dtype share a message, large ones go alone; about 2
+    (p-1)/p · bytes sent per rank.
 
     Args:
       tree: any pytree of arrays and numbers.
       op: "mean", "sum", "max", "min" or "prod". Booleans take "max" (or) and "min" (and) only.
-      axis: the name of an axis of `init(axes=...)`, or a tuple of several: the ranks of each group along it reduce theirs.
-        All ranks, `jaxmpi.AXIS`, by default. Shards of `fully_shard` may be reduced over other axes than their own.
+      axis: the name of an axis of `init(axes=...)`, or a tuple of several: the ranks of each group
+        along it reduce theirs. All ranks, `jaxmpi.AXIS`, by default. Shards of `fully_shard` may be
+        reduced over other axes than their own.
 
     Returns:
       A pytree of JAX arrays, equal on all ranks, or on all of a group.
@@ -66,8 +69,8 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
     Raises:
       ValueError: an unknown op, or axis.
       TypeError: a leaf that cannot be reduced so, with its path.
-      OverflowError: a number of Python or NumPy, or a sum of such integers, that does not fit the dtype of JAX, with its path;
-        without `jax_enable_x64` that has 32 bits.
+      OverflowError: a number of Python or NumPy, or a sum of such integers, that does not fit the
+        dtype of JAX, with its path; without `jax_enable_x64` that has 32 bits.
 
     >>> tree_allreduce({"loss": 2.0}, op="sum")
     {'loss': Array(2., dtype=float32, weak_type=True)}
@@ -78,24 +81,32 @@ def tree_allreduce(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTr
 def tree_bcast(tree: PyTree, root: int = 0, *, axis: Axis = AXIS) -> PyTree:
     """Give every rank the pytree of rank `root`.
 
-    out = tree_root; with `axis`, as in `tree_allreduce`, within each group, whose ranks count from 0. For parameters and
-    optimizer states `synchronize` is the safe way: it checks the structure first.
+    out = tree_root; with `axis`, as in `tree_allreduce`, within each group, whose ranks count from
+    0. For parameters and optimizer states `synchronize` is the safe way: it checks the structure
+      first.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and root.
-    **Communication:** that of a sum of as many bytes, `tree_allreduce(tree, "sum")`: the other ranks add zeros. Under plain
-    `jax.jit`, mpi4jax sends each leaf's bytes once, from root.
+    **Communication:** that of a sum of as many bytes, `tree_allreduce(tree, "sum")`: the other
+    ranks add zeros. Under plain `jax.jit`, mpi4jax sends each leaf's bytes once, from root.
 
     Raises:
       ValueError: root is not a rank, or of no group; an unknown axis.
       TypeError: a leaf that is no array, with its path; a root that is no Python int.
     """
-    return _apply("tree_bcast", partial(arrays.move, call=Collective("bcast", root=root)), tree, axis, root=root)
+    return _apply(
+        "tree_bcast",
+        partial(arrays.move, call=Collective("bcast", root=root)),
+        tree,
+        axis,
+        root=root,
+    )
 
 
 def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = AXIS) -> PyTree:
     """Reduce a pytree over all ranks onto rank `root`; the other ranks get their own tree back.
 
-    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root. `axis` and root are as in `tree_bcast`.
+    out_root = (1/p) · Σ_r tree_r for "mean"; out_r = tree_r for r ≠ root. `axis` and root are as in
+    `tree_bcast`.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes, op and root.
     **Communication:** that of `tree_allreduce`.
@@ -104,13 +115,16 @@ def tree_reduce(tree: PyTree, op: str = "mean", root: int = 0, *, axis: Axis = A
       ValueError: an unknown op, or root is not a rank.
       TypeError: a leaf that cannot be reduced so, with its path; a root that is no Python int.
     """
-    return _apply("tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op, root=root)
+    return _apply(
+        "tree_reduce", partial(arrays.reduce, op=op, root=root), tree, axis, op=op, root=root
+    )
 
 
 def tree_allgather(tree: PyTree, *, axis: Axis = AXIS, tiled: bool = False) -> PyTree:
     """Stack all ranks' pytrees: each leaf `[...]` becomes `[size, ...]`, in the order of the ranks.
 
-    out[r] = tree_r. With `axis`, as in `tree_allreduce`, size is that of a group, and r counts its ranks.
+    out[r] = tree_r. With `axis`, as in `tree_allreduce`, size is that of a group, and r counts its
+    ranks.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
     **Communication:** about (p-1) · bytes received per rank.
@@ -118,8 +132,8 @@ def tree_allgather(tree: PyTree, *, axis: Axis = AXIS, tiled: bool = False) -> P
     Args:
       tree: any pytree of arrays and numbers.
       axis: as in `tree_allreduce`.
-      tiled: as in `jax.lax.all_gather`: the ranks' arrays are joined along their first axis, so that a leaf `[n, ...]` becomes
-        `[size · n, ...]`, without a new axis.
+      tiled: as in `jax.lax.all_gather`: the ranks' arrays are joined along their first axis, so
+        that a leaf `[n, ...]` becomes `[size · n, ...]`, without a new axis.
 
     Raises:
       ValueError: a leaf without an axis, where they are to be joined, with its path.
@@ -135,8 +149,8 @@ def tree_allgather(tree: PyTree, *, axis: Axis = AXIS, tiled: bool = False) -> P
 def tree_reduce_scatter(tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
     """Reduce over all ranks and keep this rank's part: each leaf `[size, ...]` becomes `[...]`.
 
-    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of the input. `axis` is as in
-    `tree_allgather`.
+    out_q = (1/p) · Σ_r tree_r[q] for "mean". `tree_allgather` of the result is `tree_allreduce` of
+    the input. `axis` is as in `tree_allgather`.
 
     **Collective:** every rank calls it, with the same structure, shapes, dtypes and op.
     **Communication:** about (p-1)/p · bytes sent per rank.
@@ -166,8 +180,8 @@ def tree_alltoall(tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
 class Caller:
     """The collectives on pytrees on behalf of another function of jaxmpi.
 
-    Errors and the comparison of the ranks name that function, so that a rank that calls it is not taken for one that calls
-    `tree_allreduce` with arrays of the same shapes.
+    Errors and the comparison of the ranks name that function, so that a rank that calls it is not
+    taken for one that calls `tree_allreduce` with arrays of the same shapes.
 
     Attributes:
       function: its name, such as "local_sgd".
@@ -190,7 +204,9 @@ class Caller:
 
     def alltoall(self, tree: PyTree, *, axis: Axis = AXIS) -> PyTree:
         """Send rows to the ranks as `tree_alltoall` does."""
-        return _apply(self.function, partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True)
+        return _apply(
+            self.function, partial(arrays.move, call=Collective("alltoall")), tree, axis, rows=True
+        )
 
     def reduce_scatter(self, tree: PyTree, op: str = "mean", *, axis: Axis = AXIS) -> PyTree:
         """Reduce a pytree and keep a part as `tree_reduce_scatter` does."""
@@ -210,11 +226,15 @@ def refuse_stray(function: str, tree: PyTree, backend: Backend) -> None:
         return
     if not backend.simulates:
         raise TypeError(
-            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simulate(n)`. Pass "
+            f"{function}: a leaf is a PerRank, the values of simulated ranks, and this is no `with "
+            "jaxmpi.simulate(n)`. Pass "
             "this rank's own array."
         )
     if _jaxcompat.tracing():
-        raise TypeError(f"{function}: a PerRank stands inside of a traced function. Make it an argument of the jaxmpi.jit.")
+        raise TypeError(
+            f"{function}: a PerRank stands inside of a traced function. Make it an argument of the "
+            "jaxmpi.jit."
+        )
 
 
 # from trees to lists of arrays
@@ -243,17 +263,30 @@ def _apply(
         if "op" in work.keywords:
             check_op(function, op)
         if outside and backend.simulates:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):  # the stacks of those that are a PerRank
+            # the stacks of those that are a PerRank
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
                 check_fits(function, path, leaf)
         else:
             paths, treedef, leaves = _checked_leaves(function, tree, axis, op, rows, backend)
             if work.func is arrays.join:
                 for (path, _), x in zip(paths, leaves, strict=True):
                     _check_joinable(function, path, x)
-    run = _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows) if outside else None
+    run = (
+        _program_of(function, work.func, tuple(sorted(work.keywords.items())), axis, op, rows)
+        if outside
+        else None
+    )
     if run and backend.simulates:
-        return _simulated(function, work, tree, axis, rows, run) if op in ("sum", "mean") else run(tree)
-    counts = [i for i, (_, leaf) in enumerate(paths) if op in ("sum", "mean") and exact_counts.is_count(leaf)]
+        return (
+            _simulated(function, work, tree, axis, rows, run)
+            if op in ("sum", "mean")
+            else run(tree)
+        )
+    counts = [
+        i
+        for i, (_, leaf) in enumerate(paths)
+        if op in ("sum", "mean") and exact_counts.is_count(leaf)
+    ]
     if run and counts:
         return _with_exact_counts(function, work, paths, leaves, counts, run, axis, treedef)
     if run:
@@ -267,7 +300,8 @@ def _apply(
     text = _parameters(function, work, axis, [leaf_name(path) for path, _ in paths])
     outs = work(_axis.with_parameters([leaves[i] for i in sent], text), ranks)
     for i, out in zip(sent, outs, strict=True):
-        weak = leaves[i].weak_type and not out.weak_type  # that of Python's numbers, which lax.psum drops
+        # that of Python's numbers, which lax.psum drops
+        weak = leaves[i].weak_type and not out.weak_type
         leaves[i] = _jaxcompat.as_weak(out) if weak else out
     for i in {*range(len(leaves))}.difference(sent):
         shape = _out_shape(work, leaves[i].shape, ranks.size)
@@ -286,8 +320,10 @@ def _checked_leaves(
     cuts = [(path, cut) for path, _ in paths if op and (cut := shard_axis(path)) is not None]
     if refused := [path for path, cut in cuts if rows or _axis.overlap(axis, cut)]:
         raise ValueError(
-            f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank has another part. Its "
-            "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes other things whole."
+            f"{function}: leaf {leaf_name(refused[0][:-1])} is a ShardedArray, of which each rank "
+            "has another part. Its "
+            "gradients, by jaxmpi.unshard, are means over the ranks already; jaxmpi.unshard makes "
+            "other things whole."
         )
     leaves = [as_array(function, path, leaf, op) for path, leaf in paths]
     if rows:
@@ -300,7 +336,8 @@ def _checked_leaves(
 def _check_joinable(function: str, path: KeyPath, x: jax.Array) -> None:
     if x.ndim == 0:
         raise ValueError(
-            f"{function}: leaf {leaf_name(path)} has no axis along which the ranks' arrays could be joined. Leave out "
+            f"{function}: leaf {leaf_name(path)} has no axis along which the ranks' arrays could "
+            "be joined. Leave out "
             "tiled=True to stack them, or pass an array of shape [1]."
         )
 
@@ -321,14 +358,17 @@ def _with_exact_counts(
     rest = treedef.unflatten([None if i in counts else x for i, x in enumerate(leaves)])
     reduced = iter(jax.tree.leaves(run(rest)) if len(counts) < len(leaves) else [])
     outs = [x if i in counts else next(reduced) for i, x in enumerate(leaves)]
-    # Where only some ranks need the sum, all get it, so that all raise. The keys have the ranks compare what it is for.
+    # Where only some ranks need the sum, all get it, so that all raise. The keys have the ranks
+    # compare what it is for.
     purpose = ", ".join(f"{name} {value}" for name, value in sorted(options.items()))
     keys = {i: f"integers of Python or NumPy, {leaf_name(paths[i][0])}, {purpose}" for i in counts}
     sent = {key: jnp.stack(exact_counts.halves(leaves[i])) for i, key in keys.items()}
     sums = Caller(function).allreduce(sent, "sum", axis=axis)
     for i, key in keys.items():
         path, leaf = paths[i]
-        x = exact_counts.total(function, path, leaf, leaves[i].dtype, sums[key], options["op"], size)
+        x = exact_counts.total(
+            function, path, leaf, leaves[i].dtype, sums[key], options["op"], size
+        )
         if work.func is arrays.reduce_scatter:
             x = x[place]
         outs[i] = leaves[i] if options.get("root", place) != place else x
@@ -347,17 +387,27 @@ def _simulated(
     op = work.keywords["op"]
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_per_rank)
     exact = [exact_counts.is_count(leaf.stack if is_per_rank(leaf) else leaf) for _, leaf in paths]
-    reduced = run(treedef.unflatten([None if known else leaf for known, (_, leaf) in zip(exact, paths, strict=True)]))
+    reduced = run(
+        treedef.unflatten(
+            [None if known else leaf for known, (_, leaf) in zip(exact, paths, strict=True)]
+        )
+    )
     if not any(exact):
         return reduced
     keywords = tuple(sorted({**work.keywords, "op": "sum"}.items()))
     sum_of = _program_of(function, work.func, keywords, axis, "sum", rows)
-    counts = iter(exact_counts.simulated(function, [p for p, known in zip(paths, exact, strict=True) if known], op, sum_of))
+    counts = iter(
+        exact_counts.simulated(
+            function, [p for p, known in zip(paths, exact, strict=True) if known], op, sum_of
+        )
+    )
     others = iter(jax.tree.leaves(reduced, is_leaf=is_per_rank))
     return treedef.unflatten([next(counts) if known else next(others) for known in exact])
 
 
-def _out_shape(work: partial[list[jax.Array]], shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _out_shape(
+    work: partial[list[jax.Array]], shape: tuple[int, ...], size: int
+) -> tuple[int, ...]:
     """The shape of the result that `work` has for an array of shape `shape`."""
     if work.func is arrays.join:
         return arrays.joined_shape(shape, size)
@@ -375,12 +425,15 @@ def _parameters(function: str, work: partial[list[jax.Array]], axis: Axis, names
         known["tiled"] = True
     if axis != AXIS:
         known["axis"] = axis
-    names = [re.sub("0x[0-9a-f]+", "", name) for name in names]  # addresses, which differ between processes
+    # addresses, which differ between processes
+    names = [re.sub("0x[0-9a-f]+", "", name) for name in names]
     of = ", ".join(names[:SHOWN])
     if len(names) > SHOWN:
         digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
         of += f" and {len(names) - SHOWN} more leaves, with digest {digest}"
-    return " ".join([function, "of", of, *(f"{name}={value}" for name, value in sorted(known.items()))])
+    return " ".join(
+        [function, "of", of, *(f"{name}={value}" for name, value in sorted(known.items()))]
+    )
 
 
 @cache

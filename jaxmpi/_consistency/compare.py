@@ -1,9 +1,10 @@
 """The ranks find out whether they are about to do the same thing, before any of them waits for another in vain.
 
-A rank that is about to communicate says a number: what it is about to do. One short message tells the smallest and the largest
-of all ranks' numbers to everyone; only when these differ do the ranks say more. It happens in Python between programs, or,
-where the transport compares what it carries, with the messages of the program itself; never while tracing, and so a rank that
-has to trace and compile first is waited for.
+A rank that is about to communicate says a number: what it is about to do. One short message tells
+the smallest and the largest of all ranks' numbers to everyone; only when these differ do the ranks
+say more. It happens in Python between programs, or, where the transport compares what it carries,
+with the messages of the program itself; never while tracing, and so a rank that has to trace and
+compile first is waited for.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ __all__ = [
 ]
 
 Details = Mapping[str, Sequence[str]]  # what a rank does, line by line, by one of the verbs below
-Side = tuple[tuple[int, str, int], Details, str]  # of one rank: its statement, details and, in a program, its message
+# of one rank: its statement, details and, in a program, its message
+Side = tuple[tuple[int, str, int], Details, str]
 CALLS = ("sent", "taken", "given")
 DETAILS = ("called", "ordered", "decided")
 WHOLE = ("computed", "compiled")  # of which all that follows from the first difference differs, too
@@ -50,21 +52,26 @@ SAME_CALLS = "Every rank must make the same calls in the same order."
 SAME_ARGUMENTS = "Every rank must call it with the same arguments."
 SAME_ARRAYS = "Every rank must send the same arrays in the same order."
 SAME_LENGTHS = (
-    "A gather takes arrays of one shape. Where the lengths differ between the ranks, use jaxmpi.allgather_object outside of "
+    "A gather takes arrays of one shape. Where the lengths differ between the ranks, use "
+    "jaxmpi.allgather_object outside of "
     "a step, or pad the arrays to one length and gather the true lengths beside them."
 )
 SAME_TYPES = (
-    "Their arguments differ in weak type, which numbers of Python have: such a value takes the dtype of what it meets. Pass "
+    "Their arguments differ in weak type, which numbers of Python have: such a value takes the "
+    "dtype of what it meets. Pass "
     "arrays with a dtype on every rank, such as jnp.asarray(x, jnp.float32)."
 )
 SAME_SHAPES = "On the xla backend all ranks run one compiled program, so the shapes of their arguments must be equal, too."
 BRANCH = (
-    "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own must be an argument of the "
+    "An `if` on the rank makes different programs: use jnp.where. What each rank has of its own "
+    "must be an argument of the "
     "function, or follow from jaxmpi.rank()."
 )
 PLACES = (
-    "The ranks took different branches, or different numbers of turns of a loop, with a collective inside: the predicate must "
-    "be equal on all ranks. Or one of them has caught an error of a step that the others go on with: let it end the job."
+    "The ranks took different branches, or different numbers of turns of a loop, with a collective "
+    "inside: the predicate must "
+    "be equal on all ranks. Or one of them has caught an error of a step that the others go on "
+    "with: let it end the job."
 )
 
 
@@ -87,7 +94,9 @@ class Sent(Protocol):
     def __call__(self, *, lately: bool = False) -> list[str]: ...
 
 
-def check_consistent(backend: Backend, statement: Statement, details: Callable[[], Details] = dict) -> None:
+def check_consistent(
+    backend: Backend, statement: Statement, details: Callable[[], Details] = dict
+) -> None:
     """Go on if all ranks make the same statement; raise on all of them otherwise.
 
     **Communication:** 16 bytes.
@@ -113,7 +122,11 @@ def raise_on_all(backend: Backend, function: str, error: Exception) -> NoReturn:
     if backend.place.size > 1 and not backend.simulates:
         text = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RankMismatchError):  # which is for the others
-            check_consistent(backend, Statement.of(function, f"{function} {text}"), lambda: {"sent": [f"nothing: {text}"]})
+            check_consistent(
+                backend,
+                Statement.of(function, f"{function} {text}"),
+                lambda: {"sent": [f"nothing: {text}"]},
+            )
     raise error
 
 
@@ -122,8 +135,8 @@ def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
     """Check the arguments of a collective in a `with` block, before anything is sent.
 
     A rank that refuses its arguments must not go on alone: if it catches the error, its next
-    collective would meet the one that the others are in. So it takes part in their comparison, with a
-    fingerprint that no call has.
+    collective would meet the one that the others are in. So it takes part in their comparison, with
+    a fingerprint that no call has.
 
     Args:
       backend: the ranks.
@@ -139,7 +152,9 @@ def raising_on_all(backend: Backend, function: str) -> Iterator[None]:
         raise_on_all(backend, function, error)
 
 
-def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int, *, lately: bool = False) -> str:
+def describe(
+    backend: ProcessGroup | MpiProcessGroup, fingerprint: int, *, lately: bool = False
+) -> str:
     """The message or program with this fingerprint, in words; `lately` is as in `Sent`."""
     program, what = backend.described(fingerprint)
     if not is_program(backend, fingerprint):
@@ -149,7 +164,9 @@ def describe(backend: ProcessGroup | MpiProcessGroup, fingerprint: int, *, latel
     if what in ("", statement.title):
         more = f", and {len(lines) - 1} more" if len(lines) > 1 else ""
         return f"{statement.title} ({lines[0]}{more})" if lines else statement.title
-    same = [line for line in lines if what.startswith(re.split(", and [0-9]+ more| at | in ", line)[0])]
+    same = [
+        line for line in lines if what.startswith(re.split(", and [0-9]+ more| at | in ", line)[0])
+    ]
     return f"{same[0] if same else what} of {statement.title}"
 
 
@@ -163,7 +180,8 @@ def uneven_shard(backend: ProcessGroup | MpiProcessGroup) -> str:
     if not backend.registry.uneven_shard:
         return ""
     return (
-        f"jaxmpi.shard at {backend.registry.uneven_shard} has more samples on some ranks than on others: loop over "
+        f"jaxmpi.shard at {backend.registry.uneven_shard} has more samples on some ranks than on "
+        "others: loop over "
         "jaxmpi.batches, which has as many steps on all."
     )
 
@@ -171,7 +189,9 @@ def uneven_shard(backend: ProcessGroup | MpiProcessGroup) -> str:
 # where the transport compares
 
 
-def register_program(backend: ProcessGroup, statement: Statement, sent: Sent, details: Callable[[], Details]) -> None:
+def register_program(
+    backend: ProcessGroup, statement: Statement, sent: Sent, details: Callable[[], Details]
+) -> None:
     """Keep what a program sends, in words, and what tells all of it, for an error."""
     backend.registry.programs[statement.fingerprint] = statement, sent, details
 
@@ -200,20 +220,30 @@ def raise_mismatch(backend: ProcessGroup, error: Exception) -> None:
 
 
 def _explain(backend: ProcessGroup, fingerprint: int, message: str, ranks: Sequence[int]) -> str:
-    statement, _, details = backend.registry.programs.get(fingerprint, (Statement.of(message), (), dict))
+    statement, _, details = backend.registry.programs.get(
+        fingerprint, (Statement.of(message), (), dict)
+    )
     backend.registry.found[:] = [_mismatch(backend, statement, details(), message, ranks)]
     return f"RankMismatchError: {backend.registry.found[0]}"
 
 
 def _mismatch(
-    backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
+    backend: ProcessGroup,
+    statement: Statement,
+    details: Details,
+    message: str = "",
+    ranks: Sequence[int] = (),
 ) -> RankMismatchError:
     """The error that all ranks raise, of what each of them says; or all of a group, whose `ranks` are given then."""
     return mismatch_of(gather_sides(backend, statement, details, message, ranks), ranks)
 
 
 def gather_sides(
-    backend: ProcessGroup, statement: Statement, details: Details, message: str = "", ranks: Sequence[int] = ()
+    backend: ProcessGroup,
+    statement: Statement,
+    details: Details,
+    message: str = "",
+    ranks: Sequence[int] = (),
 ) -> list[Side]:
     """Return what each rank is about to do, once their fingerprints have differed: in the order of the ranks."""
     details = dict(details)
@@ -235,22 +265,41 @@ def mismatch_of(everyone: Sequence[Side], ranks: Sequence[int] = ()) -> RankMism
     return RankMismatchError(_compare(ranks, at, [{"sent": [m]} for m in messages], PLACES))
 
 
-def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Sequence[Details], advice: str = "") -> str:
+def _compare(
+    ranks: Sequence[int],
+    everyone: Sequence[Statement],
+    details: Sequence[Details],
+    advice: str = "",
+) -> str:
     """The first rank's side and that of the first one that differs, down to the first lines that do."""
-    other = next(i for i, said in enumerate(everyone) if said.fingerprint != everyone[0].fingerprint)
+    other = next(
+        i for i, said in enumerate(everyone) if said.fingerprint != everyone[0].fingerprint
+    )
     names = [
-        in_words([r for r, said in zip(ranks, everyone, strict=True) if said.fingerprint == everyone[k].fingerprint])
+        in_words(
+            [
+                r
+                for r, said in zip(ranks, everyone, strict=True)
+                if said.fingerprint == everyone[k].fingerprint
+            ]
+        )
         for k in (0, other)
     ]
     titles = everyone[0].title, everyone[other].title
     differences = {
-        verb: _differences(details[0].get(verb, ()), details[other].get(verb, ())) for verb in (*CALLS, *DETAILS, *WHOLE)
+        verb: _differences(details[0].get(verb, ()), details[other].get(verb, ()))
+        for verb in (*CALLS, *DETAILS, *WHOLE)
     }
     weak = _differences(details[0].get("typed", ()), details[other].get("typed", ()))
     if weak and not (differences["taken"] or differences["given"]):
         differences["taken"], advice = weak, advice or SAME_TYPES
     gathered = details[0].get("gathered", ())
-    if gathered and gathered == details[other].get("gathered") and differences["sent"] and not differences["given"]:
+    if (
+        gathered
+        and gathered == details[other].get("gathered")
+        and differences["sent"]
+        and not differences["given"]
+    ):
         advice = advice or SAME_LENGTHS
     head = f"{titles[0]}: {names[0]} and {names[1]} do not agree. {advice or _advice(differences)}"
     at = ["".join(f" at {line}" for line in details[k].get("at", ())) for k in (0, other)]
@@ -269,7 +318,9 @@ def _compare(ranks: Sequence[int], everyone: Sequence[Statement], details: Seque
     if hidden > 0:
         lines.append(f"\n  ... and {hidden} more differences")
     if titles[0] == titles[1]:
-        lines += [f"\n  called by {name}{where}" for name, where in zip(names, at, strict=True) if where]
+        lines += [
+            f"\n  called by {name}{where}" for name, where in zip(names, at, strict=True) if where
+        ]
     return head + "".join(lines)
 
 

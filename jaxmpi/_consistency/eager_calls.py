@@ -1,6 +1,7 @@
 """Where the eager calls of a function of jaxmpi stand in the user's program, for reports.
 
-One compiled program serves all calls with arguments of one kind, and what JAX knows of it is the line of the first of them.
+One compiled program serves all calls with arguments of one kind, and what JAX knows of it is the
+line of the first of them.
 """
 
 import os
@@ -21,7 +22,8 @@ class EagerCalls:
     """The last calls of one function, with the user's line of each."""
 
     def __init__(self) -> None:
-        # Of each call: an output of the program that this thread had started before it, and the user's code and where in it.
+        # Of each call: an output of the program that this thread had started before it, and the
+        # user's code and where in it.
         self._calls: deque[tuple[Any, CodeType, int]] = deque(maxlen=CALLS)
 
     def begin(self, ends: dict[int, Any]) -> None:
@@ -37,7 +39,8 @@ class EagerCalls:
     def line(self) -> str:
         """Return "file:line" of the call whose program runs, which may be an earlier one than the last; "" for none."""
         calls = [*self._calls]  # at once: another thread may add to it
-        # Programs run in the order of the calls: a call's has ended if a program has that was started before the next call.
+        # Programs run in the order of the calls: a call's has ended if a program has that was
+        # started before the next call.
         for call, (end, _, _) in pairwise(calls):
             if end is not None and not end.is_ready():
                 return _shown(call)

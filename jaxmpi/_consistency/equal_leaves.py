@@ -1,6 +1,7 @@
 """Arrays that must be equal on all ranks are compared before each rank keeps its part of them.
 
-If the ranks hold two models, their parts make a third one, which is equal on all ranks: nothing finds that later.
+If the ranks hold two models, their parts make a third one, which is equal on all ranks: nothing
+finds that later.
 """
 
 from collections.abc import Sequence
@@ -66,12 +67,23 @@ def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLe
     # All ranks get here, those that have called something else with their own sides.
     details = {"given": [*map(str, mine)], "checksums": [str(one.checksum) for one in mine]}
     sides = gather_sides(cast(ProcessGroup, backend), statement, details)
-    if len({(title, tuple(lines["given"])) for (_, title, *_), lines, _ in sides if "given" in lines}) > 1:
+    if (
+        len(
+            {
+                (title, tuple(lines["given"]))
+                for (_, title, *_), lines, _ in sides
+                if "given" in lines
+            }
+        )
+        > 1
+    ):
         raise mismatch_of(sides)
     if any("checksums" not in lines for _, lines, _ in sides):
         raise mismatch_of(sides)
     of_ranks = [[int(number) for number in lines["checksums"]] for _, lines, _ in sides]
-    each = [[one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)] for sums in of_ranks]
+    each = [
+        [one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)] for sums in of_ranks
+    ]
     _refuse_difference(backend, function, leaves, each)
 
 
@@ -81,7 +93,9 @@ def _sum(leaf: EqualLeaf, rank: int) -> _Sum:
     return _Sum(leaf.name, str(typed.dtype), typed.shape, checksum(x))
 
 
-def _refuse_difference(backend: Backend, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]) -> None:
+def _refuse_difference(
+    backend: Backend, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]
+) -> None:
     """Raise for the first leaf that differs within a group of its axis."""
     for i, leaf in enumerate(leaves):
         for group in groups_along(backend.axes, names(leaf.axis)):
@@ -93,7 +107,9 @@ def _refuse_difference(backend: Backend, function: str, leaves: Sequence[EqualLe
             rest = [rank for rank in group if rank not in others]
             along = "" if leaf.axis == AXIS else f" along axis {leaf.axis!r}"
             raise RankMismatchError(
-                f"{function}: leaf {leaf.name} ({each[group[0]][i].dtype} {list(each[group[0]][i].shape)}) has other values on "
-                f"{in_words(others)} than on {in_words(rest)}{along}, and each rank would keep its part of another array. Make "
+                f"{function}: leaf {leaf.name} ({each[group[0]][i].dtype} "
+                f"{list(each[group[0]][i].shape)}) has other values on "
+                f"{in_words(others)} than on {in_words(rest)}{along}, and each rank would keep its "
+                "part of another array. Make "
                 "it equal before the call, with jaxmpi.synchronize, or restore it on every rank."
             )

@@ -29,7 +29,11 @@ def _plain(static: object) -> str:
     if isinstance(static, tuple | list):
         return f"({', '.join(map(_plain, static))})"
     if isinstance(static, dict):
-        return "{" + ", ".join(f"{_plain(key)}: {_plain(value)}" for key, value in static.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_plain(key)}: {_plain(value)}" for key, value in static.items())
+            + "}"
+        )
     if isinstance(static, np.ndarray):
         return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
     return _without_addresses(repr(static))
@@ -49,7 +53,11 @@ def identity(obj: object) -> tuple[object, str]:
 def _code(code: CodeType) -> tuple[object, ...]:
     """A function's code without the addresses that differ between processes."""
     consts = [
-        _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+        _code(c)
+        if isinstance(c, CodeType)
+        else sorted(map(repr, c))
+        if isinstance(c, frozenset)
+        else repr(c)
         for c in code.co_consts
     ]
     return code.co_code, code.co_names, consts

@@ -24,7 +24,13 @@ def wanted() -> bool:
     return bool(settings.get("JAXMPI_CHECK"))
 
 
-def compare(backend: Backend, title: str, names: Sequence[str], leaves: Sequence[ArrayLike], equal: Sequence[bool]) -> None:
+def compare(
+    backend: Backend,
+    title: str,
+    names: Sequence[str],
+    leaves: Sequence[ArrayLike],
+    equal: Sequence[bool],
+) -> None:
     """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
 
     Args:
@@ -40,8 +46,10 @@ def compare(backend: Backend, title: str, names: Sequence[str], leaves: Sequence
         differs, who_has = outliers([of_rank.get(name) for of_rank in everyone])
         if differs:
             raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: {who_has} other values (JAXMPI_CHECK). Synchronize what is "
-                "different from the start with jaxmpi.synchronize, and look for what changes it on one rank alone."
+                f"{title}: {name} is not equal on all ranks: {who_has} other values "
+                "(JAXMPI_CHECK). Synchronize what is "
+                "different from the start with jaxmpi.synchronize, and look for what changes it on "
+                "one rank alone."
             )
 
 
@@ -51,6 +59,7 @@ def checksum(x: ArrayLike) -> int:
         x = x.addressable_data(0)
     if isinstance(x, jax.Array) and is_key(x):
         x = jax.random.key_data(x)
-    if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of integers, which holds no numbers
+    # the gradient of integers, which holds no numbers
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
         return 0
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)

@@ -133,7 +133,8 @@ class BatchesFeed(Feed):
         if number != steps:
             more = "more than " * (number > steps)
             raise ValueError(
-                f"prefetch: read gave {more}{min(number, steps)} batches for {steps} batches of rows. "
+                f"prefetch: read gave {more}{min(number, steps)} batches for {steps} batches of "
+                "rows. "
                 "Return one for each, or the state means nothing."
             )
 
@@ -209,7 +210,8 @@ class LoaderFeed(Feed):
         missing, self._skip = self._skip, 0
         if missing and not self.may_end:
             raise ValueError(
-                f"prefetch: the state is behind {self._count} batches, {missing} more than the loader has in "
+                f"prefetch: the state is behind {self._count} batches, {missing} more than the "
+                "loader has in "
                 "this epoch. Pass the state of a run with the same loader."
             )
 
@@ -237,19 +239,23 @@ class LoaderFeed(Feed):
         keys = {"epoch", "batches"} | ({"source"} if "source" in self.state(mark) else set())
         if not isinstance(state, Mapping) or set(state) != keys:
             raise ValueError(
-                f"prefetch: the state is {state!r}, and one of this loader has the keys {sorted(keys)}. "
+                f"prefetch: the state is {state!r}, and one of this loader has the keys "
+                f"{sorted(keys)}. "
                 "Pass the state of a run with the same loader."
             )
         for key in ("epoch", "batches"):
             if int(state[key]) < 0:
-                raise ValueError(f"prefetch: {key!r} of the state is {state[key]}. It counts from 0.")
+                raise ValueError(
+                    f"prefetch: {key!r} of the state is {state[key]}. It counts from 0."
+                )
         epoch, count = int(state["epoch"]), int(state["batches"])
         source = state.get("source")
         if isinstance(source, PerRankState):
             source = source.per_rank
         if not isinstance(source, str | None):
             raise ValueError(
-                f"prefetch: 'source' of the state is a {type(source).__name__}, and not the text that this loader gave. "
+                f"prefetch: 'source' of the state is a {type(source).__name__}, and not the text "
+                "that this loader gave. "
                 "Pass `state` as it was."
             )
         if not self.stream or source is not None:
@@ -258,7 +264,8 @@ class LoaderFeed(Feed):
         used = mark.batches if mark else self._count
         if count < used:
             raise ValueError(
-                f"prefetch: the state is behind {count} batches, and {used} were used of an iterator, which "
+                f"prefetch: the state is behind {count} batches, and {used} were used of an "
+                "iterator, which "
                 "cannot go back. Make a new iterator before you set the state."
             )
         self._epoch = epoch

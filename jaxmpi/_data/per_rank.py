@@ -44,7 +44,8 @@ class Layout(NamedTuple):
 class Ranks(NamedTuple):
     """What the ranks say to each other."""
 
-    compare: Callable[[Mapping[str, object]], None]  # raises unless the arguments are equal on all ranks
+    # raises unless the arguments are equal on all ranks
+    compare: Callable[[Mapping[str, object]], None]
     layouts: Callable[[Layout | None], Sequence[Layout | None]]  # of all ranks' first batches
     vote: Callable[[bool], Callable[[], tuple[bool, bool]]]  # (any, all)
 
@@ -52,14 +53,18 @@ class Ranks(NamedTuple):
 class PerRankBatches(Iterator[PyTree]):
     """One rank's batches up to the end that all ranks have: what `per_rank_batches` returns."""
 
-    def __init__(self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Ranks) -> None:
+    def __init__(
+        self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Ranks
+    ) -> None:
         self._loader = loader  # keeps the thread
         self._reading, self._remainder, self._ranks = reading, remainder, ranks
-        reading.feed.may_end = remainder == "mask"  # a state may be behind batches of other ranks only
+        # a state may be behind batches of other ranks only
+        reading.feed.may_end = remainder == "mask"
         self._epoch, self._count = 0, 0  # batches that were given out in this epoch
         self._mark: Any = None  # of this rank's last one
         self._next: tuple[PyTree, Any] | None = None  # batch k + 1 and its mark
-        self._answers: Callable[[], tuple[bool, bool]] | None = None  # about it; None between epochs
+        # about it; None between epochs
+        self._answers: Callable[[], tuple[bool, bool]] | None = None
         self._over = False
         self._rows = 0
         self._padding: PyTree = None  # shapes of a batch without samples
@@ -72,7 +77,11 @@ class PerRankBatches(Iterator[PyTree]):
     @property
     def state(self) -> dict[str, Any]:
         """The place behind the last batch that was given out, across epochs; assign it, on all ranks, to go on there."""
-        return {**self._reading.feed.state(self._mark), "epoch": self._epoch, "batches": self._count}
+        return {
+            **self._reading.feed.state(self._mark),
+            "epoch": self._epoch,
+            "batches": self._count,
+        }
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
@@ -114,9 +123,12 @@ class PerRankBatches(Iterator[PyTree]):
         stream, arguments = self._reading.feed.stream, {"remainder": self._remainder}
         if self._over and stream:
             raise RuntimeError(
-                "per_rank_batches: the batches come from an iterator, and have ended. Make a new one for each epoch."
+                "per_rank_batches: the batches come from an iterator, and have ended. Make a new "
+                "one for each epoch."
             )
-        self._ranks.compare({**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count})
+        self._ranks.compare(
+            {**arguments, "iterator": stream, "epoch": self._epoch, "batches": self._count}
+        )
         self._over = False
         self._reading.begin()
         self._mark = self._reading.mark
@@ -152,12 +164,17 @@ class PerRankBatches(Iterator[PyTree]):
                 here, there = first.arrays.get(name), layout.arrays.get(name)
                 if here != there:
                     raise RankMismatchError(
-                        f"per_rank_batches: leaf {name} of the first batch is {_words(here)} on rank {first_rank} and "
-                        f"{_words(there)} on rank {rank}, their rows aside. Give all ranks batches of one structure."
+                        f"per_rank_batches: leaf {name} of the first batch is {_words(here)} on "
+                        f"rank {first_rank} and "
+                        f"{_words(there)} on rank {rank}, their rows aside. Give all ranks batches "
+                        "of one structure."
                     )
         self._rows = max(layout.rows for _, layout in having)
         self._padding = jax.tree.map(
-            lambda name: jax.ShapeDtypeStruct((self._rows, *first.arrays[name][0]), first.arrays[name][1]), first.names
+            lambda name: jax.ShapeDtypeStruct(
+                (self._rows, *first.arrays[name][0]), first.arrays[name][1]
+            ),
+            first.names,
         )
 
     def _masked(self, batch: PyTree) -> tuple[PyTree, np.ndarray]:
@@ -165,7 +182,8 @@ class PerRankBatches(Iterator[PyTree]):
         rows = _layout(batch).rows
         if rows > self._rows:
             raise ValueError(
-                f"per_rank_batches: a batch has {rows} rows, and the first batches of all ranks had at most {self._rows}. "
+                f"per_rank_batches: a batch has {rows} rows, and the first batches of all ranks "
+                f"had at most {self._rows}. "
                 "Begin with a batch of all rows."
             )
         index = np.arange(self._rows)
@@ -183,13 +201,15 @@ def _layout(batch: PyTree) -> Layout:
         name = leaf_name(path)
         if not isinstance(x, jax.Array | np.ndarray) or x.ndim == 0:
             raise TypeError(
-                f'per_rank_batches: leaf {name} is a {type(x).__name__} without rows, and remainder="mask" needs arrays '
+                f"per_rank_batches: leaf {name} is a {type(x).__name__} without rows, and "
+                'remainder="mask" needs arrays '
                 "that share their first axis. Take it out of the batch."
             )
         arrays[name], rows[name] = (x.shape[1:], str(x.dtype)), len(x)
     if len({*rows.values()}) != 1 or not min(rows.values()):
         raise ValueError(
-            f'per_rank_batches: the leaves of a batch have {rows or "no"} rows, and remainder="mask" needs arrays that share '
+            f"per_rank_batches: the leaves of a batch have {rows or 'no'} rows, and "
+            'remainder="mask" needs arrays that share '
             "their first axis, of 1 row or more. Give all leaves the same."
         )
     names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(batch)]

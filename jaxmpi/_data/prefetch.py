@@ -23,40 +23,48 @@ from jaxmpi._leaves import PyTree, check_fits, leaf_name
 __all__ = ["Prefetched", "Reading", "prefetch"]
 
 
-def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = None) -> "Prefetched | PerRankBatches":
+def prefetch(
+    batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = None
+) -> "Prefetched | PerRankBatches":
     """Return an iterator over the same batches, each on this rank's device before it is asked for.
 
-    A thread reads up to `ahead` batches beside the one in use, and copies their NumPy arrays; other leaves stay as they
-    are. Reading must not communicate: collectives belong to the main thread.
+    A thread reads up to `ahead` batches beside the one in use, and copies their NumPy arrays; other
+    leaves stay as they are. Reading must not communicate: collectives belong to the main thread.
 
-    A `for` loop over it runs to the end of an epoch, and the next loop is the next epoch. A loop that is left early loses
-    nothing: the next one goes on behind the last batch that was used, also where `batches` is an iterator and is given to
-    `prefetch` again.
+    A `for` loop over it runs to the end of an epoch, and the next loop is the next epoch. A loop
+    that is left early loses nothing: the next one goes on behind the last batch that was used, also
+    where `batches` is an iterator and is given to `prefetch` again.
 
-    **Collective:** no, but for `jaxmpi.batches`, of which the ranks compare the arguments when an epoch begins.
-    **Communication:** none but that.
+    **Collective:** no, but for `jaxmpi.batches`, of which the ranks compare the arguments when an
+    epoch begins. **Communication:** none but that.
 
     Args:
-        batches: Anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a generator.
+        batches: Anything to iterate over: `jaxmpi.batches`, a Grain or torch DataLoader, a
+          generator.
         ahead: How many batches wait on the device.
-        read: With `jaxmpi.batches` only: a function that gets them when an epoch begins, and returns what is to be
-            iterated over in their place, with one batch for each: a loader that reads the rows, a generator that augments
-            them. The state stays that of `batches`.
+        read: With `jaxmpi.batches` only: a function that gets them when an epoch begins, and
+            returns what is to be iterated over in their place, with one batch for each: a loader
+            that reads the rows, a generator that augments them. The state stays that of `batches`.
 
     Returns:
-        An iterator; `next` works, too. Its `state` is a small dict that goes into a checkpoint: the place behind the last
-        batch that it has given out, across epochs. Assign it to go on from there. For `jaxmpi.batches` it is equal on all
-        ranks and holds for any number of them. For other loaders it counts batches, which are read again and left out; a
-        loader with `get_state` and `set_state` (Grain's), or `state_dict` and `load_state_dict` (PyTorch's), goes on by
-        itself, and the state has its own in a `PerRankState`. `epoch` and `position` are those of the last batch, where
-        `batches` has them; `close()` ends the thread.
+        An iterator; `next` works, too. Its `state` is a small dict that goes into a checkpoint: the
+        place behind the last batch that it has given out, across epochs. Assign it to go on from
+        there. For `jaxmpi.batches` it is equal on all ranks and holds for any number of them. For
+        other loaders it counts batches, which are read again and left out; a loader with
+        `get_state` and `set_state` (Grain's), or `state_dict` and `load_state_dict` (PyTorch's),
+        goes on by itself, and the state has its own in a `PerRankState`. `epoch` and `position` are
+        those of the last batch, where `batches` has them; `close()` ends the thread.
 
     Raises:
-        ValueError: `ahead` is below 1; `read` has not returned one batch for each; a state belongs to something else.
-        TypeError: `read` without `jaxmpi.batches`; `batches` cannot be iterated; a loader's state holds what cannot go into a
-            checkpoint; a batch holds text or objects as an array, with its path.
-        OverflowError: A batch holds numbers that 32 bits cannot hold, without the option jax_enable_x64, with their path.
-        RuntimeError: An iterator that has ended is iterated again. What reading raises is raised here, too.
+        ValueError: `ahead` is below 1; `read` has not returned one batch for each; a state belongs
+          to something else.
+        TypeError: `read` without `jaxmpi.batches`; `batches` cannot be iterated; a loader's state
+            holds what cannot go into a checkpoint; a batch holds text or objects as an array, with
+            its path.
+        OverflowError: A batch holds numbers that 32 bits cannot hold, without the option
+          jax_enable_x64, with their path.
+        RuntimeError: An iterator that has ended is iterated again. What reading raises is raised
+          here, too.
 
     >>> import jaxmpi, numpy as np
     >>> loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(8.0), 4))
@@ -66,15 +74,23 @@ def prefetch(batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = N
     {'epoch': 1, 'position': 0, 'order': '8 samples in order'}
     """
     if isinstance(ahead, bool) or not isinstance(ahead, int):
-        raise TypeError(f"prefetch: ahead is {ahead!r}. It is a number of batches: an int of 1 or more.")
+        raise TypeError(
+            f"prefetch: ahead is {ahead!r}. It is a number of batches: an int of 1 or more."
+        )
     if ahead < 1:
         raise ValueError(f"prefetch: ahead is {ahead}. It is a number of batches: 1 or more.")
     if isinstance(batches, Prefetched | PerRankBatches):
         if read is not None:
-            raise TypeError("prefetch: read needs jaxmpi.batches, and was given with what is read ahead. Pass the batches.")
+            raise TypeError(
+                "prefetch: read needs jaxmpi.batches, and was given with what is read ahead. Pass "
+                "the batches."
+            )
         return batches
     if not isinstance(batches, Iterable):
-        raise TypeError(f"prefetch: batches is a {type(batches).__name__}. Pass a loader, an iterator or a list of batches.")
+        raise TypeError(
+            f"prefetch: batches is a {type(batches).__name__}. Pass a loader, an iterator or a "
+            "list of batches."
+        )
     return Prefetched(_reading(batches, ahead, read))
 
 
@@ -148,7 +164,8 @@ class Reading:
         if self._items is None:
             if self._over and self.feed.stream:
                 raise RuntimeError(
-                    "prefetch: the batches come from an iterator, which has begun and ended. Make a new one for each epoch."
+                    "prefetch: the batches come from an iterator, which has begun and ended. Make "
+                    "a new one for each epoch."
                 )
             self._over = False
             self.mark = self.feed.begin()
@@ -192,7 +209,8 @@ class Reading:
                 if self.feed.may_end:
                     return
                 raise ValueError(
-                    f"prefetch: the state is behind {state['batches']} batches, more than the iterator has. "
+                    f"prefetch: the state is behind {state['batches']} batches, more than the "
+                    "iterator has. "
                     "Pass the state of a run over the same data."
                 ) from None
 
@@ -286,16 +304,18 @@ def _on_device(path: KeyPath, x: Any) -> Any:
     check_fits("prefetch", path, x)
     if x.dtype.kind in "USO":
         raise TypeError(
-            f"prefetch: leaf {leaf_name(path)} of a batch has dtype {x.dtype}, which no device holds. Take it out of "
+            f"prefetch: leaf {leaf_name(path)} of a batch has dtype {x.dtype}, which no device "
+            "holds. Take it out of "
             "the batch, make numbers of it, or pass it as a list."
         )
     return jax.device_put(x, may_alias=False)
 
 
-# Streams, by the identity of the iterator, so that a second `prefetch` of one goes on with what the first
-# has read ahead. An identity holds as long as the reading, which holds the iterator.
+# Streams, by the identity of the iterator, so that a second `prefetch` of one goes on with what the
+# first has read ahead. An identity holds as long as the reading, which holds the iterator.
 _streams: weakref.WeakValueDictionary[int, Reading] = weakref.WeakValueDictionary()
-_left: dict[int, Reading] = {}  # those that no `Prefetched` has, of iterators that somebody else has
+# those that no `Prefetched` has, of iterators that somebody else has
+_left: dict[int, Reading] = {}
 
 
 def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Reading:
@@ -307,7 +327,8 @@ def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Readin
         return Reading(BatchesFeed(batches, read), ahead)
     if read is not None:
         raise TypeError(
-            f"prefetch: read needs jaxmpi.batches, and batches is a {type(batches).__name__}. Pass the batches, or leave "
+            f"prefetch: read needs jaxmpi.batches, and batches is a {type(batches).__name__}. Pass "
+            "the batches, or leave "
             "read out."
         )
     reading = _streams.get(id(batches))

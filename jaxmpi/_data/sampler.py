@@ -30,7 +30,9 @@ class Shard(Sequence[PyTree]):
         try:
             rows = self._rows[index]
         except IndexError:
-            raise IndexError(f"shard: index {index} is outside the {len(self)} samples of this rank.") from None
+            raise IndexError(
+                f"shard: index {index} is outside the {len(self)} samples of this rank."
+            ) from None
         return self._source.view(rows) if isinstance(rows, range) else self._source.sample(rows)
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -77,7 +79,9 @@ class Batches(Iterable[PyTree]):
         remainder: Literal["drop", "mask"] = "drop",
     ) -> None:
         self._source = _open("batches", data)
-        self._batch_size = _int("batch_size", batch_size, 1, "Pass the samples per step over all ranks.")
+        self._batch_size = _int(
+            "batch_size", batch_size, 1, "Pass the samples per step over all ranks."
+        )
         epoch = _int("epoch", epoch, 0, "Pass the number of the epoch, from 0.")
         if seed is not None:
             advice = "Pass None to keep the order of the data, or an int to shuffle it."
@@ -88,7 +92,8 @@ class Batches(Iterable[PyTree]):
             raise ValueError(f'batches: remainder is {remainder!r}. Pass "drop" or "mask".')
         if remainder == "drop" and self._batch_size % size:
             raise RankCountError(
-                f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share equally. "
+                f"batches: batch_size is {self._batch_size}, which {size} ranks cannot share "
+                "equally. "
                 f'Use a multiple of {size}, or remainder="mask".'
             )
         self.agree: Callable[[], None] = lambda: None
@@ -137,11 +142,14 @@ class Batches(Iterable[PyTree]):
             )
         if state["order"] != self._order_name():
             raise ValueError(
-                f"batches: the state belongs to {state['order']}, and this is {self._order_name()}, "
+                f"batches: the state belongs to {state['order']}, and this is "
+                f"{self._order_name()}, "
                 "where its position means other samples. Use the data and the seed of that run, "
                 "or begin an epoch with epoch=."
             )
-        epoch = _int("the state's epoch", state["epoch"], 0, "Pass the state of a run over this data.")
+        epoch = _int(
+            "the state's epoch", state["epoch"], 0, "Pass the state of a run over this data."
+        )
         self.go_to(Cursor(epoch, self._checked_position(state["position"])))
 
     def __len__(self) -> int:
@@ -196,7 +204,9 @@ class Batches(Iterable[PyTree]):
     def _steps(self, position: int) -> int:
         """The steps of an epoch that follow a position."""
         left = self.samples - position
-        return left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
+        return (
+            left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)
+        )
 
     def _order_name(self) -> str:
         how = "in order" if self._seed is None else f"shuffled by seed {self._seed}"
@@ -206,7 +216,9 @@ class Batches(Iterable[PyTree]):
         advice = "Pass the position of an earlier run over this data, or 0."
         position = _int("start", position, 0, advice)
         if position > self.samples:
-            raise ValueError(f"batches: start is {position}, and the data has {self.samples} samples. {advice}")
+            raise ValueError(
+                f"batches: start is {position}, and the data has {self.samples} samples. {advice}"
+            )
         return position
 
     def _rows(self, lo: int, hi: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -224,7 +236,9 @@ def _part(n: int, rank: int, size: int) -> range:
 def _order(n: int, seed: int | None, epoch: int) -> range | npt.NDArray[np.int64]:
     if seed is None:
         return range(n)
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(
+        n
+    )
 
 
 def _int(argument: str, value: int, least: int, advice: str) -> int:
@@ -239,5 +253,8 @@ def _int(argument: str, value: int, least: int, advice: str) -> int:
 
 def _open(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
     if isinstance(data, Shard):
-        raise TypeError(f"{function}: data is a Shard, which is split over the ranks already. Pass the whole data.")
+        raise TypeError(
+            f"{function}: data is a Shard, which is split over the ranks already. Pass the whole "
+            "data."
+        )
     return open_source(function, data)

@@ -35,14 +35,22 @@ class Arrays:
     """A pytree of arrays: a sample is the pytree of their rows."""
 
     def __init__(self, function: str, tree: PyTree) -> None:
-        leaves = [(jax.tree_util.keystr(path) or "data", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+        leaves = [
+            (jax.tree_util.keystr(path) or "data", leaf)
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        ]
         if not leaves:
-            raise TypeError(f"{function}: data is {tree!r}, which holds no arrays. Pass arrays or a list of samples.")
+            raise TypeError(
+                f"{function}: data is {tree!r}, which holds no arrays. Pass arrays or a list of "
+                "samples."
+            )
         for name, leaf in leaves:
             if not isinstance(leaf, np.ndarray | jax.Array) or leaf.ndim == 0:
                 raise TypeError(
-                    f"{function}: leaf {name} is of type {type(leaf).__name__} and shape {np.shape(leaf)}, "
-                    "not an array of samples. Pass a NumPy or JAX array there, or a list of samples as the data."
+                    f"{function}: leaf {name} is of type {type(leaf).__name__} and shape "
+                    f"{np.shape(leaf)}, "
+                    "not an array of samples. Pass a NumPy or JAX array there, or a list of "
+                    "samples as the data."
                 )
             if len(leaf) != len(leaves[0][1]):
                 raise ValueError(
@@ -59,7 +67,11 @@ class Arrays:
 
     def view(self, rows: range) -> PyTree:
         # A range that counts down to row 0 stops at -1, which a slice would take for the last row.
-        index = slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step) if rows else slice(0)
+        index = (
+            slice(rows.start, rows.stop if rows.stop >= 0 else None, rows.step)
+            if rows
+            else slice(0)
+        )
         return jax.tree.map(lambda leaf: leaf[index], self._tree)
 
     def gather(self, rows: npt.NDArray[np.int64]) -> PyTree:
@@ -85,20 +97,26 @@ class Samples:
         samples = list(self._data.__getitems__(rows))
         if len(samples) != len(rows):
             raise ValueError(
-                f"{self._function}: {type(self._data).__name__}.__getitems__ returned {len(samples)} samples for "
+                f"{self._function}: {type(self._data).__name__}.__getitems__ returned "
+                f"{len(samples)} samples for "
                 f"{len(rows)} indices. Return a list with one sample for each."
             )
         return samples
 
     def gather(self, rows: npt.NDArray[np.int64]) -> PyTree:
         samples = self.view(rows.tolist())
-        samples = [jax.tree.map(np.asarray, sample, is_leaf=lambda x: isinstance(x, list)) for sample in samples]
+        samples = [
+            jax.tree.map(np.asarray, sample, is_leaf=lambda x: isinstance(x, list))
+            for sample in samples
+        ]
         layout = _layout(samples[0])
         for row, sample in zip(rows, samples, strict=True):
             if _layout(sample) != layout:
                 raise ValueError(
-                    f"{self._function}: sample {row} has the shapes {jax.tree.map(np.shape, sample)}, and sample "
-                    f"{rows[0]} has {jax.tree.map(np.shape, samples[0])}. Pad or crop the samples to one shape."
+                    f"{self._function}: sample {row} has the shapes "
+                    f"{jax.tree.map(np.shape, sample)}, and sample "
+                    f"{rows[0]} has {jax.tree.map(np.shape, samples[0])}. Pad or crop the samples "
+                    "to one shape."
                 )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
 
@@ -110,11 +128,14 @@ def _layout(sample: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]]]:
 
 def open_source(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
     """The adapter for `data`, or an error in the name of `function` that says what can be passed."""
-    if isinstance(data, np.ndarray | jax.Array) or not (isinstance(data, list) or jax.tree_util.all_leaves([data])):
+    if isinstance(data, np.ndarray | jax.Array) or not (
+        isinstance(data, list) or jax.tree_util.all_leaves([data])
+    ):
         return Arrays(function, data)
     if isinstance(data, list) and _is_columns(data):
         raise TypeError(
-            f"{function}: data is a list of {len(data)} arrays with {len(data[0])} rows each, and a list is one of samples. "
+            f"{function}: data is a list of {len(data)} arrays with {len(data[0])} rows each, and "
+            "a list is one of samples. "
             "Pass a tuple of the arrays; or, where each array is one sample, np.stack(data)."
         )
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, RandomAccess):

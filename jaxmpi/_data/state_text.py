@@ -21,7 +21,8 @@ def to_text(state: object) -> str:
     """Return a state as text; `from_text` gives it back, with types.
 
     Raises:
-        TypeError: It holds something that is no number, text, bytes, array or container, with its path.
+        TypeError: It holds something that is no number, text, bytes, array or container, with its
+          path.
     """
     return json.dumps(_encoded(state, "the state"), separators=(",", ":"))
 
@@ -53,13 +54,18 @@ def _encoded(x: object, path: str) -> Any:
     if torch is not None and isinstance(x, torch.Tensor):
         return {"$tensor": _array(x.detach().cpu().numpy())}
     raise TypeError(
-        f"prefetch: {path} is a {type(x).__name__}, and a state that goes into a checkpoint holds numbers, text, "
+        f"prefetch: {path} is a {type(x).__name__}, and a state that goes into a checkpoint holds "
+        "numbers, text, "
         "bytes, arrays, lists and dicts. Have the loader's state hold these."
     )
 
 
 def _array(x: np.ndarray) -> list[Any]:
-    return [x.dtype.str, list(x.shape), base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()]
+    return [
+        x.dtype.str,
+        list(x.shape),
+        base64.b64encode(np.ascontiguousarray(x).tobytes()).decode(),
+    ]
 
 
 def _decoded(x: Any) -> Any:

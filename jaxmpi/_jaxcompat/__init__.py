@@ -11,7 +11,14 @@ runtime   what JAX does in this process
 versions  of JAX, that these were tested with
 """
 
-from jaxmpi._jaxcompat.compiled import Entries, compile_entry, keep_compiled, load_entry, module_digest, module_text
+from jaxmpi._jaxcompat.compiled import (
+    Entries,
+    compile_entry,
+    keep_compiled,
+    load_entry,
+    module_digest,
+    module_text,
+)
 from jaxmpi._jaxcompat.jaxprs import (
     AnyJaxpr,
     axis_effect,

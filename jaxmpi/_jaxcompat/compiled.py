@@ -57,7 +57,8 @@ def module_digest(lowered: Lowered) -> str:
         return ""
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
     flags = options.executable_build_options.debug_options
-    flags.xla_gpu_kernel_cache_file = flags.xla_gpu_per_fusion_autotune_cache_dir = ""  # folders of each rank
+    # folders of each rank
+    flags.xla_gpu_kernel_cache_file = flags.xla_gpu_per_fusion_autotune_cache_dir = ""
     digest = hashlib.blake2b(repr(lowered._lowering._compiler_options_kvs).encode(), digest_size=16)
     cache_key._hash_serialized_compile_options(digest, options)
     module = lowered.compiler_ir("stablehlo")
@@ -152,7 +153,8 @@ def keep_compiled(entries: Entries) -> None:
         _path = None
 
         def _entries(self) -> Entries:
-            if not (folder := jax.config.jax_compilation_cache_dir):  # which a script may name later
+            # which a script may name later
+            if not (folder := jax.config.jax_compilation_cache_dir):
                 return entries
             if folder not in folders:
                 folders[folder] = compilation_cache.get_file_cache(folder)[0]

@@ -60,7 +60,9 @@ def kept_with_jaxpr(function: F) -> F:
 def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> J:
     """The same jaxpr with other equations, and other variables for its outputs."""
     inner, _ = parts(jaxpr)
-    edited = inner.replace(eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars))
+    edited = inner.replace(
+        eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars)
+    )
     return edited if inner is jaxpr else jaxpr.replace(jaxpr=edited)
 
 
@@ -89,7 +91,10 @@ def is_axis_effect(effect: Hashable) -> bool:
 
 def needs_one_device(effect: Hashable) -> bool:
     """Return whether JAX keeps the order of this effect in programs of one device only, as that of an ordered print."""
-    ordered, shardable = effects.ordered_effects, getattr(effects, "shardable_ordered_effects", None)
+    ordered, shardable = (
+        effects.ordered_effects,
+        getattr(effects, "shardable_ordered_effects", None),
+    )
     return ordered.contains(effect) and not (shardable and shardable.contains(effect))
 
 
@@ -108,7 +113,10 @@ def with_axis_renamed(jaxpr: J, old: str, new: str) -> J:
             elif hasattr(value, "eqns"):
                 params[key] = with_axis_renamed(value, old, new)
             elif isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
-                items = [with_axis_renamed(item, old, new) if hasattr(item, "eqns") else item for item in value]
+                items = [
+                    with_axis_renamed(item, old, new) if hasattr(item, "eqns") else item
+                    for item in value
+                ]
                 params[key] = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         eqns.append(eqn.replace(params=params, effects=_renamed_effects(eqn.effects, old, new)))
     edited = inner.replace(eqns=eqns, effects=_renamed_effects(inner.effects, old, new))
@@ -122,7 +130,9 @@ def _renamed(axes: object, old: str, new: str) -> object:
 
 
 def _renamed_effects(effects: Iterable[Hashable], old: str, new: str) -> frozenset[Hashable]:
-    return frozenset(axis_effect(new) if effect == axis_effect(old) else effect for effect in effects)
+    return frozenset(
+        axis_effect(new) if effect == axis_effect(old) else effect for effect in effects
+    )
 
 
 def is_reference(aval: AbstractValue) -> bool:

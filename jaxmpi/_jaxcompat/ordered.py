@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 try:
     from jax._src import effects
     from jax._src.interpreters.mlir import TokenSet
-except ImportError:  # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
+except ImportError:
+    # a JAX in which they moved: programs keep their effects, and are dispatched more slowly
     effects = TokenSet = None  # type: ignore[assignment, misc]
 
 try:
     from jax._src.interpreters.mlir import ir_consts, jaxpr_subcomp
 
-    if not {"dim_var_values", "const_lowering", "outer_traceback"} <= set(inspect.signature(jaxpr_subcomp).parameters):
+    if not {"dim_var_values", "const_lowering", "outer_traceback"} <= set(
+        inspect.signature(jaxpr_subcomp).parameters
+    ):
         jaxpr_subcomp = None
 except ImportError:  # programs are traced again to be lowered, which takes longer
     jaxpr_subcomp = None  # type: ignore[assignment]
@@ -52,7 +55,11 @@ def ordered_effect() -> Hashable:
         __str__ = lambda self: "jaxmpi"
 
     kinds = (effects.ordered_effects, effects.lowerable_effects)
-    for allowed in (*kinds, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects):
+    for allowed in (
+        *kinds,
+        effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects,
+    ):
         allowed.add_type(InOrder)
     return allow_in_checkpoint(InOrder())
 
@@ -84,27 +91,43 @@ def ffi_call_in_order(
     """
     lower = ffi_lowering(name, operand_output_aliases=dict(in_place), has_side_effect=True)
     avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
-    *outs, token = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *xs, ctx.tokens_in.get(effect), **attributes)
+    *outs, token = lower(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        *xs,
+        ctx.tokens_in.get(effect),
+        **attributes,
+    )
     ctx.set_tokens_out(mlir.TokenSet({effect: token}))
     return outs
 
 
-def lower_with_tokens(ctx: mlir.LoweringRuleContext, *args: "ir.Value", jaxpr: ClosedJaxpr) -> Sequence["ir.Value"]:
+def lower_with_tokens(
+    ctx: mlir.LoweringRuleContext, *args: "ir.Value", jaxpr: ClosedJaxpr
+) -> Sequence["ir.Value"]:
     """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
     inner, consts = parts(jaxpr)
     tokens = TokenSet.create(list(effects.ordered_effects.filter_in(inner.effects)))
     if not _lowers_as_it_is(inner):
-        return mlir.lower_fun(as_function(jaxpr))(ctx.replace(tokens_in=tokens, tokens_out=None), *args)
-    module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
+        return mlir.lower_fun(as_function(jaxpr))(
+            ctx.replace(tokens_in=tokens, tokens_out=None), *args
+        )
+    module = (
+        ctx.module_context
+        if ctx.platforms is None
+        else ctx.module_context.replace(platforms=ctx.platforms)
+    )
     numbers = ir_consts(consts, [v.aval for v in inner.constvars])
     given = {name: getattr(ctx, name) for name in ("dim_var_values", "const_lowering")}
-    outs, _ = jaxpr_subcomp(module, inner, ctx.name_stack, tokens, numbers, *args, outer_traceback=None, **given)
+    outs, _ = jaxpr_subcomp(
+        module, inner, ctx.name_stack, tokens, numbers, *args, outer_traceback=None, **given
+    )
     return outs
 
 
 def _lowers_as_it_is(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr can be lowered without being traced again: it has no references and types of its own."""
     plain = all(
-        isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect) for effect in jaxpr.effects
+        isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect)
+        for effect in jaxpr.effects
     )
     return jaxpr_subcomp is not None and plain and not getattr(jaxpr, "is_high", False)

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-# The identities of `_axis` may stand in a linear function, such as the derivative of a mean; JAX has no rule for that.
+# The identities of `_axis` may stand in a linear function, such as the derivative of a mean; JAX
+# has no rule for that.
 ad.primitive_transposes.setdefault(ad_checkpoint.name_p, lambda cotangent, x, *, name: [cotangent])
 
 
@@ -42,8 +43,8 @@ def can_keep() -> bool:
 def keep(eqn: JaxprEqn, args: Sequence[ArrayLike]) -> list[jax.Array]:
     """Put an equation, as it stands, into the function that is being traced, with `args` for its operands.
 
-    Nothing of it is traced again, unless it has effects, or this is no plain trace, as under `vmap`, or a JAX in which that is
-    not possible.
+    Nothing of it is traced again, unless it has effects, or this is no plain trace, as under
+    `vmap`, or a JAX in which that is not possible.
     """
     if eqn.effects or not can_keep():
         return bind(eqn, args)
@@ -51,10 +52,17 @@ def keep(eqn: JaxprEqn, args: Sequence[ArrayLike]) -> list[jax.Array]:
 
 
 def _emit(
-    trace: "DynamicJaxprTrace", around: source_info_util.NameStack, eqn: JaxprEqn, args: Sequence[ArrayLike]
+    trace: "DynamicJaxprTrace",
+    around: source_info_util.NameStack,
+    eqn: JaxprEqn,
+    args: Sequence[ArrayLike],
 ) -> list[jax.Array]:
     """An equation without effects, in a plain trace and inside of the names `around`."""
-    source = eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack) if len(around) else eqn.source_info
+    source = (
+        eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack)
+        if len(around)
+        else eqn.source_info
+    )
     operands = []
     for v, x in zip(eqn.invars, args, strict=True):
         if isinstance(v, Literal):
@@ -64,7 +72,15 @@ def _emit(
         else:  # a number in its place now
             return bind(eqn, args)
     return list(
-        trace.emit_eqn(operands, [v.aval for v in eqn.outvars], eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx)
+        trace.emit_eqn(
+            operands,
+            [v.aval for v in eqn.outvars],
+            eqn.primitive,
+            eqn.params,
+            eqn.effects,
+            source,
+            eqn.ctx,
+        )
     )
 
 
@@ -79,7 +95,10 @@ def bind(eqn: JaxprEqn, args: Sequence[ArrayLike], **params: object) -> list[jax
 def at_source(eqn: JaxprEqn) -> Iterator[None]:
     """What is traced here gets the source line and the context of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
         yield
 
 
@@ -98,7 +117,13 @@ def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[ArrayLike]]:
 
         for eqn in inner.eqns:
             xs = read(eqn.invars)
-            values.update(zip(eqn.outvars, bind(eqn, xs) if eqn.effects else _emit(trace, around, eqn, xs), strict=True))
+            values.update(
+                zip(
+                    eqn.outvars,
+                    bind(eqn, xs) if eqn.effects else _emit(trace, around, eqn, xs),
+                    strict=True,
+                )
+            )
         return read(inner.outvars)
 
     return function

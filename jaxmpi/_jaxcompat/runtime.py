@@ -14,7 +14,11 @@ try:
     from jax._src import distributed
     from jax._src.lib import _jax
 
-    _ = xla_bridge.make_cpu_client, xla_bridge.register_backend_factory, _jax.make_gloo_tcp_collectives
+    _ = (
+        xla_bridge.make_cpu_client,
+        xla_bridge.register_backend_factory,
+        _jax.make_gloo_tcp_collectives,
+    )
 except (ImportError, AttributeError):
     distributed = _jax = None  # type: ignore[assignment]
 
@@ -41,7 +45,8 @@ __all__ = [
 ]
 
 
-at_top_level: Callable[[], bool] = core.trace_state_clean  # whether the caller stands outside of traced functions
+# whether the caller stands outside of traced functions
+at_top_level: Callable[[], bool] = core.trace_state_clean
 
 
 def tracing() -> bool:
@@ -85,7 +90,9 @@ def gloo_listens_at(host: str) -> None:
         client = distributed.global_state.client
         if client is None or jax.config.jax_cpu_collectives_implementation != "gloo":
             return xla_bridge.make_cpu_client()
-        return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
+        return xla_bridge.make_cpu_client(
+            _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        )
 
     if _jax is not None:
         xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
@@ -94,15 +101,20 @@ def gloo_listens_at(host: str) -> None:
 def watch_communication() -> Callable[[], bool]:
     """Return a function that any thread may call: does this process wait for a program with ordered effects?
 
-    Such a program is either being dispatched by some thread (small ones run on it), or it runs and its token, which the
-    runtime token set of the thread that called `watch_communication` holds, is not ready yet.
+    Such a program is either being dispatched by some thread (small ones run on it), or it runs and
+    its token, which the runtime token set of the thread that called `watch_communication` holds, is
+    not ready yet.
     """
-    token_set = dispatch.runtime_tokens.__dict__  # a `threading.local`: this thread's own dictionary
+    # a `threading.local`: this thread's own dictionary
+    token_set = dispatch.runtime_tokens.__dict__
 
     def waits() -> bool:
         if any(_dispatches(frame) for frame in sys._current_frames().values()):
             return True
-        return any(not token._buf.is_ready() for token in list(token_set.get("current_tokens", {}).values()))
+        return any(
+            not token._buf.is_ready()
+            for token in list(token_set.get("current_tokens", {}).values())
+        )
 
     return waits
 
@@ -128,7 +140,9 @@ def watch_pmap(report: Callable[[], None]) -> None:
 
 def _dispatches(frame: FrameType | None) -> bool:
     while frame is not None:
-        executable = frame.f_locals.get("self") if frame.f_code.co_filename.endswith("pxla.py") else None
+        executable = (
+            frame.f_locals.get("self") if frame.f_code.co_filename.endswith("pxla.py") else None
+        )
         if getattr(executable, "ordered_effects", None):
             return True
         frame = frame.f_back
@@ -156,4 +170,5 @@ def wait_for_effects() -> None:
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:
-        dispatch.runtime_tokens.clear()  # or every later program with effects of this thread would fail, too
+        # or every later program with effects of this thread would fail, too
+        dispatch.runtime_tokens.clear()

@@ -45,11 +45,14 @@ def source_line(eqn: JaxprEqn) -> str:
 def source_place(eqn: JaxprEqn) -> str:
     """The line as in `source_line`; where that is in an installed package, such as a solver's, the user's line beside it.
 
-    JAX knows the calls of an equation up to the loop or branch around it. Where none of them is the user's, it is the call
-    that runs now.
+    JAX knows the calls of an equation up to the loop or branch around it. Where none of them is the
+    user's, it is the call that runs now.
     """
     line = source_line(eqn)
-    calls = [(frame.file_name, frame.start_line) for frame in source_info_util.user_frames(eqn.source_info.traceback)]
+    calls = [
+        (frame.file_name, frame.start_line)
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    ]
     calls = [(file, number) for file, number in calls if not in_library(file)]
     if not calls or not _is_installed(calls[0][0]):
         return line
@@ -58,7 +61,10 @@ def source_place(eqn: JaxprEqn) -> str:
         if not in_library(frame.f_code.co_filename):
             calls.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    own = next((f"{os.path.basename(file)}:{number}" for file, number in calls if not _is_installed(file)), "")
+    own = next(
+        (f"{os.path.basename(file)}:{number}" for file, number in calls if not _is_installed(file)),
+        "",
+    )
     return f"{line} called from {own}" if own else line
 
 
@@ -87,7 +93,11 @@ def called_at(thread: int | None = None) -> str:
     frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None and in_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+    return (
+        f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if frame is not None
+        else ""
+    )
 
 
 def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str]:
@@ -120,5 +130,8 @@ def _is_installed(file: str) -> bool:
 
 
 def _library_folders() -> tuple[str, ...]:
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("jax", "flax", "optax", "jaxmpi"))
+    files = (
+        getattr(sys.modules.get(name), "__file__", None)
+        for name in ("jax", "flax", "optax", "jaxmpi")
+    )
     return tuple(os.path.dirname(file) + os.sep for file in files if file)

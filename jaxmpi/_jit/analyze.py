@@ -39,12 +39,14 @@ class Analysis(NamedTuple):
     """What is known of a program before it is lowered."""
 
     jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
-    replicated: Sequence[bool]  # which inputs are equal on all ranks, and compared at the first call
+    # which inputs are equal on all ranks, and compared at the first call
+    replicated: Sequence[bool]
     varies: Sequence[bool]  # which outputs may differ between the ranks
     entries: Sequence[Entry]  # what it sends
     control: Sequence[Line]  # what must be equal on all ranks for that
     carried: Carried | None = None  # of which a call may show that a mean is forgotten
-    fed: Sequence[int] = ()  # arrays of the arguments that must not all be equal, as all ranks would do the same
+    # arrays of the arguments that must not all be equal, as all ranks would do the same
+    fed: Sequence[int] = ()
 
 
 def analyze(
@@ -71,7 +73,8 @@ def analyze(
       hide: as in `lower.build`; what is not hidden may be differentiated yet.
 
     Raises:
-      ValueError: an output that is declared equal on all ranks may differ; a shard depends on more than its own elements.
+      ValueError: an output that is declared equal on all ranks may differ; a shard depends on more
+        than its own elements.
     """
     outs, title = paths_of(tree), function.title
     try:
@@ -88,19 +91,30 @@ def analyze(
         jaxpr = fold(jaxpr, backend.place.size, fuses_mean=backend.fuses_mean)
     entries = [
         entry if entry.source else entry._replace(source=(_jaxcompat.caller_line(),))
-        for entry in summary(jaxpr, backend.place.size, combine=backend.combines, overlap=backend.overlap if hide else None)
+        for entry in summary(
+            jaxpr,
+            backend.place.size,
+            combine=backend.combines,
+            overlap=backend.overlap if hide else None,
+        )
     ]
     if entries and backend.same_module and not outside:
         outside = [*map(_from_outside, constants)]
-    control = [*control_equations(jaxpr, _declared(function, tree) if entries else ()), *map(Line, outside)]
+    control = [
+        *control_equations(jaxpr, _declared(function, tree) if entries else ()),
+        *map(Line, outside),
+    ]
     fed = _fed(jaxpr, ins, outs, len(captured)) if looks and function.feeds_rows and entries else ()
     return Analysis(jaxpr, replicated, varies, entries, control, carried, fed)
 
 
-def _fed(jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int) -> Sequence[int]:
+def _fed(
+    jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
+) -> Sequence[int]:
     """The arrays of the arguments that a train step only takes, as it does a batch, beside the state that it also returns.
 
-    None for what is no such step, and for one that asks for its rank's number: it may take its rows by that.
+    None for what is no such step, and for one that asks for its rank's number: it may take its rows
+    by that.
     """
     if any(eqn.primitive.name == "axis_index" for eqn in equations(jaxpr)):
         return ()
@@ -127,12 +141,18 @@ def _varying_outputs(
       ValueError: one may differ that is declared equal on all ranks, with its name.
     """
     try:
-        return _varies(function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0), []
+        return _varies(
+            function, jaxpr, True, len(captured), replicated, tree, warn=backend.place.rank == 0
+        ), []
     except ValueError as error:
-        # Would it be right if the arrays from outside were equal on all ranks? They are compared with what is sent.
+        # Would it be right if the arrays from outside were equal on all ranks? They are compared
+        # with what is sent.
         constants = [*captured, *held(jaxpr)]
         if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
-            raise ValueError(f"{error} It has an array from outside, which counts as different: make it an argument.") from None
+            raise ValueError(
+                f"{error} It has an array from outside, which counts as different: make it an "
+                "argument."
+            ) from None
         if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
             raise
         varies = _varies(function, jaxpr, False, len(captured), replicated, tree, warn=False)
@@ -149,9 +169,10 @@ def _with_statistics(
 ) -> list[bool]:
     """The inputs that are equal on all ranks, with the statistics among the replicated arguments that stay equal.
 
-    An `nnx.BatchStat` is each rank's own, as that of BatchNorm depends on the rank's batch. `nnx.SpectralNorm` has the state of
-    a power iteration in one, which depends on the parameters and on itself alone: by induction it is equal after each
-    call if it is before the first. An output is the next value of each input with its path in an argument.
+    An `nnx.BatchStat` is each rank's own, as that of BatchNorm depends on the rank's batch.
+    `nnx.SpectralNorm` has the state of a power iteration in one, which depends on the parameters
+    and on itself alone: by induction it is equal after each call if it is before the first. An
+    output is the next value of each input with its path in an argument.
     """
     following: dict[int, list[int]] = {}
     for i, path in enumerate(ins):
@@ -161,7 +182,11 @@ def _with_statistics(
     while True:
         differ = [not (same or i in following) for i, same in enumerate(replicated)]
         varies = varying(jaxpr, [True] * captured + differ, constants=True, warn=False)
-        left = {i: after for i, after in following.items() if after and not any(varies[j] for j in after)}
+        left = {
+            i: after
+            for i, after in following.items()
+            if after and not any(varies[j] for j in after)
+        }
         if left == following:
             return [not differs for differs in differ]
         following = left
@@ -181,13 +206,19 @@ def _varies(
 
     Raises a ValueError where one may that is to be equal on all ranks, with its name.
     """
-    varies = varying(jaxpr, [outside] * captured + [not same for same in replicated], constants=outside, warn=warn)
+    varies = varying(
+        jaxpr,
+        [outside] * captured + [not same for same in replicated],
+        constants=outside,
+        warn=warn,
+    )
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
     for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
         if differs and declared:
             remedy = REMEDIES.get(function.api, REMEDIES["jaxmpi.jit"])
             raise ValueError(
-                f"{function.api}: {output_name(path)} of {function.title} is declared replicated but may differ across ranks. "
+                f"{function.api}: {output_name(path)} of {function.title} is declared replicated "
+                "but may differ across ranks. "
                 f"{remedy}"
             )
     return varies
@@ -197,10 +228,19 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     """Which arrays of the outputs must be equal on all ranks."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
-    outputs = positions(function.api, "replicated_outnums", function.outputs, len(children), f"{function.title} returns")
+    outputs = positions(
+        function.api,
+        "replicated_outnums",
+        function.outputs,
+        len(children),
+        f"{function.title} returns",
+    )
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     paths, _ = flatten_with_path(tree.unflatten(numbers))
-    return [(number in outputs or function.equal_output(path)) and not is_own(path) for path, number in paths]
+    return [
+        (number in outputs or function.equal_output(path)) and not is_own(path)
+        for path, number in paths
+    ]
 
 
 def _from_outside(x: ArrayLike) -> str:

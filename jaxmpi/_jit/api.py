@@ -20,7 +20,8 @@ from jaxmpi._world import session
 __all__ = ["anywhere", "compiled", "describe", "eager", "jit", "local"]
 
 T = TypeVar("T")
-Structure: TypeAlias = tuple[PyTreeDef, tuple[bool, ...], tuple[object, ...]]  # which leaves are arrays, and the others
+# which leaves are arrays, and the others
+Structure: TypeAlias = tuple[PyTreeDef, tuple[bool, ...], tuple[object, ...]]
 
 
 def jit(
@@ -32,25 +33,28 @@ def jit(
 ) -> Any:
     """`jax.jit` for a function of one rank's arrays, in which the ranks are the named axis `jaxmpi.AXIS`.
 
-    Inside, `jaxmpi.tree_*`, `lax.psum`, `pmean`, `pmax`, `pmin`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute` and
-    `axis_index` over the axis, and code that takes an axis name, such as Flax's BatchNorm, communicate: in branches, loops,
-    `vmap`, `jax.checkpoint` and custom derivatives, too. Collectives that don't depend on each other travel together.
-    On one rank it is `jax.jit`.
+    Inside, `jaxmpi.tree_*`, `lax.psum`, `pmean`, `pmax`, `pmin`, `psum_scatter`, `all_gather`,
+    `all_to_all`, `ppermute` and `axis_index` over the axis, and code that takes an axis name, such
+    as Flax's BatchNorm, communicate: in branches, loops, `vmap`, `jax.checkpoint` and custom
+    derivatives, too. Collectives that don't depend on each other travel together. On one rank it is
+    `jax.jit`.
 
-    **Collective:** every rank calls the function, with arguments that lead to the same collectives, in one order; each is
-    carried out whether its result is used or not. The ranks compare their programs. On the xla backend all ranks
-    run one program: shapes, constants and arrays from outside must be equal, too.
-    **Communication:** what `jaxmpi.explain` lists, and the comparison. On the native transport it travels with the program's
-    first message; where all messages are in branches, in 16 bytes of its own at the first call, and later with the next
-    message. On the others, and for a program that does not surely begin with a message to all ranks and has messages within
-    groups, it is 16 bytes of its own at every call.
+    **Collective:** every rank calls the function, with arguments that lead to the same collectives,
+    in one order; each is carried out whether its result is used or not. The ranks compare their
+    programs. On the xla backend all ranks run one program: shapes, constants and arrays from
+    outside must be equal, too. **Communication:** what `jaxmpi.explain` lists, and the comparison.
+    On the native transport it travels with the program's first message; where all messages are in
+    branches, in 16 bytes of its own at the first call, and later with the next message. On the
+    others, and for a program that does not surely begin with a message to all ranks and has
+    messages within groups, it is 16 bytes of its own at every call.
 
     Args:
       fun: the function; a decorator is returned without it.
-      replicated_argnums: positions of arguments that are equal on all ranks, such as parameters and optimizer state. All
-        others count as different.
-      replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a result that is no tuple. What
-        computes them from the last reduction on is compared, such as a learning rate.
+      replicated_argnums: positions of arguments that are equal on all ranks, such as parameters and
+        optimizer state. All others count as different.
+      replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a
+        result that is no tuple. What computes them from the last reduction on is compared, such as
+        a learning rate.
       **jit_kwargs: those of `jax.jit`.
 
     Returns:
@@ -58,10 +62,12 @@ def jit(
 
     Raises:
       RankMismatchError: when called, on every rank, if the ranks would not send the same.
-      ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks, with its path; if a branch
-        or loop with a collective depends on what may differ, with its source line; if the function changes an nnx object in
-        place and does not return it: `jaxmpi.nn.jit` is for that.
-      NotImplementedError: when traced, a collective in a place that is not supported, with its source line.
+      ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks,
+        with its path; if a branch or loop with a collective depends on what may differ, with its
+        source line; if the function changes an nnx object in place and does not return it:
+        `jaxmpi.nn.jit` is for that.
+      NotImplementedError: when traced, a collective in a place that is not supported, with its
+        source line.
 
     >>> import jax, jaxmpi
     >>> step = jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS))
@@ -69,16 +75,28 @@ def jit(
     3.0
     """
     if fun is None:
-        return partial(jit, replicated_argnums=replicated_argnums, replicated_outnums=replicated_outnums, **jit_kwargs)
+        return partial(
+            jit,
+            replicated_argnums=replicated_argnums,
+            replicated_outnums=replicated_outnums,
+            **jit_kwargs,
+        )
     return Step(describe(fun, replicated_argnums, replicated_outnums, jit_kwargs), jit_kwargs)
 
 
 def describe(
-    fun: Callable[..., PyTree], argnums: int | Sequence[int], outnums: int | Sequence[int], jit_kwargs: Mapping[str, Any]
+    fun: Callable[..., PyTree],
+    argnums: int | Sequence[int],
+    outnums: int | Sequence[int],
+    jit_kwargs: Mapping[str, Any],
 ) -> Function:
     """A function, its arguments and outputs that are equal on all ranks, and what the options of `jax.jit` say of them."""
-    static = choose_arguments(fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames"))
-    donated = choose_arguments(fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames"))
+    static = choose_arguments(
+        fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames")
+    )
+    donated = choose_arguments(
+        fun, jit_kwargs.get("donate_argnums"), jit_kwargs.get("donate_argnames")
+    )
     outputs = (outnums,) if isinstance(outnums, int) else tuple(outnums)
     return Function(fun, static, donated, choose_arguments(fun, argnums, ()), outputs)
 
@@ -86,9 +104,9 @@ def describe(
 def local(tree: PyTree) -> PyTree:
     """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
 
-    What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back in as they are; but JAX
-    refuses to add them to an array that is committed to a device, and plain `jax.jit` would run them on all ranks. On the
-    other backends nothing changes. Nothing is copied.
+    What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back
+    in as they are; but JAX refuses to add them to an array that is committed to a device, and plain
+    `jax.jit` would run them on all ranks. On the other backends nothing changes. Nothing is copied.
 
     Args:
       tree: any pytree.
@@ -100,7 +118,9 @@ def local(tree: PyTree) -> PyTree:
     return jax.tree.map(backend.unwrap, tree) if backend.global_arrays else tree
 
 
-def eager(fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs: object) -> Callable[..., T]:
+def eager(
+    fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs: object
+) -> Callable[..., T]:
     """Make a step of a function of this module's callers: compiled once for each kind of arguments.
 
     Args:
@@ -129,8 +149,8 @@ def eager(fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs
 def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callable[..., T]:
     """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
 
-    Keep what this returns: it holds what was compiled, and another one compiles again. `sends` is as in
-    `eager`.
+    Keep what this returns: it holds what was compiled, and another one compiles again. `sends` is
+    as in `eager`.
     """
     step = eager(fun, name, sends=sends)
 
@@ -153,8 +173,12 @@ def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
         if _jaxcompat.tracing():
             return fun(*args)
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_per_rank)
-        arrays = [isinstance(x, jax.Array | np.ndarray | np.generic) or is_per_rank(x) for x in leaves]
-        constants = tuple(None if is_array else x for x, is_array in zip(leaves, arrays, strict=True))
+        arrays = [
+            isinstance(x, jax.Array | np.ndarray | np.generic) or is_per_rank(x) for x in leaves
+        ]
+        constants = tuple(
+            None if is_array else x for x, is_array in zip(leaves, arrays, strict=True)
+        )
         given = [x for x, is_array in zip(leaves, arrays, strict=True) if is_array]
         return step((treedef, tuple(arrays), constants), given)
 
@@ -164,4 +188,6 @@ def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
 def _joined(structure: Structure, given: Sequence[Leaf]) -> tuple[PyTree, ...]:
     treedef, arrays, constants = structure
     left = iter(given)
-    return treedef.unflatten([next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)])
+    return treedef.unflatten(
+        [next(left) if is_array else x for is_array, x in zip(arrays, constants, strict=True)]
+    )

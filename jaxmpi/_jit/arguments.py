@@ -29,7 +29,11 @@ def kinds(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree])
 
 
 def wrapped(
-    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], leaves: list[Leaf], backend: Backend
+    function: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    leaves: list[Leaf],
+    backend: Backend,
 ) -> list[Leaf]:
     """Return the arrays of a call as programs of `backend` take them; what it cannot take is refused by name."""
     try:
@@ -39,11 +43,14 @@ def wrapped(
         raise
 
 
-def checked(function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend) -> Arrays:
+def checked(
+    function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend
+) -> Arrays:
     """The same as `kinds`, of arguments that a program of `backend` can take.
 
     Raises:
-      TypeError: an argument is no array, or holds values of simulated ranks where none are, with its name.
+      TypeError: an argument is no array, or holds values of simulated ranks where none are, with
+        its name.
       ValueError: `replicated_argnums` names a position that is not there.
     """
     arrays = kinds(function, args, kwargs)
@@ -58,7 +65,8 @@ def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) 
     """Raise a TypeError that names the first value of simulated ranks among the arguments."""
     if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
         raise TypeError(
-            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, the values of simulated ranks, and "
+            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, the "
+            "values of simulated ranks, and "
             "this is no `with jaxmpi.simulate(n)`. Pass this rank's own array."
         )
 
@@ -77,7 +85,8 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
         shape = aval.shape[1:] if is_per_rank(leaf) else aval.shape
     except (TypeError, AttributeError) as error:
         raise TypeError(
-            f"{function.api}: {argument_name(path)} of {function.title} is a {type(leaf).__name__}, and no array or number. "
+            f"{function.api}: {argument_name(path)} of {function.title} is a "
+            f"{type(leaf).__name__}, and no array or number. "
             "Name the argument in static_argnames, or take it out."
         ) from error
     if (
@@ -86,12 +95,15 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
         and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     ):
         raise ValueError(
-            f"{function.api}: {argument_name(path)} of {function.title} is a global array of shape {list(shape)}, of which "
-            "each process holds a part. Pass this rank's part, x.addressable_data(0), or build it over jax.local_devices()."
+            f"{function.api}: {argument_name(path)} of {function.title} is a global array of shape "
+            f"{list(shape)}, of which "
+            "each process holds a part. Pass this rank's part, x.addressable_data(0), or build it "
+            "over jax.local_devices()."
         )
     if _jaxcompat.is_reference(aval):
         raise TypeError(
-            f"{function.api}: {argument_name(path)} of {function.title} is a reference, which cannot be an argument. "
+            f"{function.api}: {argument_name(path)} of {function.title} is a reference, which "
+            "cannot be an argument. "
             "Pass its value, ref[...], and return the new one."
         )
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -101,5 +113,8 @@ def positions(api: str, option: str, numbers: Iterable[int], count: int, what: s
     """Positions below `count`, counted from the end where they are negative."""
     for i in numbers:
         if not -count <= i < count:
-            raise ValueError(f"{api}: {option} has {i}, and {what} {count}. Name positions from 0 to {count - 1}.")
+            raise ValueError(
+                f"{api}: {option} has {i}, and {what} {count}. Name positions from 0 to "
+                f"{count - 1}."
+            )
     return {i % count for i in numbers}

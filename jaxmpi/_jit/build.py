@@ -41,11 +41,19 @@ class _Flat:
 
     tree: PyTreeDef  # of the outputs, once it was called
 
-    def __init__(self, function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], treedef: PyTreeDef) -> None:
+    def __init__(
+        self,
+        function: Function,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        treedef: PyTreeDef,
+    ) -> None:
         self._function, self._args, self._kwargs, self._treedef = function, args, kwargs, treedef
 
     def __call__(self, *xs: Leaf) -> list[Leaf]:
-        args, kwargs = self._function.with_arrays(self._treedef.unflatten(xs), self._args, self._kwargs)
+        args, kwargs = self._function.with_arrays(
+            self._treedef.unflatten(xs), self._args, self._kwargs
+        )
         outs, self.tree = jax.tree.flatten(watched(self._function)(*args, **kwargs))
         return outs
 
@@ -61,7 +69,8 @@ def build_program(
 ) -> Program:
     """Trace a function for arguments like these, check it and make it a program of `backend`.
 
-    `hide` is as in `lower.build`. `traced` is the function where it was traced before, and the structure of its outputs.
+    `hide` is as in `lower.build`. `traced` is the function where it was traced before, and the
+    structure of its outputs.
     """
     paths, treedef, avals = checked(function, args, kwargs, backend)
     ins, per_rank = [path for path, _ in paths], [is_per_rank(leaf) for _, leaf in paths]
@@ -74,7 +83,10 @@ def build_program(
         tree = flat.tree
     outs = paths_of(tree)
     replicated = [function.replicates(path) and not is_own(path) for path in ins]
-    arguments = [f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}" for path, a in zip(ins, avals, strict=True)]
+    arguments = [
+        f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
+        for path, a in zip(ins, avals, strict=True)
+    ]
     found = Analysis(jaxpr, replicated, [False] * len(outs), [], [])
     if size > 1:
         if not backend.takes_references:
@@ -84,7 +96,9 @@ def build_program(
         with collection_paused():
             found = analyze(function, jaxpr, captured, ins, replicated, tree, backend, hide=hide)
         replicated = [*found.replicated]
-        if names := [argument for argument, same in zip(arguments, replicated, strict=True) if same]:
+        if names := [
+            argument for argument, same in zip(arguments, replicated, strict=True) if same
+        ]:
             parameters = [*parameters, (f"{function.title} replicates {', '.join(names)}", "")]
     entries = found.entries
     signature = Signature(
@@ -98,7 +112,9 @@ def build_program(
     )
     stacked = [False] * len(captured) + per_rank
     with collection_paused():
-        program, finish = lower.build(found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide)
+        program, finish = lower.build(
+            found.jaxpr, backend, stacked, entries, signature.fingerprint, hide=hide
+        )
 
     def call(leaves: Sequence[Leaf]) -> list[Leaf]:
         arrays = [leaf.stack if is_per_rank(leaf) else leaf for leaf in leaves]
@@ -114,8 +130,18 @@ def build_program(
         arguments=arguments,
         donated=[function.donated.hold(path) for path in ins],
         outputs=[output_name(path) for path in outs],
-        equal=(replicated, [not differs and not is_own(path) for path, differs in zip(outs, found.varies, strict=True)]),
-        scalars=[i for i, (same, a) in enumerate(zip(replicated, avals, strict=True)) if same and a.shape == ()],
+        equal=(
+            replicated,
+            [
+                not differs and not is_own(path)
+                for path, differs in zip(outs, found.varies, strict=True)
+            ],
+        ),
+        scalars=[
+            i
+            for i, (same, a) in enumerate(zip(replicated, avals, strict=True))
+            if same and a.shape == ()
+        ],
         captured=captured,
         carried=found.carried,
         fed=found.fed,

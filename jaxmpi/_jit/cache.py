@@ -16,14 +16,19 @@ from jaxmpi._leaves import PyTree
 __all__ = ["Programs"]
 
 Found = tuple[Program, Run, list[Leaf], list[str]]  # what runs it, and the arguments as below
-Known: TypeAlias = tuple[Program, Run, PyTreeDef, tuple[object, ...]]  # the structure and the key of the calls that it is for
+# the structure and the key of the calls that it is for
+Known: TypeAlias = tuple[Program, Run, PyTreeDef, tuple[object, ...]]
 
 
 class Programs:
     """The programs of a function on one backend, compiled with these options of `jax.jit`; the last used is tried first."""
 
     def __init__(
-        self, function: Function, backend: Backend, options: Mapping[str, object], announce: Callable[[Program], None]
+        self,
+        function: Function,
+        backend: Backend,
+        options: Mapping[str, object],
+        announce: Callable[[Program], None],
     ) -> None:
         self._function, self._backend, self._options = function, backend, options
         self._announce = announce  # called with each new one

@@ -18,12 +18,16 @@ __all__ = ["ComparesBefore"]
 class ComparesBefore(Executor):
     """The ranks compare their programs before each call."""
 
-    def _run(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None) -> PyTree:
+    def _run(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
+    ) -> PyTree:
         program, run, leaves, numbers = self._programs.find(args, kwargs)
         if not program.statement:  # what sends nothing may run on any rank alone
             return run(leaves)[1]
         signature, unseen = program.signature, self._is_unseen(program)
-        compare.check_consistent(self._backend, signature.of_call(numbers), partial(signature.details, numbers))
+        compare.check_consistent(
+            self._backend, signature.of_call(numbers), partial(signature.details, numbers)
+        )
         self._note_run(program)
         if unseen:
             compile_once(self._backend, self._function.title, partial(program.lower, leaves))

@@ -20,7 +20,9 @@ __all__ = ["ComparesInline"]
 class ComparesInline(Executor):
     """The program's own messages compare it. Each line of `_run` is one that a step of 1 ms notices."""
 
-    def _run(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None) -> PyTree:
+    def _run(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
+    ) -> PyTree:
         jitted = self._jitted
         if (thread := get_ident()) != self._turn.thread:
             self._take_turn(args, kwargs)
@@ -38,7 +40,8 @@ class ComparesInline(Executor):
                 _jaxcompat.dispatch_in_c(jitted.with_end)
                 end, out = jitted.with_end(*args, **kwargs)
             self._ends[thread] = end
-            if jitted.traced:  # an error is likelier in a first call than later, and raised here it has its own class
+            # an error is likelier in a first call than later, and raised here it has its own class
+            if jitted.traced:
                 program, jitted.traced = jitted.traced, None
                 jax.block_until_ready(end)
                 self._note_run(program)
@@ -53,13 +56,16 @@ class ComparesInline(Executor):
     def _take_turn(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
         """Take the turn to communicate for this thread; a program that sends nothing does not need it.
 
-        The first turn of the main thread is taken without a look at the program, which would be traced for that alone.
+        The first turn of the main thread is taken without a look at the program, which would be
+        traced for that alone.
         """
         first = not self._turn.thread and current_thread() is main_thread()
         if first or self._programs.find(args, kwargs)[0].statement:
             self._turn.take()
 
-    def _compile(self, program: Program, unseen: bool, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    def _compile(
+        self, program: Program, unseen: bool, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
         """Compile a new program; the ranks agree before on one that they have not seen, as its own messages come too late."""
         self._jitted.ready, program.compiled_once = program, True  # for the trace of `lower`
         lower, title = partial(self._jitted.with_end.lower, *args, **kwargs), self._function.title

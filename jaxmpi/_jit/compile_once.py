@@ -1,11 +1,13 @@
 """Ranks that have agreed on a new program compile it once between them: one of them does, and the others get the executable.
 
-Which ranks can use the same executable, they find out by a digest of what each would give to XLA, and by the kind of their
-processor. The first of them compiles, or finds the program in its persistent cache, and the others wait asleep.
+Which ranks can use the same executable, they find out by a digest of what each would give to XLA,
+and by the kind of their processor. The first of them compiles, or finds the program in its
+persistent cache, and the others wait asleep.
 
-Only ranks that have just agreed on a program wait for each other so. Of programs that send what an earlier one has sent, as for
-the last batch of an epoch, a rank may come to a new one alone. It compiles without a word to the others; those of its host that
-come to the same one later take what it has left in the folder of the run.
+Only ranks that have just agreed on a program wait for each other so. Of programs that send what an
+earlier one has sent, as for the last batch of an epoch, a rank may come to a new one alone. It
+compiles without a word to the others; those of its host that come to the same one later take what
+it has left in the folder of the run.
 """
 
 import hashlib
@@ -53,7 +55,8 @@ def compile_once(backend: ProcessGroup, title: str, lower: Callable[[], Lowered]
       lower: makes the `jax.stages.Lowered` whose function is called afterwards.
 
     Raises:
-      Exception: what `lower` raises, on this rank; what the compiler raises, on all ranks that have this program.
+      Exception: what `lower` raises, on this rank; what the compiler raises, on all ranks that have
+        this program.
     """
     lowered, failure = None, None
     try:
@@ -62,7 +65,9 @@ def compile_once(backend: ProcessGroup, title: str, lower: Callable[[], Lowered]
     except Exception as error:
         digest, failure = "", error
     rank, everyone = backend.place.rank, backend.allgather_asleep((digest, kind()))
-    ranks = [r for r, theirs in enumerate(everyone) if digest and theirs == everyone[rank]] or [rank]
+    ranks = [r for r, theirs in enumerate(everyone) if digest and theirs == everyone[rank]] or [
+        rank
+    ]
     _report_kinds(backend, [of_rank for _, of_rank in everyone])
     if rank != ranks[0]:
         what = f"the compilation of {title} on rank {ranks[0]}"
@@ -88,7 +93,9 @@ def compile_alone(backend: ProcessGroup, title: str, lowered: Lowered) -> None:
         return
     name = hashlib.sha256(f"{digest} {kind()}".encode()).hexdigest()[:40]
     with long_operation(backend, f"compiling {title}, or waiting for a rank of its host that does"):
-        entry = made_once(settings.get("JAXMPI_RUN_DIR"), name, partial(_jaxcompat.compile_entry, lowered))
+        entry = made_once(
+            settings.get("JAXMPI_RUN_DIR"), name, partial(_jaxcompat.compile_entry, lowered)
+        )
         if entry is not None:
             _jaxcompat.load_entry(lowered, entry)
 
@@ -98,7 +105,12 @@ def kind() -> dict[str, str]:
     from jaxlib import version
 
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))
-    return {"processor": processor(), "jax": jax.__version__, "jaxlib": version.__version__, "XLA_FLAGS": flags}
+    return {
+        "processor": processor(),
+        "jax": jax.__version__,
+        "jaxlib": version.__version__,
+        "XLA_FLAGS": flags,
+    }
 
 
 def _compiled(lowered: Lowered) -> Outcome:
@@ -121,7 +133,11 @@ def _picklable(error: Exception) -> Exception:
     """The error, as the other ranks can raise it: with its class where that can be sent."""
     try:
         again = pickle.loads(pickle.dumps(error))  # what this process has just written
-        return error if type(again) is type(error) and str(again) == str(error) else jax.errors.JaxRuntimeError(str(error))
+        return (
+            error
+            if type(again) is type(error) and str(again) == str(error)
+            else jax.errors.JaxRuntimeError(str(error))
+        )
     except Exception:  # whatever a class of somebody else's raises
         return jax.errors.JaxRuntimeError(str(error))
 
@@ -135,7 +151,10 @@ def _report_kinds(backend: ProcessGroup, kinds: Sequence[Mapping[str, str]]) -> 
     if backend.place.rank == other:
         name = next(name for name in kinds[0] if kinds[0][name] != kinds[other][name])
         here, there = (kinds[r][name] or "unset" for r in (other, 0))
-        _say(f"{name} is {here} on rank {other} and {there} on rank 0: ranks of different kinds compile for themselves.")
+        _say(
+            f"{name} is {here} on rank {other} and {there} on rank 0: ranks of different kinds "
+            "compile for themselves."
+        )
 
 
 def _say(text: str) -> None:

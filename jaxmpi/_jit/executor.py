@@ -19,13 +19,20 @@ from jaxmpi._leaves import PyTree
 
 __all__ = ["EXPECTED", "Executor"]
 
-EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)  # where JAX meets an error of ours first
+# where JAX meets an error of ours first
+EXPECTED = (jax.errors.JaxRuntimeError, ValueError, TypeError)
 
 
 class Executor(ABC):
     """Runs the programs of one function."""
 
-    def __init__(self, function: Function, options: Mapping[str, object], backend: ProcessGroup, jitted: Jitted) -> None:
+    def __init__(
+        self,
+        function: Function,
+        options: Mapping[str, object],
+        backend: ProcessGroup,
+        jitted: Jitted,
+    ) -> None:
         self._function, self._backend, self._jitted = function, backend, jitted
         self._programs = Programs(function, backend, _flat_options(options), jitted.announce)
         self._turn, self._ends, self._concurrent = backend.turn, backend.ends, backend.concurrent
@@ -52,7 +59,11 @@ class Executor(ABC):
         return out if check is None else check(out)
 
     def run_compiled(
-        self, program: Program, compiled: Callable[..., PyTree], args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        program: Program,
+        compiled: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """Run what was compiled ahead of time, of this program; the ranks compare it before, or while it runs."""
         if program.statement and get_ident() != self._turn.thread:
@@ -66,7 +77,9 @@ class Executor(ABC):
             raise
 
     @abstractmethod
-    def _run(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None) -> PyTree:
+    def _run(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], first: tuple[Program, bool] | None
+    ) -> PyTree:
         """Run the program; `first` is it, at its first call, and whether the ranks see it for the first time."""
 
     @abstractmethod
@@ -84,9 +97,15 @@ class Executor(ABC):
     def _is_unseen(self, program: Program) -> bool:
         """Whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
         statement = program.statement
-        return bool(self._jitted.shares and statement and not compare.has_run(self._backend, statement.fingerprint))
+        return bool(
+            self._jitted.shares
+            and statement
+            and not compare.has_run(self._backend, statement.fingerprint)
+        )
 
-    def _compare_values(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Callable[[PyTree], PyTree] | None:
+    def _compare_values(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> Callable[[PyTree], PyTree] | None:
         """Compare what is to be equal on the ranks, before the program; return what does it after."""
         program, _, leaves, _ = self._programs.find(args, kwargs)
         if not program.statement:
@@ -117,7 +136,8 @@ def _flat_options(options: Mapping[str, object]) -> dict[str, object]:
     about_arguments = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     if shardings := [name for name in options if name.endswith("shardings")]:
         raise NotImplementedError(
-            f"jaxmpi.jit: {shardings[0]} is not supported on several ranks, where every array is on its rank's one device. "
+            f"jaxmpi.jit: {shardings[0]} is not supported on several ranks, where every array is "
+            "on its rank's one device. "
             "Leave it out."
         )
     return {name: value for name, value in options.items() if name not in about_arguments}

@@ -1,8 +1,9 @@
 """The first call of a program: its arguments are compared by value, once.
 
-That finds arguments that are named as equal on all ranks and are not; train state that is equal and parts with this call,
-because a mean was forgotten; and a pmap whose ranks all got the same rows. The last two are looked at in the monitors' threads:
-ranks whose program sends nothing may call it at different times, or one alone.
+That finds arguments that are named as equal on all ranks and are not; train state that is equal and
+parts with this call, because a mean was forgotten; and a pmap whose ranks all got the same rows.
+The last two are looked at in the monitors' threads: ranks whose program sends nothing may call it
+at different times, or one alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,13 @@ def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> 
 
     Args:
       backend: the ranks.
-      program: theirs, if it sends anything; then all of them call this, but those that have run one with its fingerprint.
+      program: theirs, if it sends anything; then all of them call this, but those that have run one
+        with its fingerprint.
       leaves: the arrays of its arguments.
 
     Raises:
-      RankMismatchError: on all ranks, an argument that `replicated_argnums` names is not equal on all of them.
+      RankMismatchError: on all ranks, an argument that `replicated_argnums` names is not equal on
+        all of them.
     """
     if not program.statement and not program.carried:
         return
@@ -41,22 +44,33 @@ def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> 
     inputs = dict(zip([*outside, *program.arguments], [*program.captured, *leaves], strict=True))
     named = [argument for argument, same in zip(program.arguments, equal, strict=True) if same]
     new = program.statement is not None and not has_run(backend, program.statement.fingerprint)
-    sums = {name: values.checksum(inputs[name]) for name in (inputs if looked_at else named if new else ())}
+    sums = {
+        name: values.checksum(inputs[name])
+        for name in (inputs if looked_at else named if new else ())
+    }
     if program.statement and new and named:  # of what the ranks agree on, which values are equal
         check_consistent(backend, program.statement, program.signature.details)
         note_run(backend, program.statement.fingerprint)
         _refuse_difference(title, backend.allgather_object({name: sums[name] for name in named}))
     if program.carried and (watch := session.monitor()):
-        watch.gathering.add(f"{title} {program.carried.digest}", sums, partial(_parting, program.carried, list(inputs)))
+        watch.gathering.add(
+            f"{title} {program.carried.digest}",
+            sums,
+            partial(_parting, program.carried, list(inputs)),
+        )
 
     if program.fed and program.statement and (watch := session.monitor()):
         rows = [program.arguments[i] for i in program.fed]
-        watch.gathering.add(f"{title} rows {program.statement.fingerprint}", sums, partial(_same_rows, title, rows))
+        watch.gathering.add(
+            f"{title} rows {program.statement.fingerprint}", sums, partial(_same_rows, title, rows)
+        )
 
 
 def _parting(carried: Carried, names: Sequence[str], everyone: Sequence[Sums]) -> str:
     """What to say of a call, given all ranks' checksums; "" for nothing."""
-    return carried.parting([len({of_rank.get(name) for of_rank in everyone}) == 1 for name in names])
+    return carried.parting(
+        [len({of_rank.get(name) for of_rank in everyone}) == 1 for name in names]
+    )
 
 
 def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Sums]) -> str:
@@ -64,8 +78,10 @@ def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Sums]) -> str
     if any(of_rank != everyone[0] for of_rank in everyone):
         return ""
     return (
-        f"{title}: all {len(everyone)} ranks have called this pmap with the same arguments, {rows[0]} among them, so that each "
-        "computes what the others do. Pass each rank its own rows, by jaxmpi.shard, jaxmpi.batches or jaxmpi.rank(): "
+        f"{title}: all {len(everyone)} ranks have called this pmap with the same arguments, "
+        f"{rows[0]} among them, so that each "
+        "computes what the others do. Pass each rank its own rows, by jaxmpi.shard, jaxmpi.batches "
+        "or jaxmpi.rank(): "
         "jax.process_index() may be 0 on every rank."
     )
 
@@ -75,6 +91,8 @@ def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
         differs, who_has = outliers([of_rank.get(argument) for of_rank in everyone])
         if differs:
             raise RankMismatchError(
-                f"{title}: {argument} is named in replicated_argnums, and {who_has} other values than the rest. Make it equal "
-                "before the first step (jaxmpi.synchronize, or for an nnx.BatchStat jaxmpi.tree_bcast), or do not name it."
+                f"{title}: {argument} is named in replicated_argnums, and {who_has} other values "
+                "than the rest. Make it equal "
+                "before the first step (jaxmpi.synchronize, or for an nnx.BatchStat "
+                "jaxmpi.tree_bcast), or do not name it."
             )

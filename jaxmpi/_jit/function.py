@@ -63,7 +63,9 @@ class Function:
         """Whether the leaf of (args, kwargs) at this path is equal on all ranks."""
         return self.replicated.hold(path) or self.equal_leaf(path)
 
-    def dynamic(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
+    def dynamic(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
         """The arguments with None in the place of static ones."""
         if not self.static.names and not self.static.nums:
             return args, kwargs
@@ -73,21 +75,29 @@ class Function:
         )
 
     def with_arrays(
-        self, dynamic: tuple[Sequence[PyTree], dict[str, PyTree]], args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        dynamic: tuple[Sequence[PyTree], dict[str, PyTree]],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """Return `(args, kwargs)` with the arguments of `dynamic` in the place of those that are not static."""
         arrays, named_arrays = dynamic
         both = enumerate(zip(args, arrays, strict=True))
         return (
             tuple(old if i in self.static.nums else new for i, (old, new) in both),
-            {name: kwargs[name] if name in self.static.names else new for name, new in named_arrays.items()},
+            {
+                name: kwargs[name] if name in self.static.names else new
+                for name, new in named_arrays.items()
+            },
         )
 
     def leaves(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> list[Leaf]:
         """The arrays among the arguments."""
         return jax.tree.leaves(self.dynamic(args, kwargs), is_leaf=is_per_rank)
 
-    def key(self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[object, ...]:
+    def key(
+        self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[object, ...]:
         """What two calls with one structure have in common if they run the same program.
 
         In the steady state all comparisons of keys are of identity.
@@ -99,14 +109,17 @@ class Function:
         x64 = jax.config.jax_enable_x64
         if not self.static.names and not self.static.nums:
             return avals, x64
-        values: list[tuple[int | str, object]] = [(i, arg) for i, arg in enumerate(args) if i in self.static.nums]
+        values: list[tuple[int | str, object]] = [
+            (i, arg) for i, arg in enumerate(args) if i in self.static.nums
+        ]
         values += [(name, arg) for name, arg in sorted(kwargs.items()) if name in self.static.names]
         for which, value in values:
             try:
                 hash(value)
             except TypeError as error:
                 raise ValueError(
-                    f"{self.api}: static argument {which} of {self.title} is a {type(value).__name__}, which has no hash. "
+                    f"{self.api}: static argument {which} of {self.title} is a "
+                    f"{type(value).__name__}, which has no hash. "
                     "Pass a tuple, or make it an array argument."
                 ) from error
         return avals, x64, [(which, type(value), value) for which, value in values]
@@ -131,7 +144,11 @@ def choose_arguments(
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin
         return Arguments(frozenset(nums), frozenset(names))
-    either = {i: p.name for i, p in enumerate(parameters) if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    either = {
+        i: p.name
+        for i, p in enumerate(parameters)
+        if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
     positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     nums = {i + positional if i < 0 else i for i in nums}
     names |= {either[i] for i in nums if i in either}

@@ -38,8 +38,10 @@ class Jitted:
 
     Attributes:
       plain: what `jax.jit` returns for it.
-      with_end: the same with another output before the function's: one that nobody can donate, to wait for.
-      nested: the same as `plain`, for callers that are traced: they see the effects of its collectives.
+      with_end: the same with another output before the function's: one that nobody can donate, to
+        wait for.
+      nested: the same as `plain`, for callers that are traced: they see the effects of its
+        collectives.
       shares: whether the ranks share what they compile.
       ready: a program that the trace that comes next takes.
       traced: that of the last trace of `with_end`.
@@ -56,19 +58,32 @@ class Jitted:
         self.nested = jax.jit(self._body(hide=False), **options)
         self._local = jax.jit(explained(watched(function), backend.axes), **options)
 
-    def build(self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True) -> Program:
+    def build(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], *, hide: bool = True
+    ) -> Program:
         """The program for these arguments."""
         ready, self.ready = self.ready, None
-        return ready if ready and hide else build_program(self._function, args, kwargs, self._backend, hide=hide)
+        return (
+            ready
+            if ready and hide
+            else build_program(self._function, args, kwargs, self._backend, hide=hide)
+        )
 
-    def trace_local(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> jax.stages.Traced | None:
+    def trace_local(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> jax.stages.Traced | None:
         """The function as `jax.jit` traces it, where that is its program: on one rank, if it has nothing of the ranks in it.
 
         Otherwise `build` takes what was traced.
         """
         function, backend = self._function, self._backend
         axes = _jaxcompat.binding_axes(backend.axes)
-        if backend.place.size > 1 or backend.simulates or axes is None or settings.get("JAXMPI_EXPLAIN"):
+        if (
+            backend.place.size > 1
+            or backend.simulates
+            or axes is None
+            or settings.get("JAXMPI_EXPLAIN")
+        ):
             return None
         checked(function, args, kwargs, backend)
         with axes:
@@ -77,7 +92,9 @@ class Jitted:
         if jaxpr is not None and is_local(jaxpr):
             return stage
         if jaxpr is not None:
-            self.ready = build_program(function, args, kwargs, backend, hide=True, traced=(jaxpr, stage.out_tree))
+            self.ready = build_program(
+                function, args, kwargs, backend, hide=True, traced=(jaxpr, stage.out_tree)
+            )
         return None
 
     def announce(self, program: Program, *, show: bool = True) -> None:
@@ -87,7 +104,12 @@ class Jitted:
         program.announced = show
         if program.statement and not self._alone:
             details = program.signature.details if self._backend.compares_inline else dict
-            compare.register_program(cast(ProcessGroup, self._backend), program.statement, program.signature.sent, details)
+            compare.register_program(
+                cast(ProcessGroup, self._backend),
+                program.statement,
+                program.signature.sent,
+                details,
+            )
         if show and settings.get("JAXMPI_EXPLAIN") and self._backend.place.rank == 0:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
@@ -99,7 +121,8 @@ class Jitted:
                 refuse_nan_search(self._function.title)
             program = self.build(args, kwargs, hide=hide)
             new = self.shares and program.statement and not program.compiled_once
-            if end and new and not jax.config.jax_disable_jit:  # which compiles nothing, and runs this at every call
+            # which compiles nothing, and runs this at every call
+            if end and new and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)
             self.traced = program if end else None

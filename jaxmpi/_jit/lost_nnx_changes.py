@@ -28,17 +28,24 @@ def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence
         for (_, first, *rest), x, before in found:
             after = _arrays(x)  # new variables, such as intermediates, are not missed
             changed = [
-                name for name, old in before.items() if after.get(name, old) is not old and id(after[name]) not in returned
+                name
+                for name, old in before.items()
+                if after.get(name, old) is not old and id(after[name]) not in returned
             ]
             if changed:
                 argument = f"argument {first.idx if hasattr(first, 'idx') else first.key}{jax.tree_util.keystr(tuple(rest))}"
                 raise ValueError(
-                    f"{api}: {title} changes {argument}{changed[0]} in place, in a {type(x).__name__} that it does not "
-                    "return: the change would be lost. Use jaxmpi.nn.jit, which keeps it, or return the object."
+                    f"{api}: {title} changes {argument}{changed[0]} in place, in a "
+                    f"{type(x).__name__} that it does not "
+                    "return: the change would be lost. Use jaxmpi.nn.jit, which keeps it, or "
+                    "return the object."
                 )
 
     return check
 
 
 def _arrays(x: PyTree) -> dict[str, object]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]
+    }

@@ -36,7 +36,9 @@ class _Part:
     state: PyTree  # its arrays
     graph: "nnx.GraphDef | None"  # of all such arguments together
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[KeyEntry, PyTree]], "nnx.GraphDef | None"]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[KeyEntry, PyTree]], "nnx.GraphDef | None"]:
         return ((_Key("state"), self.state),), self.graph
 
     def tree_flatten(self) -> tuple[tuple[PyTree], "nnx.GraphDef | None"]:
@@ -58,7 +60,8 @@ class InPlace(Step):
         """Call the function, and leave in its objects what it has made of them."""
         from flax import nnx
 
-        with nnx.update_context("jaxmpi.nn.jit"):  # where `nnx.cached_partial` expects a transformation of nnx
+        # where `nnx.cached_partial` expects a transformation of nnx
+        with nnx.update_context("jaxmpi.nn.jit"):
             args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super().__call__(*args, **kwargs))
 
@@ -78,7 +81,11 @@ class InPlace(Step):
         return super().program(*args, **kwargs)
 
     def _run_compiled(
-        self, program: Program | None, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        program: Program | None,
+        compiled: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         args, kwargs, objects = _split(args, kwargs)
         return _write_back(objects, super()._run_compiled(program, compiled, args, kwargs))
@@ -95,12 +102,16 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         before = {key: _structures(part.state) for key, part in parts.items()}
         objects = nnx.merge(graph, _state(parts)) if graph is not None else {}
         given |= objects
-        out = fun(*(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs})
+        out = fun(
+            *(given[str(i)] for i in range(len(args))), **{name: given[name] for name in kwargs}
+        )
         left, found = _taken_apart(objects)
         if parts and left != graph:
             raise ValueError(
-                f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it adds variables, removes some, "
-                "shares them anew, or changes a static attribute, as model.eval() does. Do that outside of the step."
+                f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it "
+                "adds variables, removes some, "
+                "shares them anew, or changes a static attribute, as model.eval() does. Do that "
+                "outside of the step."
             )
         for key, part in found.items():
             part.state = jax.tree.map(_put_together, part.state, before[key], is_leaf=is_variable)
@@ -120,8 +131,8 @@ def _structures(state: PyTree) -> PyTree:
 def _put_together(variable: PyTree, before: PyTreeDef) -> PyTree:
     """A variable with the structure that it had before the function.
 
-    Where the value of a variable is a pytree, such as a `ShardedArray`, `nnx.Optimizer.update` leaves an
-    `nnx.State` of its fields in the variable, and fails at the next call.
+    Where the value of a variable is a pytree, such as a `ShardedArray`, `nnx.Optimizer.update`
+    leaves an `nnx.State` of its fields in the variable, and fails at the next call.
     """
     leaves, after = jax.tree.flatten(variable)
     if after == before or len(leaves) != 1 or before.num_leaves != 1:
@@ -138,7 +149,11 @@ def _split(
     if objects:
         graph, parts = _taken_apart(objects)
         given |= {key: replace(part, graph=graph) for key, part in parts.items()}
-    return tuple(given[str(i)] for i in range(len(args))), {name: given[name] for name in kwargs}, objects
+    return (
+        tuple(given[str(i)] for i in range(len(args))),
+        {name: given[name] for name in kwargs},
+        objects,
+    )
 
 
 def _named(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> dict[str, PyTree]:

@@ -29,7 +29,8 @@ from jaxmpi._world import session
 
 __all__ = ["pmap"]
 
-INSIDE = "jaxmpi: inside of a pmap"  # the name of an axis of length one, bound in the function: `_mapped` asks for it
+# the name of an axis of length one, bound in the function: `_mapped` asks for it
+INSIDE = "jaxmpi: inside of a pmap"
 
 
 def pmap(
@@ -50,8 +51,8 @@ def pmap(
     Every rank passes the rows of its device, `[1, ...]`, and gets its results as `[1, ...]`. In the
     function a collective over `axis_name` is one over all ranks, as is one over `jaxmpi.AXIS`, and
     all of `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name,
-    and the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) in the place of those
-    by `jax.process_index()`, which is 0 on every rank of the mpi backend.
+    and the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) in the place of
+    those by `jax.process_index()`, which is 0 on every rank of the mpi backend.
 
     Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` over this
     rank's one device, as nested pmaps share out the devices.
@@ -63,11 +64,13 @@ def pmap(
       fun: the function, of one device's arrays.
       axis_name: any str that is no axis of `jaxmpi.init(axes=...)`.
       in_axes: for each positional argument, or for parts of it, the axis of length one that is
-        taken away; None, on any level, for arrays without that axis, which must be equal on all ranks.
+        taken away; None, on any level, for arrays without that axis, which must be equal on all
+        ranks.
       out_axes: where the results get that axis; None, on any level, for results without it, which
         must be equal on all ranks.
       static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
-      devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one device.
+      devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one
+        device.
       backend: the platform of this rank's device; it changes nothing.
       axis_size: the number of ranks, or `jax.device_count()`; it changes nothing.
       donate_argnums: positions of arguments whose memory the results may take.
@@ -90,9 +93,14 @@ def pmap(
     Array([3.], dtype=float32)
     """
     if not callable(fun):
-        raise TypeError(f"pmap: fun is a {type(fun).__name__}. Pass a function of one device's arrays.")
+        raise TypeError(
+            f"pmap: fun is a {type(fun).__name__}. Pass a function of one device's arrays."
+        )
     if not isinstance(axis_name, str | None):
-        raise TypeError(f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, such as 'batch'.")
+        raise TypeError(
+            f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, "
+            "such as 'batch'."
+        )
     static, donated = _as_tuple(static_broadcasted_argnums), _as_tuple(donate_argnums)
     axes = Axes(axis_name, in_axes, out_axes, frozenset(static))
     options: dict[str, Any] = {}
@@ -178,21 +186,28 @@ def _check(
     if axis_name is not None and axis_name in ranks.axes and axis_name != AXIS:
         raise ValueError(
             f"pmap: axis_name {axis_name!r} is an axis of jaxmpi.init(axes=...), of "
-            f"{ranks.axes[axis_name]} of {size} ranks. A pmap is over all ranks: choose another name."
+            f"{ranks.axes[axis_name]} of {size} ranks. A pmap is over all ranks: choose another "
+            "name."
         )
     if axis_size not in (None, size, jax.device_count()):
         raise ValueError(
-            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave it out, or pass jaxmpi.size()."
+            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave it out, or "
+            "pass jaxmpi.size()."
         )
     if devices is not None and {*devices} not in ({*jax.devices()}, {*jax.local_devices()}):
         raise ValueError(
-            f"pmap: devices are {[*devices]}, and a pmap is over all ranks, of which this one has {here}. Leave them out."
+            f"pmap: devices are {[*devices]}, and a pmap is over all ranks, of which this one has "
+            f"{here}. Leave them out."
         )
     if platform is not None and jax.local_devices(backend=platform)[0] != here:
-        raise ValueError(f"pmap: backend is {platform!r}, and this rank computes on {here}. Leave it out.")
+        raise ValueError(
+            f"pmap: backend is {platform!r}, and this rank computes on {here}. Leave it out."
+        )
 
 
-def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+def _mapped(
+    fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> PyTree:
     """Call a function on arrays without the mapped axis, in traced code, and give its results one."""
     title = title_of(fun)
     dynamic = [None if i in axes.static else arg for i, arg in enumerate(args)]
@@ -202,13 +217,21 @@ def _mapped(fun: Callable[..., PyTree], axes: Axes, args: Sequence[PyTree], kwar
 
     def call(*rows: ArrayLike) -> PyTree:
         dynamic, named = treedef.unflatten(rows)
-        given = [arg if i in axes.static else new for i, (arg, new) in enumerate(zip(args, dynamic, strict=True))]
-        check = watch_changes("jaxmpi.pmap", title, (given, named))  # of nnx objects, which would be lost
+        given = [
+            arg if i in axes.static else new
+            for i, (arg, new) in enumerate(zip(args, dynamic, strict=True))
+        ]
+        # of nnx objects, which would be lost
+        check = watch_changes("jaxmpi.pmap", title, (given, named))
         out = fun(*given, **named)
         check(jax.tree.leaves(out))
         return out
 
-    out = _on_one_device(call, axes.name, rows) if _axis.bound(INSIDE) else _on_ranks(title, call, axes.name, rows)
+    out = (
+        _on_one_device(call, axes.name, rows)
+        if _axis.bound(INSIDE)
+        else _on_ranks(title, call, axes.name, rows)
+    )
     return _with_axis(title, axes.outs, out)
 
 
@@ -217,7 +240,8 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
     ins = axes.ins
     if isinstance(ins, tuple | list) and len(ins) != len(args):
         raise ValueError(
-            f"pmap: in_axes {ins} are {len(ins)} axes, and {title} got {len(args)} positional arguments. Pass one for each, or "
+            f"pmap: in_axes {ins} are {len(ins)} axes, and {title} got {len(args)} positional "
+            "arguments. Pass one for each, or "
             "one number for all."
         )
     each = tuple(ins) if isinstance(ins, tuple | list) else (ins,) * len(args)
@@ -258,18 +282,23 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
     if not shape:
         advice = "Pass it as [1] (flax.jax_utils.replicate), or give it in_axes None."
     elif devices > 1 and devices in shape[:1]:
-        advice = f"JAX has {devices} devices here: start without --xla_force_host_platform_device_count."
+        advice = (
+            f"JAX has {devices} devices here: start without --xla_force_host_platform_device_count."
+        )
     elif size in shape[:1]:
         advice = "Pass this rank's row, x[jaxmpi.rank()][None]."
     else:
         advice = "Pass this rank's rows, jaxmpi.shard(x)[:][None], or x[None] if x has them only."
     raise ValueError(
-        f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be 1: a rank has one device. "
+        f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be "
+        "1: a rank has one device. "
         f"{advice}"
     )
 
 
-def _on_ranks(title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
+def _on_ranks(
+    title: str, call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]
+) -> PyTree:
     """Trace a function in which a name is bound to the ranks, and put it here with AXIS in its place."""
     structure = None  # of the results
 
@@ -291,7 +320,9 @@ def _on_ranks(title: str, call: Callable[..., PyTree], name: str | None, rows: S
     return jax.tree.unflatten(structure, _jaxcompat.as_function(jaxpr)(*rows))
 
 
-def _on_one_device(call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]) -> PyTree:
+def _on_one_device(
+    call: Callable[..., PyTree], name: str | None, rows: Sequence[jax.Array]
+) -> PyTree:
     """Call a function in which a name is bound to an axis of one."""
     out = jax.vmap(lambda _: call(*rows), axis_name=name or INSIDE, axis_size=1)(jnp.zeros(1))
     return jax.tree.map(lambda x: lax.squeeze(x, [0]), out)
@@ -305,7 +336,8 @@ def _explain(error: NameError, title: str, name: str | None) -> None:
     has = "has no axis_name" if name is None else f"has axis_name {name!r}"
     axis = params.get("axis_name", "another axis")
     raise NameError(
-        f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the pmap of {title} {has}. "
+        f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the "
+        f"pmap of {title} {has}. "
         f"Name the same axis in both, or jaxmpi.AXIS in the collective."
     ) from error
 

@@ -24,7 +24,8 @@ from jaxmpi._lowering.summary import Entry
 __all__ = ["Program", "Run", "refuse_nan_search"]
 
 T = TypeVar("T")
-Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]  # of the arguments' arrays; see `Program.compiled`
+# of the arguments' arrays; see `Program.compiled`
+Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]
 
 
 @dataclass(eq=False)
@@ -32,22 +33,28 @@ class Program:
     """What a function does for one kind of arguments."""
 
     function: Function
-    call: Callable[[Sequence[Leaf]], list[Leaf]]  # of the arguments' arrays to the outputs', for `jax.jit`
+    # of the arguments' arrays to the outputs', for `jax.jit`
+    call: Callable[[Sequence[Leaf]], list[Leaf]]
     tree: PyTreeDef  # of the outputs
     entries: Sequence[Entry]  # what it sends
     signature: Signature  # what the ranks compare
-    same_module: ClosedJaxpr | None  # the traced program, where all ranks must run one compiled program; or None
+    # the traced program, where all ranks must run one compiled program; or None
+    same_module: ClosedJaxpr | None
     arguments: list[str]  # in words
     donated: list[bool]  # for each array of the arguments
     outputs: list[str]  # in words
-    equal: tuple[list[bool], list[bool]]  # which arrays of the arguments, and of the outputs, are the same on all ranks
-    scalars: list[int]  # the arrays of the arguments that `replicated_argnums` names and that are one number
+    # which arrays of the arguments, and of the outputs, are the same on all ranks
+    equal: tuple[list[bool], list[bool]]
+    # the arrays of the arguments that `replicated_argnums` names and that are one number
+    scalars: list[int]
     captured: Sequence[ArrayLike] = ()  # the arrays that the function has from outside
     carried: Carried | None = None  # of which a call may show that a mean is forgotten
-    fed: Sequence[int] = ()  # arrays of the arguments that must not all be equal, as all ranks would do the same
+    # arrays of the arguments that must not all be equal, as all ranks would do the same
+    fed: Sequence[int] = ()
     announced: bool = False
     compiled_once: bool = False  # or left to JAX, as the ranks don't share it
-    lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)  # of the arguments' arrays; `compiled` sets it
+    # of the arguments' arrays; `compiled` sets it
+    lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)
 
     @property
     def statement(self) -> compare.Statement | None:
@@ -74,10 +81,12 @@ class Program:
     def compiled(self, options: Mapping[str, object], leaves: Sequence[Leaf]) -> Run:
         """A function of the arguments' arrays that runs it, with these options of `jax.jit`.
 
-        It returns an array that is ready when the program has ended, and that nobody donates, and the outputs. `leaves` are
-        arrays of its first call; nothing is sent.
+        It returns an array that is ready when the program has ended, and that nobody donates, and
+        the outputs. `leaves` are arrays of its first call; nothing is sent.
         """
-        given, kept = ([i for i, d in enumerate(self.donated) if d == which] for which in (True, False))
+        given, kept = (
+            [i for i, d in enumerate(self.donated) if d == which] for which in (True, False)
+        )
         order = np.argsort([*given, *kept]).tolist()
 
         def flat(given: Sequence[Leaf], kept: Sequence[Leaf]) -> tuple[jax.Array, list[Leaf]]:
@@ -108,11 +117,13 @@ def _taker(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
 def refuse_nan_search(title: str) -> None:
     """Raise a FloatingPointError where JAX, having found a NaN, runs a program again, equation by equation, on this rank alone.
 
-    That is what `jax_debug_nans` and `jax_debug_infs` do outside of traced code; the other ranks would not take part.
+    That is what `jax_debug_nans` and `jax_debug_infs` do outside of traced code; the other ranks
+    would not take part.
     """
     looked_for = jax.config.jax_debug_nans or jax.config.jax_debug_infs
     if looked_for and _jaxcompat.at_top_level() and not jax.config.jax_disable_jit:
         raise FloatingPointError(
-            f"{title}: an output on this rank has a NaN (jax_debug_nans) or an infinity (jax_debug_infs). To find where it "
+            f"{title}: an output on this rank has a NaN (jax_debug_nans) or an infinity "
+            "(jax_debug_infs). To find where it "
             "comes from, run the script on one rank, where JAX looks for the operation."
         )

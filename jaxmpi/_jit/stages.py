@@ -20,7 +20,9 @@ class _Stage:
       run: calls what was compiled, `run(compiled, args, kwargs)`.
     """
 
-    def __init__(self, stage: jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled, run: Run) -> None:
+    def __init__(
+        self, stage: jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled, run: Run
+    ) -> None:
         self._stage, self._run = stage, run
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +38,9 @@ class Traced(_Stage):
       lowered_to: is called with JAX's next stage.
     """
 
-    def __init__(self, stage: jax.stages.Traced, run: Run, lowered_to: Callable[[jax.stages.Lowered], None]) -> None:
+    def __init__(
+        self, stage: jax.stages.Traced, run: Run, lowered_to: Callable[[jax.stages.Lowered], None]
+    ) -> None:
         super().__init__(stage, run)
         self._lowered_to = lowered_to
 

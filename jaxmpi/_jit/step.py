@@ -30,7 +30,8 @@ class Step:
         self._function, self._options = function, options
         self._backend: Backend | None = None
         self._executor: Executor | None = None  # of several ranks
-        update_wrapper(self, function.fun, updated=())  # not its attributes, which may be another Step's
+        # not its attributes, which may be another Step's
+        update_wrapper(self, function.fun, updated=())
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the function on all ranks."""
@@ -43,7 +44,8 @@ class Step:
         return self._executor(args, kwargs)
 
     def __get__(self, instance: object, owner: object = None) -> "Step | MethodType":
-        return self if instance is None else MethodType(self, instance)  # as a method, it takes `self`
+        # as a method, it takes `self`
+        return self if instance is None else MethodType(self, instance)
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
@@ -89,7 +91,9 @@ class Step:
         self._plain = self._jitted.plain
         if backend.place.size > 1 and not backend.simulates:
             kind = ComparesInline if backend.compares_inline else ComparesBefore
-            self._executor = kind(self._function, self._options, cast(ProcessGroup, backend), self._jitted)
+            self._executor = kind(
+                self._function, self._options, cast(ProcessGroup, backend), self._jitted
+            )
         self._backend = backend  # at last: another thread may be calling
 
     def _inside(self) -> Callable[..., PyTree]:
@@ -103,19 +107,27 @@ class Step:
         if backend.nests:  # other programs may stand beside this one: the effect keeps the order
             return self._jitted.nested
         raise RuntimeError(
-            f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or another transformation, which "
-            f"the {backend.name} backend does not support. Put the transformation inside of the jaxmpi.jit."
+            f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or "
+            "another transformation, which "
+            f"the {backend.name} backend does not support. Put the transformation inside of the "
+            "jaxmpi.jit."
         )
 
     def _run_compiled(
-        self, program: Program | None, compiled: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        program: Program | None,
+        compiled: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         args, kwargs = self._wrapped(args, kwargs)
         if self._executor is None or program is None:
             return compiled(*args, **kwargs)
         return self._executor.run_compiled(program, compiled, args, kwargs)
 
-    def _wrapped(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def _wrapped(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         backend = self._backend
         assert backend is not None
         if not backend.global_arrays or backend.place.size == 1:

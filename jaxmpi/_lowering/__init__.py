@@ -1,7 +1,7 @@
 """What `jaxmpi.jit` makes of a traced function, step by step.
 
-trace          trace the function once, with the axis bound, and open the calls that contain a collective
-exact_updates  updates that lead to a given value, bit by bit
+trace          trace the function once, with the axis bound, and open the calls that contain a
+collective exact_updates  updates that lead to a given value, bit by bit
 named_axes     equations over named axes, as equations over all ranks in groups
 batched_while  loops under vmap whose lanes end on their own
 classify       what an equation has to do with the ranks

@@ -1,8 +1,9 @@
 """Shards whose next value depends on all numbers of an array, of which this rank has a part: an optimizer that cannot work so.
 
-An elementwise optimizer, such as Adam, does with shards what it does with arrays. One that forms a norm, or looks at rows, gets
-the norm of a shard, and would be wrong without an error. A value mixes elements from the first reduction of a shard until it
-goes through a collective of the ranks that have the shards; one over other axes leaves it as it is.
+An elementwise optimizer, such as Adam, does with shards what it does with arrays. One that forms a
+norm, or looks at rows, gets the norm of a shard, and would be wrong without an error. A value mixes
+elements from the first reduction of a shard until it goes through a collective of the ranks that
+have the shards; one over other axes leaves it as it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ class Value(NamedTuple):
     """What is known of a value."""
 
     shard: bool = False  # whether it is made of shards, element by element
-    mixed: tuple[JaxprEqn, ...] = ()  # what has mixed the elements of a shard that it depends on, and the calls around that
+    # what has mixed the elements of a shard that it depends on, and the calls around that
+    mixed: tuple[JaxprEqn, ...] = ()
     over: frozenset[Groups] = frozenset()  # the groups of ranks that have the shards
 
 
@@ -64,7 +66,12 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of the axes
 
 
 def check_shards(
-    title: str, jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int, axes: Mapping[str, int]
+    title: str,
+    jaxpr: AnyJaxpr,
+    ins: Sequence[KeyPath],
+    outs: Sequence[KeyPath],
+    captured: int,
+    axes: Mapping[str, int],
 ) -> None:
     """Raise a ValueError if the shard of an output depends on all elements of this rank's shard of some array.
 
@@ -79,16 +86,24 @@ def check_shards(
     if not any(map(in_shard, outs)):
         return
     sizes = tuple(axes.items())
-    given = [NOTHING if (axis := shard_axis(path)) is None else _of_shard(axis, sizes) for path in ins]
+    given = [
+        NOTHING if (axis := shard_axis(path)) is None else _of_shard(axis, sizes) for path in ins
+    ]
     values = _follow(jaxpr, [NOTHING] * captured + given, sizes)
     for path, value in zip(outs, values, strict=True):
         if in_shard(path) and value.mixed:
-            where = next(filter(None, map(_jaxcompat.source_place, value.mixed)), "a line of a library")
+            where = next(
+                filter(None, map(_jaxcompat.source_place, value.mixed)), "a line of a library"
+            )
             raise ValueError(
-                f"jaxmpi.jit: {output_name(path[:-1])} of {title} is a shard, and depends on {_name(value.mixed)}, which "
-                f"looks at more than one element of an array ({value.mixed[0].primitive.name} at {where}) and sees this rank's "
-                "shard only. Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and jaxmpi.clip_by_global_norm in "
-                "the place of optax's; or keep whole parameters with jaxmpi.sharded(inner), which takes any optimizer."
+                f"jaxmpi.jit: {output_name(path[:-1])} of {title} is a shard, and depends on "
+                f"{_name(value.mixed)}, which "
+                f"looks at more than one element of an array ({value.mixed[0].primitive.name} at "
+                f"{where}) and sees this rank's "
+                "shard only. Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and "
+                "jaxmpi.clip_by_global_norm in "
+                "the place of optax's; or keep whole parameters with jaxmpi.sharded(inner), which "
+                "takes any optimizer."
             )
 
 
@@ -114,7 +129,12 @@ def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
 
 def _name(eqns: Sequence[JaxprEqn]) -> str:
     """The transform that an equation comes from, in words."""
-    names = (name for eqn in eqns for name in _jaxcompat.function_names(eqn) if ".<locals>.update" in name)
+    names = (
+        name
+        for eqn in eqns
+        for name in _jaxcompat.function_names(eqn)
+        if ".<locals>.update" in name
+    )
     return next(names, "a function").split(".<locals>")[0]
 
 
@@ -142,21 +162,36 @@ def _outs(eqn: JaxprEqn, xs: list[Value], sizes: Sizes) -> list[Value]:
         return [Value(True, xs[0].mixed, made.over | xs[0].over)]
     if kind(eqn) == "collective":
         left = _joined(xs)
-        over = frozenset(parts for parts in left.over if not _covers(eqn.params.get("axis_index_groups"), parts))
+        over = frozenset(
+            parts for parts in left.over if not _covers(eqn.params.get("axis_index_groups"), parts)
+        )
         return [left._replace(over=over) if over else NOTHING] * len(eqn.outvars)
     if name in CALLS:
         return _called(eqn, xs, _follow(*callee(eqn, xs), sizes))
     if name == "cond":
         branches = [_follow(branch, xs[1:], sizes) for branch in eqn.params["branches"]]
-        outs = [_joined([xs[0]._replace(shard=False), *outs]) for outs in zip(*branches, strict=True)]
+        outs = [
+            _joined([xs[0]._replace(shard=False), *outs]) for outs in zip(*branches, strict=True)
+        ]
         return _called(eqn, xs, outs)
     if name == "scan":
         consts, carry = _jaxcompat.scan_counts(eqn)
-        outs = _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry], xs[consts + carry :], sizes)
+        outs = _loop(
+            eqn.params["jaxpr"],
+            xs[:consts],
+            xs[consts : consts + carry],
+            xs[consts + carry :],
+            sizes,
+        )
         return _called(eqn, xs, outs)
     if name == "while":
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return _called(eqn, xs, _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:], [], sizes))
+        first, last = (
+            eqn.params["cond_nconsts"],
+            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
+        )
+        return _called(
+            eqn, xs, _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:], [], sizes)
+        )
     value = _joined(xs)
     if name not in ELEMENTWISE and name not in MOVES and value.shard:
         value = Value(False, value.mixed or (eqn,), value.over)
@@ -166,10 +201,14 @@ def _outs(eqn: JaxprEqn, xs: list[Value], sizes: Sizes) -> list[Value]:
 def _called(eqn: JaxprEqn, xs: list[Value], outs: list[Value]) -> list[Value]:
     """The results of what an equation contains; what has mixed elements there, it has done within this equation."""
     before = [x.mixed for x in xs]
-    return [y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs]
+    return [
+        y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs
+    ]
 
 
-def _loop(body: AnyJaxpr, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes) -> list[Value]:
+def _loop(
+    body: AnyJaxpr, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes
+) -> list[Value]:
     while True:
         outs = _follow(body, [*consts, *state, *scanned], sizes)
         after = [_joined([a, b]) for a, b in zip(state, outs[: len(state)], strict=True)]

@@ -15,7 +15,9 @@ __all__ = ["call_of", "number_of"]
 
 def call_of(eqn: JaxprEqn) -> Collective:
     """The collective that an equation of kind "ahead" starts."""
-    return Collective(eqn.params["kind"], eqn.params["op"], groups=eqn.params["axis_index_groups"] or ())
+    return Collective(
+        eqn.params["kind"], eqn.params["op"], groups=eqn.params["axis_index_groups"] or ()
+    )
 
 
 def number_of(group: Group, jaxpr: AnyJaxpr) -> Var | None:

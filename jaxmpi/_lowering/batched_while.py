@@ -1,8 +1,9 @@
 """A `while_loop` under `vmap` whose lanes end on their own, and which communicates.
 
-`vmap` gives such a loop a predicate with a value for each lane. JAX keeps the state of the lanes that are done when it lowers
-the loop, but not where the condition has ordered effects, as messages are (jax 0.10 to 0.12). So the loop is written out with a
-scalar predicate before it gets there, which `order_loops` needs, too.
+`vmap` gives such a loop a predicate with a value for each lane. JAX keeps the state of the lanes
+that are done when it lowers the loop, but not where the condition has ordered effects, as messages
+are (jax 0.10 to 0.12). So the loop is written out with a scalar predicate before it gets there,
+which `order_loops` needs, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,21 +28,32 @@ def batched_predicate(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "while":
         return False
     inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
-    return bool(inner.outvars[0].aval.shape) and any(map(has_collective, (inner, eqn.params["body_jaxpr"])))
+    return bool(inner.outvars[0].aval.shape) and any(
+        map(has_collective, (inner, eqn.params["body_jaxpr"]))
+    )
 
 
 def with_scalar_predicate(params: Mapping[str, Any], xs: Sequence[ArrayLike]) -> list[jax.Array]:
     """Carry out a while_loop of these parameters until all lanes are done; a lane that is done keeps its state."""
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
-    cond, body = _jaxcompat.as_function(params["cond_jaxpr"]), _jaxcompat.as_function(params["body_jaxpr"])
+    cond_consts, body_consts, state = (
+        xs[:of_cond],
+        xs[of_cond : of_cond + of_body],
+        xs[of_cond + of_body :],
+    )
+    cond, body = (
+        _jaxcompat.as_function(params["cond_jaxpr"]),
+        _jaxcompat.as_function(params["body_jaxpr"]),
+    )
 
     def turn(carry: Carry) -> Carry:
         (on,), before = carry
         after = [_where(on, y, x) for x, y in zip(before, body(*body_consts, *before), strict=True)]
         return cond(*cond_consts, *after), after
 
-    _, outs = lax.while_loop(lambda carry: jnp.any(carry[0][0]), turn, (cond(*cond_consts, *state), list(state)))
+    _, outs = lax.while_loop(
+        lambda carry: jnp.any(carry[0][0]), turn, (cond(*cond_consts, *state), list(state))
+    )
     return outs
 
 

@@ -1,9 +1,11 @@
 """Which messages of a round travel while the program computes, and in which pieces.
 
-A message is started when its arrays are there, and waited for at the end of the round. It is worth that where the program has
-something to compute meanwhile, which these arrays do not need: for the mean of gradients, the rest of the backward pass. So a
-large message is cut into buckets, in the order in which their arrays are made. That order is read from the program: an array is
-there when the last product, convolution or loop that it depends on is; what is done to it behind that takes next to nothing.
+A message is started when its arrays are there, and waited for at the end of the round. It is worth
+that where the program has something to compute meanwhile, which these arrays do not need: for the
+mean of gradients, the rest of the backward pass. So a large message is cut into buckets, in the
+order in which their arrays are made. That order is read from the program: an array is there when
+the last product, convolution or loop that it depends on is; what is done to it behind that takes
+next to nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +26,8 @@ __all__ = ["Bucket", "Messages", "messages_of"]
 
 WORTH = 8  # arrays so much larger than a message take about as long to make
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ffi_call", "pallas_call")
-# What only places numbers: XLA rounds a sum in the same way whether it is computed in one loop with these or by itself.
+# What only places numbers: XLA rounds a sum in the same way whether it is computed in one loop with
+# these or by itself.
 PLACES = ("concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n")
 # What may end with a multiplication, which XLA rounds in another way in one loop with a sum.
 SCALED = (
@@ -48,15 +51,19 @@ class Messages(NamedTuple):
     started: list[Bucket]  # in this order, and waited for when all are
     busy_until: int  # the last equation of the round that takes time
     at_once: list[Group]  # behind these
-    # Values that are computed before the first wait. XLA would compute them in one loop with what comes behind the waits or,
-    # where a rank has one thread, behind a wait.
+    # Values that are computed before the first wait. XLA would compute them in one loop with what
+    # comes behind the waits or, where a rank has one thread, behind a wait.
     before_waits: list[Var]
-    after_start: list[JaxprEqn]  # that make these; left to itself, XLA would compute them before the first start
+    # that make these; left to itself, XLA would compute them before the first start
+    after_start: list[JaxprEqn]
 
     @property
     def groups(self) -> list[Group]:
         """In the order of their first message."""
-        return [*{id(bucket.group): bucket.group for bucket in self.started}.values(), *self.at_once]
+        return [
+            *{id(bucket.group): bucket.group for bucket in self.started}.values(),
+            *self.at_once,
+        ]
 
     def counts(self, group: Group) -> tuple[int, int]:
         """Of a group: its messages that are started, and those of them beside which the program computes something."""
@@ -78,7 +85,11 @@ def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messa
       jaxpr: the program that it is of.
       overlap: of the backend; None where all messages are carried out at once.
     """
-    carried = [g for g in level.groups if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None]
+    carried = [
+        g
+        for g in level.groups
+        if overlap and overlap.carries(g.call) and number_of(g, jaxpr) is None
+    ]
     if overlap is None or not carried:
         return Messages([], -1, level.groups, [], [])
     ready = _ready(level.local)
@@ -88,7 +99,9 @@ def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messa
     if not _beside(level.local, started[:1], takers, overlap).is_worth_it:
         return Messages([], -1, level.groups, [], [])
     at_once = [group for group in level.groups if not any(group is other for other in carried)]
-    busy_until = max((i for i, eqn in enumerate(level.local) if _takes_time(eqn)), default=len(level.local))
+    busy_until = max(
+        (i for i, eqn in enumerate(level.local) if _takes_time(eqn)), default=len(level.local)
+    )
     beside = _beside(level.local, started, takers, overlap)
     return Messages(started, busy_until, at_once, beside.values, _making(beside))
 
@@ -113,7 +126,10 @@ def _cut(group: Group, ready: Mapping[Var, int], overlap: Overlap) -> list[Bucke
         buckets[-1] += numbers
         size += _array_bytes(eqn)
         last = when
-    return [Bucket(group, numbers, len(buckets) > 1, _last(group, numbers, ready)) for numbers in buckets]
+    return [
+        Bucket(group, numbers, len(buckets) > 1, _last(group, numbers, ready))
+        for numbers in buckets
+    ]
 
 
 def _last(group: Group, numbers: Iterable[int], ready: Mapping[Var, int]) -> int:
@@ -128,7 +144,11 @@ def _ready(local: Iterable[JaxprEqn]) -> dict[Var, int]:
     by_time: dict[Var, int] = {}
     by_order: dict[Var, int] = {}
     for number, eqn in enumerate(local):
-        after = number if _takes_time(eqn) else max((by_time.get(v, -1) for v in eqn.invars if _is_value(v)), default=-1)
+        after = (
+            number
+            if _takes_time(eqn)
+            else max((by_time.get(v, -1) for v in eqn.invars if _is_value(v)), default=-1)
+        )
         for v in eqn.outvars:
             by_time[v], by_order[v] = after, number
     return by_time if any(after >= 0 for after in by_time.values()) else by_order
@@ -136,7 +156,11 @@ def _ready(local: Iterable[JaxprEqn]) -> dict[Var, int]:
 
 def _takes_time(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
-    return name in PRODUCTS or name in LOOPS or any(_takes_time(inner) for part in subjaxprs(eqn) for inner in part.eqns)
+    return (
+        name in PRODUCTS
+        or name in LOOPS
+        or any(_takes_time(inner) for part in subjaxprs(eqn) for inner in part.eqns)
+    )
 
 
 @_jaxcompat.kept_with_jaxpr
@@ -150,13 +174,25 @@ def _takers(jaxpr: AnyJaxpr) -> dict[Var, set[str]]:
     return takers
 
 
-def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Var, set[str]], overlap: Overlap) -> _Beside:
+def _beside(
+    local: list[JaxprEqn],
+    buckets: Iterable[Bucket],
+    takers: Mapping[Var, set[str]],
+    overlap: Overlap,
+) -> _Beside:
     """What a round computes beside what the buckets need.
 
-    It is worth a message where it has a product, convolution or loop, or is large beside the message. The
-    values are those that can be parted from what follows without XLA rounding that in another way.
+    It is worth a message where it has a product, convolution or loop, or is large beside the
+    message. The values are those that can be parted from what follows without XLA rounding that in
+    another way.
     """
-    needed = {v for bucket in buckets for i in bucket.numbers for v in bucket.group.eqns[i].invars if _is_value(v)}
+    needed = {
+        v
+        for bucket in buckets
+        for i in bucket.numbers
+        for v in bucket.group.eqns[i].invars
+        if _is_value(v)
+    }
     sent_bytes = sum(map(_bytes_of, needed))
     beside = []
     for eqn in reversed(local):
@@ -165,11 +201,20 @@ def _beside(local: list[JaxprEqn], buckets: Iterable[Bucket], takers: Mapping[Va
         else:
             needed.update(v for v in eqn.invars if _is_value(v))
     taken = {v for eqn in beside for v in eqn.invars if _is_value(v)}
-    left = [(v, eqn) for eqn in reversed(beside) for v in eqn.outvars if v in takers and v not in taken and _is_parted(v)]
+    left = [
+        (v, eqn)
+        for eqn in reversed(beside)
+        for v in eqn.outvars
+        if v in takers and v not in taken and _is_parted(v)
+    ]
     products = [v for v, eqn in left if _takes_time(eqn)]
     if products or any(map(_takes_time, beside)):
         return _Beside(True, products, beside)
-    placed = [v for v, eqn in left if takers[v] <= ({""} if eqn.primitive.name in SCALED else {"", *PLACES})]
+    placed = [
+        v
+        for v, eqn in left
+        if takers[v] <= ({""} if eqn.primitive.name in SCALED else {"", *PLACES})
+    ]
     worth = sum(map(_bytes_of, placed)) > WORTH * max(sent_bytes, overlap.small_bytes)
     return _Beside(worth, placed if worth else [], beside)
 
@@ -208,4 +253,9 @@ def _bytes_of(v: Atom) -> int:
 
 def _is_parted(v: Var) -> bool:
     """Whether XLA keeps a value as it is between two loops; those of 16 bits it may keep in 32 within one."""
-    return getattr(v.aval, "dtype", None) in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)
+    return getattr(v.aval, "dtype", None) in (
+        jnp.float32,
+        jnp.float64,
+        jnp.complex64,
+        jnp.complex128,
+    )

@@ -51,7 +51,8 @@ CALLS = {
 LOOPS = ("scan", "while", "cond")
 REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
 MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
-BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}  # by the parameter that holds the rank; `trace` opens them
+# by the parameter that holds the rank; `trace` opens them
+BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}
 MESHES = ("shard_map", "xla_pmap")  # with devices, and names of axes, of their own
 
 
@@ -78,12 +79,18 @@ def callee(eqn: JaxprEqn, operands: list[T]) -> tuple[AnyJaxpr, list[T]]:
     jaxpr = eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name != "custom_linear_solve":
         return jaxpr, operands
-    *counts, of_solve, of_transpose = eqn.params["const_lengths"]  # of the constants of matvec, vecmat, solve, transpose_solve
+    # of the constants of matvec, vecmat, solve, transpose_solve
+    *counts, of_solve, of_transpose = eqn.params["const_lengths"]
     first = sum(counts)
-    return jaxpr.solve, [*operands[first : first + of_solve], *operands[first + of_solve + of_transpose :]]
+    return jaxpr.solve, [
+        *operands[first : first + of_solve],
+        *operands[first + of_solve + of_transpose :],
+    ]
 
 
-def map_subjaxprs(eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
+def map_subjaxprs(
+    eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]
+) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
     """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
     changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
     for name, value in eqn.params.items():
@@ -100,7 +107,8 @@ def kind(eqn: JaxprEqn) -> str:
     "" is local; "ahead" starts a message for a later call; a call or a loop contains a collective.
 
     Raises:
-      NotImplementedError: it communicates in a way that is not known here, with the primitive and the source line.
+      NotImplementedError: it communicates in a way that is not known here, with the primitive and
+        the source line.
     """
     if not eqn.params and not eqn.effects:
         return ""
@@ -155,13 +163,18 @@ def _is_of_host(name: str) -> bool:
     return "callback" in name or "ffi" in name
 
 
-# A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by whatever holds it.
+# A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by
+# whatever holds it.
 
 
 @_jaxcompat.kept_with_jaxpr
 def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
     """Of the axes that are used in it."""
-    return frozenset(name for eqn in _jaxcompat.parts(jaxpr)[0].eqns for name in (*axis_names(eqn), *_names_inside(eqn)))
+    return frozenset(
+        name
+        for eqn in _jaxcompat.parts(jaxpr)[0].eqns
+        for name in (*axis_names(eqn), *_names_inside(eqn))
+    )
 
 
 def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
@@ -193,7 +206,11 @@ def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
     if eqn.primitive.name in MESHES:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axis for axis in (axes if isinstance(axes, tuple | list | frozenset) else (axes,)) if isinstance(axis, str))
+    return tuple(
+        axis
+        for axis in (axes if isinstance(axes, tuple | list | frozenset) else (axes,))
+        if isinstance(axis, str)
+    )
 
 
 def _over_ranks(eqn: JaxprEqn) -> bool:

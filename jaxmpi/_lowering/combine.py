@@ -1,8 +1,9 @@
 """Which collectives of a program travel together.
 
-A value's level is the number of rounds of communication that it depends on. All collectives of one level and of one kind are
-independent of each other, so they become one call: the mean of a tree of 161 gradients is one, and the number of rounds is
-that of the longest chain, which no other order can undercut.
+A value's level is the number of rounds of communication that it depends on. All collectives of one
+level and of one kind are independent of each other, so they become one call: the mean of a tree of
+161 gradients is one, and the number of rounds is that of the longest chain, which no other order
+can undercut.
 """
 
 from collections import defaultdict
@@ -62,7 +63,9 @@ def schedule(jaxpr: AnyJaxpr, size: int, combine: bool) -> list[Level]:
         depth.update((v, level + remote) for v in eqn.outvars)
     for level in sorted(levels):
         local, remote_eqns = levels[level]
-        ahead, loops = ([eqn for eqn in remote_eqns if kind(eqn) == what] for what in ("ahead", "loop"))
+        ahead, loops = (
+            [eqn for eqn in remote_eqns if kind(eqn) == what] for what in ("ahead", "loop")
+        )
         rounds.append(Level(local, _groups(remote_eqns, size, combine), ahead, loops))
     return rounds
 
@@ -72,7 +75,9 @@ def _groups(eqns: list[JaxprEqn], size: int, combine: bool) -> list[Group]:
     for i, eqn in enumerate(eqns):
         if kind(eqn) == "collective":
             translation = translate(eqn, size)
-            group = groups.setdefault(translation.call if combine else i, Group(translation.call, [], []))
+            group = groups.setdefault(
+                translation.call if combine else i, Group(translation.call, [], [])
+            )
             group.eqns.append(eqn)
             group.translations.append(translation)
     return share_messages(list(groups.values()), size) if combine else list(groups.values())
@@ -83,7 +88,11 @@ def _needed(jaxpr: Jaxpr, what: Mapping[int, str]) -> Iterator[JaxprEqn]:
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
-        if other_effects(eqn) or not needed.isdisjoint(eqn.outvars) or (id(eqn) in what and communicates(eqn)):
+        if (
+            other_effects(eqn)
+            or not needed.isdisjoint(eqn.outvars)
+            or (id(eqn) in what and communicates(eqn))
+        ):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return reversed(kept)
@@ -93,9 +102,10 @@ def _needed(jaxpr: Jaxpr, what: Mapping[int, str]) -> Iterator[JaxprEqn]:
 def folded(jaxpr: AnyJaxpr) -> set[int]:
     """The sums, by id, of constants that were divided by a number: they multiply by the number of ranks, and nothing is sent.
 
-    The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python number that each rank has its
-    own of, and so the ranks compare the text of what these sums follow from (`control_slice`). That text has no shapes: what
-    depends on one, such as a count of samples, is sent, as is a number that is summed as it stands.
+    The gradient of every mean of a loss has one, of the cotangent 1/p. A constant may be a Python
+    number that each rank has its own of, and so the ranks compare the text of what these sums
+    follow from (`control_slice`). That text has no shapes: what depends on one, such as a count of
+    samples, is sent, as is a number that is summed as it stands.
     """
     constant: set[Var] = set()
     quotients: set[int] = set()  # these, by id
@@ -108,7 +118,11 @@ def folded(jaxpr: AnyJaxpr) -> set[int]:
             constant.update(eqn.outvars)
             if name == "div" or not quotients.isdisjoint(map(id, eqn.invars)):
                 quotients.update(map(id, eqn.outvars))
-        elif name == "psum" and kind(eqn) == "collective" and not quotients.isdisjoint(map(id, eqn.invars)):
+        elif (
+            name == "psum"
+            and kind(eqn) == "collective"
+            and not quotients.isdisjoint(map(id, eqn.invars))
+        ):
             constant.update(eqn.outvars)
             found.add(id(eqn))
     return found

@@ -1,9 +1,10 @@
 """Which equations and literals must be equal on all ranks, as text that the ranks compare.
 
-A Python number in a traced function is a literal, and may be another one on each rank. Three kinds of values must follow from
-the same computation on every rank: the predicates of loops and branches that communicate, the sums of `folded`, which are not
-sent, and the outputs that are declared replicated. The text has no shapes, as batches may be uneven, and it ends at collectives
-whose results are equal on all ranks whatever they reduce.
+A Python number in a traced function is a literal, and may be another one on each rank. Three kinds
+of values must follow from the same computation on every rank: the predicates of loops and branches
+that communicate, the sums of `folded`, which are not sent, and the outputs that are declared
+replicated. The text has no shapes, as batches may be uneven, and it ends at collectives whose
+results are equal on all ranks whatever they reduce.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,13 @@ class Line(NamedTuple):
     source_info: object = None
 
     def __str__(self) -> str:
-        return " at ".join(filter(None, (self.text, _jaxcompat.source_line(self) if self.source_info else "")))
+        return " at ".join(
+            filter(None, (self.text, _jaxcompat.source_line(self) if self.source_info else ""))
+        )
 
 
-Slice = tuple[list[bool], list[Line]]  # which inputs some values depend on, and the equations between them
+# which inputs some values depend on, and the equations between them
+Slice = tuple[list[bool], list[Line]]
 
 
 def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Line]:
@@ -60,7 +64,11 @@ def _deciding(eqn: JaxprEqn) -> Sequence[Atom]:
 
 def _inside(eqn: JaxprEqn) -> list[Line]:
     if eqn.primitive.name == "while":
-        return [line for part in subjaxprs(eqn) for line in _behind_outputs(part, [True] * _outputs(part))[1]]
+        return [
+            line
+            for part in subjaxprs(eqn)
+            for line in _behind_outputs(part, [True] * _outputs(part))[1]
+        ]
     return [line for part in subjaxprs(eqn) for line in control_equations(part)]
 
 
@@ -75,13 +83,21 @@ def _behind(jaxpr: AnyJaxpr, roots: Sequence[Atom]) -> Slice:
         if not any(outs):
             continue
         lines.append(Line(text.equation(eqn, shapes=False), eqn.source_info))
-        if eqn.primitive.name in EQUALIZING and kind(eqn) == "collective" and not eqn.params["axis_index_groups"]:
+        if (
+            eqn.primitive.name in EQUALIZING
+            and kind(eqn) == "collective"
+            and not eqn.params["axis_index_groups"]
+        ):
             known = folded(jaxpr) if known is None else known
             if id(eqn) not in known:
                 continue
         ins, more = _through(eqn, outs)
         lines += more
-        needed.update(v for v, used in zip(eqn.invars, ins, strict=True) if used and not isinstance(v, Literal))
+        needed.update(
+            v
+            for v, used in zip(eqn.invars, ins, strict=True)
+            if used and not isinstance(v, Literal)
+        )
     return [v in needed for v in inner.invars], lines
 
 
@@ -106,7 +122,9 @@ def _through(eqn: JaxprEqn, outs: list[bool]) -> Slice:
             n = eqn.params["cond_nconsts"]
             of_cond, lines = _behind_outputs(eqn.params["cond_jaxpr"], [True])
             state = [a or b for a, b in zip(outs, of_cond[n:], strict=True)]
-            ins, more = _turns(eqn.params["body_jaxpr"], state, eqn.params["body_nconsts"], len(state))
+            ins, more = _turns(
+                eqn.params["body_jaxpr"], state, eqn.params["body_nconsts"], len(state)
+            )
             return of_cond[:n] + ins, lines + more
         case "cond":
             slices = [_behind_outputs(part, outs) for part in parts]
@@ -115,7 +133,9 @@ def _through(eqn: JaxprEqn, outs: list[bool]) -> Slice:
     if len(parts) == 1 and _outputs(parts[0]) == len(outs):
         ins, lines = _behind_outputs(parts[0], outs)
         return (ins if len(ins) == len(everything) else everything), lines
-    return everything, [line for part in parts for line in _behind_outputs(part, [True] * _outputs(part))[1]]
+    return everything, [
+        line for part in parts for line in _behind_outputs(part, [True] * _outputs(part))[1]
+    ]
 
 
 def _turns(body: AnyJaxpr, outs: list[bool], consts: int, carry: int) -> Slice:

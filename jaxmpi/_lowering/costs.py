@@ -45,13 +45,20 @@ def cost(entry: Entry, backend: Backend) -> Cost:
     if not backend.connects(call):
         call, arrays = of_all(call, arrays, backend.place.size)
     size = call.count(backend.place.size)
-    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(call.kind, (size - 1) / size)
+    share = {"allreduce": 2 * (size - 1) / size, "allgather": size - 1, "permute": 1.0}.get(
+        call.kind, (size - 1) / size
+    )
     # mpi packs, splits and widens as its transport needs
     sent = backend.messages(call, arrays)
     return Cost(max(len(sent), entry.started), share * sum(sent), len(arrays))
 
 
-def table(title: str, entries: Sequence[Entry], backend: Backend, seconds: Callable[[Cost], float] | None = None) -> str:
+def table(
+    title: str,
+    entries: Sequence[Entry],
+    backend: Backend,
+    seconds: Callable[[Cost], float] | None = None,
+) -> str:
     """The entries and their costs, as lines of text.
 
     Args:
@@ -66,16 +73,42 @@ def table(title: str, entries: Sequence[Entry], backend: Backend, seconds: Calla
     costs = [cost(entry, backend) for entry in entries]
     rows = [("collective", "arrays", "sent per rank", "messages", "times", "where", "seconds")]
     for entry, each in zip(entries, costs, strict=True):
-        where = " ".join(filter(None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))))
+        where = " ".join(
+            filter(
+                None, (entry.path, ", ".join(entry.source[:2]) + ", ..." * (len(entry.source) > 2))
+            )
+        )
         took = f"{seconds(each):.1e}" if seconds else ""
         times = "?" if entry.times is None else str(entry.times)
         beside = f" ({entry.beside} beside computation)" if entry.beside else ""
-        rows.append((entry.name, _arrays(entry), _bytes(each.sent_bytes), f"{each.messages}{beside}", times, where, took))
-    known = [(entry.times, each) for entry, each in zip(entries, costs, strict=True) if entry.times is not None]
+        rows.append(
+            (
+                entry.name,
+                _arrays(entry),
+                _bytes(each.sent_bytes),
+                f"{each.messages}{beside}",
+                times,
+                where,
+                took,
+            )
+        )
+    known = [
+        (entry.times, each)
+        for entry, each in zip(entries, costs, strict=True)
+        if entry.times is not None
+    ]
     messages, sent = (sum(times * each[i] for times, each in known) for i in (0, 1))
     total = f"{sum(times * seconds(each) for times, each in known):.1e}" if seconds else ""
     rows.append(
-        ("total", "", _bytes(sent), str(messages), "", "without those of unknown times" * (len(known) < len(rows) - 1), total)
+        (
+            "total",
+            "",
+            _bytes(sent),
+            str(messages),
+            "",
+            "without those of unknown times" * (len(known) < len(rows) - 1),
+            total,
+        )
     )
     columns = [column for column in zip(*rows, strict=True) if seconds or column[0] != "seconds"]
     widths = [max(map(len, column)) for column in columns]

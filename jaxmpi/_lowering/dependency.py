@@ -1,7 +1,7 @@
 """Data dependencies that change no numbers: by them XLA computes values after others. On CPUs it keeps no other order.
 
-XLA sees that the values depend on the others. LLVM, which compiles what XLA has fused with them, sees that nothing changes, and
-leaves it out.
+XLA sees that the values depend on the others. LLVM, which compiles what XLA has fused with them,
+sees that nothing changes, and leaves it out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,12 @@ def depending_on(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
 def inputs_depending_on(token: jax.Array, eqns: Sequence[JaxprEqn], read: Env) -> Iterator[None]:
     """Within this, the values that these equations take from others are ready once a token is."""
     made = {v for eqn in eqns for v in eqn.outvars}
-    own = {v: read.values[v] for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made}
+    own = {
+        v: read.values[v]
+        for eqn in eqns
+        for v in eqn.invars
+        if isinstance(v, Var) and v not in made
+    }
     read.values.update(zip(own, depending_on(token, [*own.values()]), strict=True))
     yield
     read.values.update(own)

@@ -1,21 +1,24 @@
 """Make θ + u equal a given value q exactly, where u was made to lead from θ to q.
 
-Transforms that know where the parameters are to be after a step, such as the mean over the ranks, return u = q - θ, and the
-caller computes θ + u. In floats that is rounded twice, and ranks that come from different θ arrive a rounding apart.
+Transforms that know where the parameters are to be after a step, such as the mean over the ranks,
+return u = q - θ, and the caller computes θ + u. In floats that is rounded twice, and ranks that
+come from different θ arrive a rounding apart.
 
-No choice of u avoids it. Let δ be the gap between floats just above 1, θ = -1 on one rank and -(1 + δ) on the other, and
-1 < q < 2. Then u is between 2 and 4, where floats are 2δ apart, so the first rank reaches -1 plus multiples of 2δ, and the
-second values that lie between those: no value near q is in both sets. Where θ is large and q tiny, θ + u is a multiple of half
-the gap at θ, and q is not.
+No choice of u avoids it. Let δ be the gap between floats just above 1, θ = -1 on one rank and -(1 +
+δ) on the other, and 1 < q < 2. Then u is between 2 and 4, where floats are 2δ apart, so the first
+rank reaches -1 plus multiples of 2δ, and the second values that lie between those: no value near q
+is in both sets. Where θ is large and q tiny, θ + u is a multiple of half the gap at θ, and q is
+not.
 
-So a program is edited: where it adds the u of `update_to(θ, q)` to θ, the sum is replaced by q, for all floats. `trace` opens
-the calls of inner functions first, so that the sum and the update are on one level. Between them u may pass through
+So a program is edited: where it adds the u of `update_to(θ, q)` to θ, the sum is replaced by q, for
+all floats. `trace` opens the calls of inner functions first, so that the sum and the update are on
+one level. Between them u may pass through
 
 - `select_n(p, 0, u)`, as of `jaxmpi.skip_nonfinite`: θ + u becomes `select_n(p, θ, q)`;
 - `cond`, as of `jaxmpi.accumulate`: θ + u is computed in the branches, in one of which it is q.
 
-Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is the float that leads to q if there is one, and leads
-next to it if not.
+Where θ + u is computed elsewhere, such as outside of `jaxmpi.jit`, u is the float that leads to q
+if there is one, and leads next to it if not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,14 +45,18 @@ IDENTITIES = ("name", "copy", "copy_p", "optimization_barrier")  # operand i is 
 def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Array:
     """Compute `update_to`; a call in the jaxpr, by whose name `apply_exactly` finds it."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_jaxmpi_update_to(x.real, to.real, known.real), _jaxmpi_update_to(x.imag, to.imag, known.imag))
+        return lax.complex(
+            _jaxmpi_update_to(x.real, to.real, known.real),
+            _jaxmpi_update_to(x.imag, to.imag, known.imag),
+        )
     dtype, info = x.dtype, jnp.finfo(x.dtype)
     wide = widest(dtype)
     x, to, known = x.astype(wide), to.astype(wide), known.astype(wide)
 
     def rounded(y: jax.Array) -> jax.Array:
-        # XLA may compute with short floats in float32 and leave out the roundings between; those to bits
-        # and back it keeps. `reduce_precision`, which it keeps, too, makes 0 of the smallest numbers.
+        # XLA may compute with short floats in float32 and leave out the roundings between; those to
+        # bits and back it keeps. `reduce_precision`, which it keeps, too, makes 0 of the smallest
+        # numbers.
         if wide == dtype:
             return y
         bits = lax.bitcast_convert_type(y.astype(dtype), f"uint{8 * dtype.itemsize}")
@@ -62,9 +69,13 @@ def _jaxmpi_update_to(x: jax.Array, to: jax.Array, known: jax.Array) -> jax.Arra
 
     step = saturated(rounded(to - x))
     nearest = saturated(rounded(step + (to - rounded(x + step))))
-    beside = [jnp.nextafter(step.astype(dtype), jnp.asarray(end, dtype)).astype(wide) for end in (-jnp.inf, jnp.inf)]
-    # Take the first of these with x + u = to: 1. the update that is known to lead there, 2. to - x, 3. its neighbors above and
-    # below. 4. If there is none, take to - x corrected by what the sum misses. A later `where` wins, so the order is reversed.
+    beside = [
+        jnp.nextafter(step.astype(dtype), jnp.asarray(end, dtype)).astype(wide)
+        for end in (-jnp.inf, jnp.inf)
+    ]
+    # Take the first of these with x + u = to: 1. the update that is known to lead there, 2. to - x,
+    # 3. its neighbors above and below. 4. If there is none, take to - x corrected by what the sum
+    #   misses. A later `where` wins, so the order is reversed.
     update = nearest
     for candidate in (*beside, step, known):
         update = jnp.where(rounded(x + candidate) == to, candidate, update)
@@ -77,7 +88,8 @@ NAME = _jaxmpi_update_to.__name__
 def update_to(x: ArrayLike, to: ArrayLike, known: ArrayLike | None = None) -> jax.Array:
     """Return an update u for `optax.apply_updates` that leads from `x` to `to`.
 
-    In a `jaxmpi.jit` that adds u to `x`, the sum is `to`, bit by bit. Elsewhere it is where a float u exists with x + u = to.
+    In a `jaxmpi.jit` that adds u to `x`, the sum is `to`, bit by bit. Elsewhere it is where a float
+    u exists with x + u = to.
 
     Args:
       x: a real or complex array.
@@ -91,8 +103,8 @@ def update_to(x: ArrayLike, to: ArrayLike, known: ArrayLike | None = None) -> ja
 def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
     """Return the program with x + u replaced by q wherever u is that of `update_to(x, q)`, in loops and branches, too.
 
-    The sum and the update are on one level, or u comes to the sum through `cond`s and `where`s: `trace` has opened
-    the calls of inner functions.
+    The sum and the update are on one level, or u comes to the sum through `cond`s and `where`s:
+    `trace` has opened the calls of inner functions.
     """
     if not has_updates(jaxpr):
         return jaxpr
@@ -143,7 +155,9 @@ class _Edited:
 
     def replaced(self, atoms: Sequence[Atom]) -> list[Atom]:
         """Return what stands in the place of each value."""
-        return [atom if isinstance(atom, Literal) else self.stands.get(atom, atom) for atom in atoms]
+        return [
+            atom if isinstance(atom, Literal) else self.stands.get(atom, atom) for atom in atoms
+        ]
 
     def exact_sum(self, add: JaxprEqn) -> Atom | None:
         """Return the value of a sum of x and an update of `update_to(x, value)`; None for all other sums."""
@@ -186,15 +200,27 @@ class _Edited:
     def _from_branches(self, add: JaxprEqn, x: Var, u: Var, cond: JaxprEqn) -> Atom | None:
         """Return x + u as another output of the `cond` that u comes from, if a branch makes it an update of x."""
         position = self._index[u]
-        operand = next((i for i, v in enumerate(cond.invars) if i > 0 and v.aval == x.aval and self._same(x, v)), None)
+        operand = next(
+            (
+                i
+                for i, v in enumerate(cond.invars)
+                if i > 0 and v.aval == x.aval and self._same(x, v)
+            ),
+            None,
+        )
         if operand is None:
             return None
         branches, are_exact = [], []
         for branch in self.eqns[position].params["branches"]:
             inner, _ = _jaxcompat.parts(branch)
             total = _jaxcompat.new_variable(add.outvars[0])
-            summed = add.replace(invars=[inner.invars[operand - 1], inner.outvars[cond.outvars.index(u)]], outvars=[total])
-            longer = _jaxcompat.with_equations(branch, [*inner.eqns, summed], [*inner.outvars, total])
+            summed = add.replace(
+                invars=[inner.invars[operand - 1], inner.outvars[cond.outvars.index(u)]],
+                outvars=[total],
+            )
+            longer = _jaxcompat.with_equations(
+                branch, [*inner.eqns, summed], [*inner.outvars, total]
+            )
             branches.append(apply_exactly(longer))
             are_exact.append(_jaxcompat.parts(branches[-1])[0].outvars[-1] is not total)
         if not any(are_exact):
@@ -211,7 +237,11 @@ class _Edited:
         if isinstance(v, Literal):
             return bool(np.all(np.asarray(v.val) == 0))
         maker = self._made_by.get(_origin(v, self._made_by))
-        return maker is not None and maker.primitive.name == "broadcast_in_dim" and self._is_zero(maker.invars[0])
+        return (
+            maker is not None
+            and maker.primitive.name == "broadcast_in_dim"
+            and self._is_zero(maker.invars[0])
+        )
 
     def _same(self, x: Var, y: Atom) -> bool:
         """Whether two values are one, before identities."""
@@ -221,7 +251,9 @@ class _Edited:
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
     """Return the variable whose value v has, before identities and conversions to floats of as many bits or more."""
     while (eqn := made_by.get(v)) is not None:
-        if eqn.primitive.name not in IDENTITIES and not (eqn.primitive.name == "convert_element_type" and _loses_nothing(eqn)):
+        if eqn.primitive.name not in IDENTITIES and not (
+            eqn.primitive.name == "convert_element_type" and _loses_nothing(eqn)
+        ):
             break
         before = eqn.invars[eqn.outvars.index(v)]
         if isinstance(before, Literal):

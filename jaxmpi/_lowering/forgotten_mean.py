@@ -1,7 +1,8 @@
 """Find train state that is equal on all ranks before a call and may differ after it: a mean was forgotten.
 
-An output is carried where an argument has the same path, shape and dtype, and the output is that argument plus something, as a
-parameter is plus its update. Whether it was equal on all ranks is known when the program runs.
+An output is carried where an argument has the same path, shape and dtype, and the output is that
+argument plus something, as a parameter is plus its update. Whether it was equal on all ranks is
+known when the program runs.
 """
 
 import hashlib
@@ -24,7 +25,15 @@ from jaxmpi._lowering.text import Text
 __all__ = ["Carried", "pairs"]
 
 SHOWN = 3  # outputs
-SAME = ("convert_element_type", "copy", "optimization_barrier", "reshape", "reduce_precision", "name")  # operand i is result i
+# operand i is result i
+SAME = (
+    "convert_element_type",
+    "copy",
+    "optimization_barrier",
+    "reshape",
+    "reduce_precision",
+    "name",
+)
 SUMS = ("add", "add_any", "max", "min")
 Sources = frozenset[int]  # numbers of inputs
 NONE: Sources = frozenset()
@@ -46,7 +55,12 @@ class Carried:
 
     @classmethod
     def find(
-        cls, title: str, jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
+        cls,
+        title: str,
+        jaxpr: AnyJaxpr,
+        ins: Sequence[KeyPath],
+        outs: Sequence[KeyPath],
+        captured: int,
     ) -> "Carried | None":
         """What may be found when the program runs; None where nothing can be.
 
@@ -66,7 +80,9 @@ class Carried:
         if not any(varies[pair.output] for pair in found):
             return None
         added = _added(jaxpr, [frozenset({i}) for i in range(count)])
-        found = [pair for pair in found if varies[pair.output] and pair.source in added[pair.output]]
+        found = [
+            pair for pair in found if varies[pair.output] and pair.source in added[pair.output]
+        ]
         return cls(title, jaxpr, found) if found else None
 
     @property
@@ -79,19 +95,28 @@ class Carried:
     def parting(self, equal: Sequence[bool]) -> str:
         """What to say of a call, given which inputs, those from outside first, were `equal` on all ranks; "" for nothing."""
         varies = _may_differ(self._jaxpr, [not same for same in equal])
-        names = list(dict.fromkeys(pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]))
+        names = list(
+            dict.fromkeys(
+                pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]
+            )
+        )
         if not names:
             return ""
         more = f" and {len(names) - SHOWN} more outputs" if len(names) > SHOWN else ""
         return (
-            f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks from this call on, and was "
-            "equal on all of them before. If it is trained, average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). "
-            "If each rank is to have its own, such as a sum over its batches, put it into a jaxmpi.PerRankState, or in nnx "
+            f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks "
+            "from this call on, and was "
+            "equal on all of them before. If it is trained, average the gradients "
+            "(jaxmpi.distributed, jaxmpi.tree_allreduce). "
+            "If each rank is to have its own, such as a sum over its batches, put it into a "
+            "jaxmpi.PerRankState, or in nnx "
             "into an nnx.BatchStat."
         )
 
 
-def pairs(jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int) -> list[Pair]:
+def pairs(
+    jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
+) -> list[Pair]:
     """The inputs and outputs with the same path, shape and dtype; the arguments as in `Carried.find`."""
     inner, _ = _jaxcompat.parts(jaxpr)
     by_path = _by_path(ins, captured)
@@ -100,7 +125,9 @@ def pairs(jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], capt
     for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
         names = [] if is_own(path) or isinstance(v, Literal) else _names(path)
         sources = [source for name in names for source in by_path.get(name, [])]
-        found += [Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)]
+        found += [
+            Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)
+        ]
     return found
 
 
@@ -160,7 +187,10 @@ def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
         consts, carry = _jaxcompat.scan_counts(eqn)
         return _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry])
     if name == "while":
-        first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        first, last = (
+            eqn.params["cond_nconsts"],
+            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
+        )
         return _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:])
     return []
 
@@ -169,7 +199,9 @@ def _loop(body: AnyJaxpr, consts: list[Sources], state: list[Sources]) -> list[S
     """Of the carry of a loop, what every turn adds to."""
     count = len(_jaxcompat.parts(body)[0].invars)  # what is scanned over, too
     while True:
-        outs = _added(body, [*consts, *state, *[NONE] * (count - len(consts) - len(state))])[: len(state)]
+        outs = _added(body, [*consts, *state, *[NONE] * (count - len(consts) - len(state))])[
+            : len(state)
+        ]
         if (after := [a & b for a, b in zip(state, outs, strict=True)]) == state:
             return state
         state = after

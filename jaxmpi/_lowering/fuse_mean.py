@@ -1,9 +1,10 @@
 """Means as one collective: of short floats everywhere, of all floats for transports that divide on the way.
 
-In a traced program, a mean is a sum and a division. The sum of float16 may be infinite where the mean is not: taken together,
-they are computed in float32 and rounded once. And each of them reads and writes all of the memory again, as do the conversions
-that stand around a mean of bfloat16: a transport that sums bfloat16 in float32, and divides what it has just summed, does the
-same while it is in the cache.
+In a traced program, a mean is a sum and a division. The sum of float16 may be infinite where the
+mean is not: taken together, they are computed in float32 and rounded once. And each of them reads
+and writes all of the memory again, as do the conversions that stand around a mean of bfloat16: a
+transport that sums bfloat16 in float32, and divides what it has just summed, does the same while it
+is in the cache.
 """
 
 from collections import Counter
@@ -31,7 +32,8 @@ def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
     Args:
       jaxpr: of `trace.trace`.
       size: the number of ranks.
-      fuses_mean: whether the transport divides, and takes any float; otherwise only short ones are taken in.
+      fuses_mean: whether the transport divides, and takes any float; otherwise only short ones are
+        taken in.
     """
     open_jaxpr = _jaxcompat.parts(jaxpr)[0]
     around = _Around(open_jaxpr, size, fuses_mean)
@@ -41,7 +43,11 @@ def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
         if what.get(id(eqn)) == "loop":
             inside = map_subjaxprs(eqn, lambda inner: fold(inner, size, fuses_mean=fuses_mean))
             eqns.append(eqn.replace(params={**eqn.params, **inside}))
-        elif what.get(id(eqn)) == "collective" and eqn.primitive.name in SUMS and id(eqn) not in known:
+        elif (
+            what.get(id(eqn)) == "collective"
+            and eqn.primitive.name in SUMS
+            and id(eqn) not in known
+        ):
             eqns.append(around.take_in(eqn))
         elif id(eqn) not in around.taken:
             eqns.append(eqn)
@@ -53,7 +59,9 @@ class _Around:
 
     def __init__(self, jaxpr: Jaxpr, size: int, fuses_mean: bool) -> None:
         used = [(v, eqn) for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)]
-        self._uses = Counter([v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)])
+        self._uses = Counter(
+            [v for v, _ in used] + [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+        )
         self._user = dict(used)
         self._source = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._size, self._divides = size, fuses_mean
@@ -72,7 +80,12 @@ class _Around:
         if not self._divides:
             return eqn.replace(outvars=[y], params={**eqn.params, "op": op})
         before = None if isinstance(x, Literal) else self._source.get(x)
-        if then is not None and before is not None and _widens(before) and _converts(then, before.invars[0].aval.dtype):
+        if (
+            then is not None
+            and before is not None
+            and _widens(before)
+            and _converts(then, before.invars[0].aval.dtype)
+        ):
             self.taken.add(id(then))
             x, y = before.invars[0], then.outvars[0]
         return eqn.replace(invars=[x], outvars=[y], params={**eqn.params, "op": op})
@@ -87,7 +100,11 @@ def _is_short(y: Var) -> bool:
 
 def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
     """Whether it divides a float y by the number of ranks."""
-    if eqn.primitive.name != "div" or eqn.invars[0] is not y or not jnp.issubdtype(y.aval.dtype, jnp.floating):
+    if (
+        eqn.primitive.name != "div"
+        or eqn.invars[0] is not y
+        or not jnp.issubdtype(y.aval.dtype, jnp.floating)
+    ):
         return False
     by = eqn.invars[1]
     return isinstance(by, Literal) and by.aval.shape == () and by.val == size

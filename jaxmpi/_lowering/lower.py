@@ -48,7 +48,13 @@ T = TypeVar("T")
 
 
 def build(
-    jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool], entries: Sequence[Entry], fingerprint: int, *, hide: bool
+    jaxpr: ClosedJaxpr,
+    backend: Backend,
+    stacked: Sequence[bool],
+    entries: Sequence[Entry],
+    fingerprint: int,
+    *,
+    hide: bool,
 ) -> tuple[Flat, Finish]:
     """Make a traced program one of `backend`.
 
@@ -58,15 +64,18 @@ def build(
       stacked: for simulated ranks, which of the arguments each rank has its own of.
       entries: what it sends.
       fingerprint: what the ranks compare, where the transport does; 0 where there is nothing to.
-      hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call of a jitted function
-        through Python, at tens of microseconds for each array; but inside of another function it is what keeps the order.
+      hide: for MPI, whether its effect may stay inside. Any effect on the outside sends every call
+        of a jitted function through Python, at tens of microseconds for each array; but inside of
+        another function it is what keeps the order.
 
     Returns:
       The program, and what is done to its outputs.
     """
     if backend.simulates:
         differ = varying(jaxpr, stacked, check=False)
-        return _simulated(jaxpr, backend, stacked), partial(_marked, [own and backend.place.size > 1 for own in differ])
+        return _simulated(jaxpr, backend, stacked), partial(
+            _marked, [own and backend.place.size > 1 for own in differ]
+        )
     if not has_collective(jaxpr):
         return _jaxcompat.as_function(jaxpr), list
     if backend.place.size == 1:
@@ -77,10 +86,14 @@ def build(
     return _on_mpi(jaxpr, backend, entries, fingerprint, hide), list
 
 
-def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int, hide: bool) -> Flat:
+def _on_mpi(
+    jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int, hide: bool
+) -> Flat:
     places = itertools.count(1)
 
-    def known(f: Callable[Concatenate[Collective, P], T]) -> Callable[Concatenate[Collective, P], T]:
+    def known(
+        f: Callable[Concatenate[Collective, P], T],
+    ) -> Callable[Concatenate[Collective, P], T]:
         """The same, of messages that know which program they are part of, and which of its messages they are."""
 
         def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
@@ -91,21 +104,28 @@ def _on_mpi(jaxpr: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fing
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         return primitive.run(call, xs, backend)
 
-    overlap = backend.overlap if hide else None  # what is differentiated yet cannot be started: a start has no derivative
+    # what is differentiated yet cannot be started: a start has no derivative
+    overlap = backend.overlap if hide else None
     if overlap is not None:
         start, send_ahead, take = overlap.start, overlap.send_ahead, overlap.take
-        overlap = overlap._replace(start=known(start), send_ahead=send_ahead and known(send_ahead), take=take and known(take))
+        overlap = overlap._replace(
+            start=known(start),
+            send_ahead=send_ahead and known(send_ahead),
+            take=take and known(take),
+        )
     program = rewrite(jaxpr, Target(backend.place.size, known(run), backend.index, overlap=overlap))
     if backend.compares_inline and fingerprint and not _compares_itself(entries, backend):
         program = _behind_a_comparison(program, backend, entries, fingerprint)
     effects = set(_jaxcompat.parts(program)[0].effects)
-    # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a program from being dropped.
+    # Callbacks have effects that must be seen; and without outputs, an effect is what keeps a
+    # program from being dropped.
     others = effects - set(backend.effects) or not _jaxcompat.parts(program)[0].outvars
     if not hide or not effects or others:
         return _jaxcompat.as_function(program)
     if not _jaxcompat.can_hide_effects():
         warnings.warn(
-            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of them are dispatched more "
+            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of "
+            "them are dispatched more "
             f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
             stacklevel=2,
         )
@@ -118,11 +138,14 @@ def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
     return bool(entries and entries[0].times and backend.carries(entries[0].call))
 
 
-def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int) -> ClosedJaxpr:
+def _behind_a_comparison(
+    program: ClosedJaxpr, backend: Backend, entries: Sequence[Entry], fingerprint: int
+) -> ClosedJaxpr:
     """The program behind a comparison of its fingerprint.
 
-    After the first call it travels with the next message, if all ranks take part in that. Otherwise a rank could wait for those
-    of its group, and these, which have called something else, for all ranks.
+    After the first call it travels with the next message, if all ranks take part in that. Otherwise
+    a rank could wait for those of its group, and these, which have called something else, for all
+    ranks.
     """
     later = all(backend.carries(entry.call) for entry in entries)
 
@@ -130,19 +153,33 @@ def _behind_a_comparison(program: ClosedJaxpr, backend: Backend, entries: Sequen
         primitive.compare_fingerprint(fingerprint, backend, later=later)
         return _jaxcompat.as_function(program)(*xs)
 
-    return make_jaxpr(whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars])
+    return make_jaxpr(
+        whole, backend.place.size, [v.aval for v in _jaxcompat.parts(program)[0].invars]
+    )
 
 
 def _on_mesh(jaxpr: ClosedJaxpr, backend: "Xla") -> Flat:
-    target = Target(backend.place.size, packing.run, backend.index, backend.combines, keeps_order=backend.keeps_order)
+    target = Target(
+        backend.place.size,
+        packing.run,
+        backend.index,
+        backend.combines,
+        keeps_order=backend.keeps_order,
+    )
     program = _jaxcompat.as_function(rewrite(jaxpr, target))
     spec = PartitionSpec()
-    return jax.shard_map(lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.shard_map(
+        lambda *xs: program(*xs), mesh=backend.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
 
 
 def _simulated(jaxpr: ClosedJaxpr, backend: Backend, stacked: Sequence[bool]) -> Flat:
     def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return through_all(on_axis.run, call, xs, backend.index()) if call.groups else on_axis.run(call, xs)
+        return (
+            through_all(on_axis.run, call, xs, backend.index())
+            if call.groups
+            else on_axis.run(call, xs)
+        )
 
     program = _jaxcompat.as_function(rewrite(jaxpr, Target(backend.place.size, run, backend.index)))
     axes = tuple(0 if own else None for own in stacked)
@@ -172,10 +209,13 @@ def _abstract(*_: ShapedArray, program: _Program) -> list[ShapedArray]:
     return [ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in outs]
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *xs: "ir.Value", program: _Program) -> Sequence["ir.Value"]:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *xs: "ir.Value", program: _Program
+) -> Sequence["ir.Value"]:
     return _jaxcompat.lower_with_tokens(ctx, *xs, jaxpr=program.jaxpr)
 
 
 program_p.def_abstract_eval(_abstract)
-program_p.def_impl(lambda *xs, program: _jaxcompat.as_function(program.jaxpr)(*xs))  # under jax.disable_jit
+# under jax.disable_jit
+program_p.def_impl(lambda *xs, program: _jaxcompat.as_function(program.jaxpr)(*xs))
 mlir.register_lowering(program_p, _lower)

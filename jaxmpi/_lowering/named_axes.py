@@ -1,7 +1,8 @@
 """Rewrite collectives over named axes as collectives over AXIS within groups: later passes know only these.
 
-An axis of `init(axes=...)` is a partition of the ranks into groups. Once a function is traced, and so differentiated, a
-collective over "island" is the same collective over "ranks" with `axis_index_groups`.
+An axis of `init(axes=...)` is a partition of the ranks into groups. Once a function is traced, and
+so differentiated, a collective over "island" is the same collective over "ranks" with
+`axis_index_groups`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,11 @@ def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
         return x
     roots = [group[root] for group in groups]
     within = _given(_any_order(groups))
-    is_root = jnp.isin(lax.axis_index(AXIS), jnp.array(roots, jnp.int32)) if within else lax.axis_index(AXIS) == root
+    is_root = (
+        jnp.isin(lax.axis_index(AXIS), jnp.array(roots, jnp.int32))
+        if within
+        else lax.axis_index(AXIS) == root
+    )
     return from_root(is_root, lambda bits: lax.psum(bits, AXIS, axis_index_groups=within), x)
 
 
@@ -77,7 +82,9 @@ def collective(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.A
     else:
         with _jaxcompat.at_source(eqn):
             x = _reduced(eqn, xs[0])
-        bound = _jaxcompat.bind(eqn, [x], axes=(AXIS,), axis_index_groups=_given(_any_order(groups)))
+        bound = _jaxcompat.bind(
+            eqn, [x], axes=(AXIS,), axis_index_groups=_given(_any_order(groups))
+        )
     return bound
 
 

@@ -1,10 +1,11 @@
 """Loops that communicate, in one order with the other collectives on every rank: XLA on CPUs keeps none between them.
 
-XLA's executor for CPUs starts a collective once the loop before it has started, whether that has sent its messages or not,
-unless it reads what the loop computes (jaxlib 0.10 to 0.12: collectives are ordered by "scheduling edges", and a loop that
-waits for its own kernels counts as scheduled). Which of the two sends first is then a matter of time, on each rank for itself,
-and gloo, which tells messages apart by their order, waits for ever or takes one for the other. So a loop reads a number of the
-collectives before it, and hands one on to those after it.
+XLA's executor for CPUs starts a collective once the loop before it has started, whether that has
+sent its messages or not, unless it reads what the loop computes (jaxlib 0.10 to 0.12: collectives
+are ordered by "scheduling edges", and a loop that waits for its own kernels counts as scheduled).
+Which of the two sends first is then a matter of time, on each rank for itself, and gloo, which
+tells messages apart by their order, waits for ever or takes one for the other. So a loop reads a
+number of the collectives before it, and hands one on to those after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from jaxmpi._lowering.dependency import depending_on, token_of
 
 __all__ = ["Order", "in_order"]
 
-Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]  # of a jaxpr, a token and arguments: a token that is ready after it
+# of a jaxpr, a token and arguments: a token that is ready after it
+Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]
 
 
 class Order:
@@ -41,7 +43,9 @@ class Order:
         """Count these in, the results of a collective."""
         self._received += outs
 
-    def through(self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]) -> list[ArrayLike]:
+    def through(
+        self, loop: Callable[[jax.Array], tuple[jax.Array, list[ArrayLike]]]
+    ) -> list[ArrayLike]:
         """The outputs of a loop, which is given a token and returns one."""
         self._token, outs = loop(self.token)
         self._received = []
@@ -53,17 +57,27 @@ class Order:
         return token_of(self._received, 0 if self._token is None else self._token)
 
 
-def in_order(eqn: JaxprEqn, xs: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
+def in_order(
+    eqn: JaxprEqn, xs: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
+) -> tuple[jax.Array, list[ArrayLike]]:
     """Carry out a loop that communicates, with a token in its state."""
     with _jaxcompat.at_source(eqn):
         return _IN_ORDER[eqn.primitive.name](eqn, xs, token, evaluate)
 
 
-def _scan(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
+def _scan(
+    eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
+) -> tuple[jax.Array, list[ArrayLike]]:
     of_consts, of_carry = _jaxcompat.scan_counts(eqn)
-    consts, carry, xs = args[:of_consts], args[of_consts : of_consts + of_carry], args[of_consts + of_carry :]
+    consts, carry, xs = (
+        args[:of_consts],
+        args[of_consts : of_consts + of_carry],
+        args[of_consts + of_carry :],
+    )
 
-    def turn(before: list[jax.Array], x: list[jax.Array]) -> tuple[list[ArrayLike], list[ArrayLike]]:
+    def turn(
+        before: list[jax.Array], x: list[jax.Array]
+    ) -> tuple[list[ArrayLike], list[ArrayLike]]:
         token, outs = evaluate(eqn.params["jaxpr"], before[0], *consts, *before[1:], *x)
         return [token, *outs[:of_carry]], outs[of_carry:]
 
@@ -72,24 +86,36 @@ def _scan(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: 
     return token, [*after, *ys]
 
 
-def _while(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
+def _while(
+    eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
+) -> tuple[jax.Array, list[ArrayLike]]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts, state = args[:of_cond], args[of_cond : of_cond + of_body], args[of_cond + of_body :]
+    cond_consts, body_consts, state = (
+        args[:of_cond],
+        args[of_cond : of_cond + of_body],
+        args[of_cond + of_body :],
+    )
 
     def on(carry: list[jax.Array]) -> ArrayLike:
         return evaluate(eqn.params["cond_jaxpr"], carry[0], *cond_consts, *carry[1:])[1][0]
 
     def turn(carry: list[jax.Array]) -> list[ArrayLike]:
         token, outs = evaluate(eqn.params["body_jaxpr"], carry[0], *body_consts, *carry[1:])
-        return [token + 1, *outs]  # or XLA would see that a body that sends nothing leaves it as it is
+        # or XLA would see that a body that sends nothing leaves it as it is
+        return [token + 1, *outs]
 
     token, *outs = lax.while_loop(on, turn, [token, *state])
     return token, outs
 
 
-def _cond(eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate) -> tuple[jax.Array, list[ArrayLike]]:
+def _cond(
+    eqn: JaxprEqn, args: Sequence[ArrayLike], token: jax.Array, evaluate: Evaluate
+) -> tuple[jax.Array, list[ArrayLike]]:
     index, *operands = args
-    branches = [lambda token, *xs, branch=branch: evaluate(branch, token, *xs) for branch in eqn.params["branches"]]
+    branches = [
+        lambda token, *xs, branch=branch: evaluate(branch, token, *xs)
+        for branch in eqn.params["branches"]
+    ]
     return lax.switch(index, branches, token, *operands)
 
 

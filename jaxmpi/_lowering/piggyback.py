@@ -28,13 +28,16 @@ def share_messages(groups: list[Group], size: int) -> list[Group]:
       groups: of `schedule`, independent of each other.
       size: the number of ranks.
     """
-    kept = sorted(groups, key=lambda group: group.call.op != "mean")  # what carries a sum can carry a mean, too
+    # what carries a sum can carry a mean, too
+    kept = sorted(groups, key=lambda group: group.call.op != "mean")
     for group in list(kept):
         hosts = (other for other in kept if other is not group and _carries(other.call, group.call))
         host = next((other for other in hosts if _is_small(group, other.call, size)), None)
         if host is not None:
             host.eqns.extend(group.eqns)
-            host.translations.extend(_inside(host.call, translation, size) for translation in group.translations)
+            host.translations.extend(
+                _inside(host.call, translation, size) for translation in group.translations
+            )
             kept.remove(group)
     return [group for group in groups if any(group is other for other in kept)]
 
@@ -42,15 +45,23 @@ def share_messages(groups: list[Group], size: int) -> list[Group]:
 def _carries(host: Collective, call: Collective) -> bool:
     if host.groups != call.groups or (host.groups and host.kind != "allreduce"):
         return False
-    if call.kind != "allreduce" or call.op not in ("sum", "mean") or host.kind not in ("allreduce", "reduce_scatter"):
+    if (
+        call.kind != "allreduce"
+        or call.op not in ("sum", "mean")
+        or host.kind not in ("allreduce", "reduce_scatter")
+    ):
         return False
     return host.op == "sum" if call.op == "mean" and host.op != "mean" else host.op == call.op
 
 
 def _is_small(group: Group, host: Collective, size: int) -> bool:
-    avals = [t.operand(eqn.invars[0].aval) for eqn, t in zip(group.eqns, group.translations, strict=True)]
+    avals = [
+        t.operand(eqn.invars[0].aval) for eqn, t in zip(group.eqns, group.translations, strict=True)
+    ]
     total = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    return total <= FEW_BYTES and (host.kind == "allreduce" or total * size * size <= FEW_ROWS_BYTES)
+    return total <= FEW_BYTES and (
+        host.kind == "allreduce" or total * size * size <= FEW_ROWS_BYTES
+    )
 
 
 def _inside(host: Collective, inner: Translation, size: int) -> Translation:
@@ -72,4 +83,6 @@ def _inside(host: Collective, inner: Translation, size: int) -> Translation:
 
     if host.kind == "allreduce":
         return Translation(host, widened, divided)
-    return Translation(host, column, lambda y: divided(jnp.sum(y, axis=0, dtype=y.dtype)), needs_rank=True)
+    return Translation(
+        host, column, lambda y: divided(jnp.sum(y, axis=0, dtype=y.dtype)), needs_rank=True
+    )

@@ -1,7 +1,8 @@
 """On which ranks a value is the same: classes of ranks, as far as they follow from a program.
 
-A value has a number for each rank, equal where the value is known to be: `(0, 0, 1, 1)` after a sum over "member" of islands of
-two. `ALL` is a value that is equal on all ranks, `OWN` one of which nothing is known.
+A value has a number for each rank, equal where the value is known to be: `(0, 0, 1, 1)` after a sum
+over "member" of islands of two. `ALL` is a value that is equal on all ranks, `OWN` one of which
+nothing is known.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -25,7 +26,9 @@ def joined(values: Iterable[Classes]) -> Classes:
     known = [value for value in values if value != ALL]
     if OWN in known or not known:
         return OWN if known else ALL
-    return _numbered([*zip(*dict.fromkeys(known), strict=True)]) if len(set(known)) > 1 else known[0]
+    return (
+        _numbered([*zip(*dict.fromkeys(known), strict=True)]) if len(set(known)) > 1 else known[0]
+    )
 
 
 def after_collective(eqn: JaxprEqn, x: Classes) -> Classes:

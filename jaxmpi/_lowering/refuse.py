@@ -60,7 +60,8 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
         dtype = eqn.invars[0].aval.dtype
         if dtype == jnp.float8_e8m0fnu and len(params["perm"]) < size:
             raise TypeError(
-                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others get zero, which {dtype} does not "
+                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others get "
+                f"zero, which {dtype} does not "
                 "have. Name a source for every rank, or use another dtype."
             )
 
@@ -85,13 +86,18 @@ def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -
         raise NameError(f"{_where(eqn)} is over the axis {unknown[0]!r}, and {_known(axes)}.")
     if len(set(names)) < len(names) or (AXIS in names and len(names) > 1):
         raise ValueError(
-            f"{_where(eqn)} is over {', '.join(map(repr, names))}, and names some of the ranks twice. {AXIS!r} is all of them; "
+            f"{_where(eqn)} is over {', '.join(map(repr, names))}, and names some of the ranks "
+            f"twice. {AXIS!r} is all of them; "
             "name it alone, or each of the other axes once."
         )
 
 
 def _known(axes: Mapping[str, int]) -> str:
-    return f"the axes of the ranks are {', '.join(map(repr, axes))}" if len(axes) > 1 else f"the ranks are the axis {AXIS!r}"
+    return (
+        f"the axes of the ranks are {', '.join(map(repr, axes))}"
+        if len(axes) > 1
+        else f"the ranks are the axis {AXIS!r}"
+    )
 
 
 def _others(axes: Mapping[str, int]) -> str:
@@ -104,7 +110,8 @@ def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> 
     found = sorted(int(rank) for group in groups for rank in group)
     if found != [*range(size)] or len({len(group) for group in groups}) > 1:
         raise (RankCountError if found != [*range(size)] else ValueError)(
-            f"{_where(eqn)} has axis_index_groups {[list(map(int, group)) for group in groups]} on {size} ranks. Each of the "
+            f"{_where(eqn)} has axis_index_groups {[list(map(int, group)) for group in groups]} on "
+            f"{size} ranks. Each of the "
             f"ranks 0 to {size - 1} must be in one group, and all groups of the same size."
         )
 
@@ -114,19 +121,27 @@ def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
     for parameter in AXES:
         axis = params.get(parameter)
         if isinstance(axis, int) and axis < 0:
-            raise NotImplementedError(f"{where} has {parameter}={axis}, which this JAX misreads. Count the axis from 0.")
+            raise NotImplementedError(
+                f"{where} has {parameter}={axis}, which this JAX misreads. Count the axis from 0."
+            )
 
 
 def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
     if dtype == jax.dtypes.float0:
         raise TypeError(
-            f"{where} is of float0, the gradients of integers, which hold no numbers. Take them out of the tree, or use the "
+            f"{where} is of float0, the gradients of integers, which hold no numbers. Take them "
+            "out of the tree, or use the "
             "functions jaxmpi.tree_*, which let them pass."
         )
     if name in REDUCTIONS and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which move them.")
+        raise TypeError(
+            f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which "
+            "move them."
+        )
     if name == "reduce_scatter" and dtype == jnp.bool_:
-        raise TypeError(f"{where} is of booleans, which cannot be summed. Convert them to integers first.")
+        raise TypeError(
+            f"{where} is of booleans, which cannot be summed. Convert them to integers first."
+        )
 
 
 def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
@@ -153,7 +168,8 @@ def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
         else:
             continue
         raise NotImplementedError(
-            f"jaxmpi.jit: {what} at {line(eqn)}, which the {backend} backend does not support. Pass its value instead, and "
+            f"jaxmpi.jit: {what} at {line(eqn)}, which the {backend} backend does not support. "
+            "Pass its value instead, and "
             "return the new one."
         )
 
@@ -163,8 +179,10 @@ def refuse_ordered_effects(jaxpr: AnyJaxpr, backend: str) -> None:
     for eqn in equations(jaxpr):
         if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
             raise NotImplementedError(
-                f"jaxmpi.jit: a jax.debug.print or jax.debug.callback with ordered=True stands at {line(eqn)}, which the "
-                f"{backend} backend does not support. Pass ordered=False, or use io_callback(..., ordered=True)."
+                "jaxmpi.jit: a jax.debug.print or jax.debug.callback with ordered=True stands at "
+                f"{line(eqn)}, which the "
+                f"{backend} backend does not support. Pass ordered=False, or use io_callback(..., "
+                "ordered=True)."
             )
 
 
@@ -173,7 +191,8 @@ def refuse_meshes(jaxpr: AnyJaxpr) -> None:
     for eqn in equations(jaxpr):
         if eqn.primitive.name in MESHES:
             raise NotImplementedError(
-                f"jaxmpi.jit: a pmap or shard_map at {line(eqn)} stands inside of it, where each rank has one device. "
+                f"jaxmpi.jit: a pmap or shard_map at {line(eqn)} stands inside of it, where each "
+                "rank has one device. "
                 "Use jax.vmap in its place, or call its function directly."
             )
 
@@ -185,31 +204,52 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
     def traced(*args: PyTree, **kwargs: PyTree) -> T:
         try:
             return function(*args, **kwargs)
-        except (NameError, AssertionError, NotImplementedError, ValueError, TypeError, IndexError) as error:
+        except (
+            NameError,
+            AssertionError,
+            NotImplementedError,
+            ValueError,
+            TypeError,
+            IndexError,
+        ) as error:
             name, params, at = _jaxcompat.failed_collective(error)
             if name:
-                _explain(error, f"jaxmpi.jit: {name} at {at or 'a line of a library'}", name, params, axes)
+                _explain(
+                    error,
+                    f"jaxmpi.jit: {name} at {at or 'a line of a library'}",
+                    name,
+                    params,
+                    axes,
+                )
             raise
 
     return traced
 
 
-def _explain(error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]) -> None:
+def _explain(
+    error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]
+) -> None:
     """Raise what an error of one of JAX's collectives means, if JAX does not say it."""
-    if isinstance(error, NameError) and name != "pbroadcast":  # which reads the letters of the name as names
+    # which reads the letters of the name as names
+    if isinstance(error, NameError) and name != "pbroadcast":
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
-            f"{where} is over the axis {axis!r}, which nothing binds. The ranks are the axis jaxmpi.AXIS, {AXIS!r}: name that "
+            f"{where} is over the axis {axis!r}, which nothing binds. The ranks are the axis "
+            f"jaxmpi.AXIS, {AXIS!r}: name that "
             f"one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
         ) from error
     try:
         _refuse_axes(where, params)
-        for x in jax.tree.leaves(params.get("x")):  # pmean divides keys and float0 while it is traced
+        # pmean divides keys and float0 while it is traced
+        for x in jax.tree.leaves(params.get("x")):
             if hasattr(x, "dtype"):
                 _refuse_dtype(where, name, x.dtype)
     except (NotImplementedError, TypeError) as refusal:
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
-        reason = f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""  # not JAX's types
+        # not JAX's types
+        reason = (
+            f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""
+        )
         advice = IN_GROUPS if params.get("axis_index_groups") else ADVICE.get(name, ONE_AXIS)
         raise NotImplementedError(f"{where} is not supported{reason}. {advice}") from error

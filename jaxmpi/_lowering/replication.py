@@ -1,8 +1,9 @@
 """Which values of a program may differ between the ranks.
 
-That finds a forgotten mean, and a collective that only some ranks would reach. A value varies when it depends on this rank's
-number, or on an argument that varies, without a collective that makes it equal on all ranks. (`shard_map` calls the same notion
-varying and replicated; here it is found on the traced program afterwards.)
+That finds a forgotten mean, and a collective that only some ranks would reach. A value varies when
+it depends on this rank's number, or on an argument that varies, without a collective that makes it
+equal on all ranks. (`shard_map` calls the same notion varying and replicated; here it is found on
+the traced program afterwards.)
 """
 
 import warnings
@@ -15,12 +16,23 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import EQUAL
 from jaxmpi._jaxcompat import AnyJaxpr, CallSite
-from jaxmpi._lowering.classify import CALLS, callee, calls_python, communicates, follows_from, kind, kinds, line, subjaxprs
+from jaxmpi._lowering.classify import (
+    CALLS,
+    callee,
+    calls_python,
+    communicates,
+    follows_from,
+    kind,
+    kinds,
+    line,
+    subjaxprs,
+)
 from jaxmpi._lowering.rank_classes import ALL, OWN, Classes, after_collective, joined
 
 __all__ = ["varying"]
 
-Sums = dict[CallSite, list[tuple[JaxprEqn, bool]]]  # each: the equation, and whether it changes anything
+# each: the equation, and whether it changes anything
+Sums = dict[CallSite, list[tuple[JaxprEqn, bool]]]
 Inside = Callable[..., list[Classes]]  # `_varying` of a jaxpr inside
 
 
@@ -44,11 +56,13 @@ def varying(
       equal_names: identities with such a name stand for what is equal on all ranks.
 
     Raises:
-      ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait in it for ever.
+      ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait
+        in it for ever.
 
     Warns:
-      UserWarning: a sum or mean of what is equal on all ranks already. The transpose of a sum is a sum, too, often of such
-        values, and comes from the same call: it is the calls that are warned of, if all sums that come from one are such.
+      UserWarning: a sum or mean of what is equal on all ranks already. The transpose of a sum is a
+        sum, too, often of such values, and comes from the same call: it is the calls that are
+        warned of, if all sums that come from one are such.
     """
     sums: Sums = defaultdict(list)
     classes: list[Classes] = [OWN if differs else ALL for differs in ins]
@@ -60,7 +74,12 @@ def varying(
 
 
 def _varying(
-    jaxpr: AnyJaxpr, ins: Sequence[Classes], constants: Classes, check: bool, sums: Sums, equal_names: Sequence[str]
+    jaxpr: AnyJaxpr,
+    ins: Sequence[Classes],
+    constants: Classes,
+    check: bool,
+    sums: Sums,
+    equal_names: Sequence[str],
 ) -> list[Classes]:
     """The same, of classes of ranks; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
@@ -82,7 +101,9 @@ def _varying(
     return [ALL if isinstance(v, Literal) else varies[v] for v in inner.outvars]
 
 
-def _outs(eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
+def _outs(
+    eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bool
+) -> list[Classes]:
     name = eqn.primitive.name
     if what == "index":
         return [OWN]
@@ -112,7 +133,11 @@ def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Inside) -> list[Classes]:
 
 def _while(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts, state = xs[:of_cond], xs[of_cond : of_cond + of_body], xs[of_cond + of_body :]
+    cond_consts, body_consts, state = (
+        xs[:of_cond],
+        xs[of_cond : of_cond + of_body],
+        xs[of_cond + of_body :],
+    )
     while True:
         (goes_on,) = inside(eqn.params["cond_jaxpr"], cond_consts + state, check=False)
         outs = inside(eqn.params["body_jaxpr"], body_consts + state, check=False)
@@ -137,9 +162,12 @@ def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list
 def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:
     inside = next(found for jaxpr in subjaxprs(eqn) for found in _collective_lines(jaxpr))
     raise ValueError(
-        f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ between the ranks: some "
-        "would wait for the others for ever. Reduce the predicate over the ranks first (jaxmpi.tree_allreduce with op 'max' or "
-        "'min'; in a line search take jaxmpi.average_loss for its value_fn, as the gradient of a pmean is each rank's own), or "
+        f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may "
+        "differ between the ranks: some "
+        "would wait for the others for ever. Reduce the predicate over the ranks first "
+        "(jaxmpi.tree_allreduce with op 'max' or "
+        "'min'; in a line search take jaxmpi.average_loss for its value_fn, as the gradient of a "
+        "pmean is each rank's own), or "
         "say with replicated_argnums which arguments are equal on all ranks."
     )
 
@@ -148,7 +176,9 @@ def _collective_lines(jaxpr: AnyJaxpr) -> list[str]:
     lines = []
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         if kind(eqn) == "collective":
-            lines.append(f"{eqn.primitive.name} at {_jaxcompat.source_line(eqn) or 'a line of a library'}")
+            lines.append(
+                f"{eqn.primitive.name} at {_jaxcompat.source_line(eqn) or 'a line of a library'}"
+            )
         lines.extend(found for inner in subjaxprs(eqn) for found in _collective_lines(inner))
     return lines
 

@@ -28,17 +28,21 @@ class Target(NamedTuple):
     """What a program is rewritten for."""
 
     size: int  # the number of ranks
-    run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]  # carries out a collective, in traced code
+    # carries out a collective, in traced code
+    run: Callable[[Collective, Sequence[jax.Array]], list[jax.Array]]
     rank: Callable[[], ArrayLike]  # this rank's number, in traced code
     combine: bool = True  # whether collectives that can travel together do
     overlap: Overlap | None = None  # how messages are on their way while the program computes
-    keeps_order: bool = True  # whether what carries the program out keeps collectives, and loops that have some, in order
+    # whether what carries the program out keeps collectives, and loops that have some, in order
+    keeps_order: bool = True
 
 
 def rewrite(jaxpr: AnyJaxpr, target: Target) -> ClosedJaxpr:
     """Put `target`'s collectives in the place of JAX's in an opened program, round by round."""
     return make_jaxpr(
-        lambda *args: _evaluate(jaxpr, target, *args), target.size, [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
+        lambda *args: _evaluate(jaxpr, target, *args),
+        target.size,
+        [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars],
     )
 
 
@@ -47,17 +51,24 @@ def _evaluate(jaxpr: AnyJaxpr, target: Target, *args: ArrayLike) -> list[ArrayLi
     return _rounds(jaxpr, target, Order() if loops and not target.keeps_order else None, *args)
 
 
-def _rounds(jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLike) -> list[ArrayLike]:
+def _rounds(
+    jaxpr: AnyJaxpr, target: Target, order: Order | None, *args: ArrayLike
+) -> list[ArrayLike]:
     read = Env(jaxpr, args)
     what = kinds(jaxpr)
     for level in schedule(jaxpr, target.size, target.combine):
         sent = messages_of(level, jaxpr, target.overlap)
         after_start = {id(eqn) for eqn in sent.after_start}
         _compute([eqn for eqn in level.local if id(eqn) not in after_start], what, target, read)
-        started = [_start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)]
+        started = [
+            _start(bucket, target, read, first=not i) for i, bucket in enumerate(sent.started)
+        ]
         if after_start:
-            one = next((x for x in started[0][0] if x.size), None)  # of all, n arrays would take n² operations to compile
-            with inputs_depending_on(token_of([] if one is None else [one]), sent.after_start, read):
+            # of all, n arrays would take n² operations to compile
+            one = next((x for x in started[0][0] if x.size), None)
+            with inputs_depending_on(
+                token_of([] if one is None else [one]), sent.after_start, read
+            ):
                 _compute(sent.after_start, what, target, read)
         before = sent.before_waits
         for _, arrive in started:
@@ -78,13 +89,17 @@ def _compute(eqns: Iterable[JaxprEqn], what: Mapping[int, str], target: Target, 
         read.write(eqn, _local(eqn, target, xs) if id(eqn) in what else _jaxcompat.keep(eqn, xs))
 
 
-def _loop(eqn: JaxprEqn, target: Target, order: Order | None, xs: list[ArrayLike]) -> list[ArrayLike]:
+def _loop(
+    eqn: JaxprEqn, target: Target, order: Order | None, xs: list[ArrayLike]
+) -> list[ArrayLike]:
     if order:
         return order.through(lambda token: in_order(eqn, xs, token, partial(_inside, target)))
     return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: rewrite(inner, target)))
 
 
-def _inside(target: Target, jaxpr: AnyJaxpr, token: jax.Array, *args: ArrayLike) -> tuple[jax.Array, list[ArrayLike]]:
+def _inside(
+    target: Target, jaxpr: AnyJaxpr, token: jax.Array, *args: ArrayLike
+) -> tuple[jax.Array, list[ArrayLike]]:
     order = Order(token)
     outs = _rounds(jaxpr, target, order, *args)
     return order.token, outs
@@ -123,17 +138,28 @@ def _start(
 
 
 def _send_ahead(eqn: JaxprEqn, target: Target, xs: list[jax.Array]) -> jax.Array:
-    if target.overlap is None or target.overlap.send_ahead is None or not target.overlap.carries(call_of(eqn)):
+    if (
+        target.overlap is None
+        or target.overlap.send_ahead is None
+        or not target.overlap.carries(call_of(eqn))
+    ):
         return none()
     with _jaxcompat.at_source(eqn):
         return target.overlap.send_ahead(call_of(eqn), xs)
 
 
-def _carry_out(group: Group, target: Target, order: Order | None, read: Env, number: Var | None) -> None:
+def _carry_out(
+    group: Group, target: Target, order: Order | None, read: Env, number: Var | None
+) -> None:
     """Carry out a message, or take what it has brought if it was sent ahead: under a number, which is a variable."""
     with _jaxcompat.at_source(group.eqns[0]):
         same, operands = _operands(group, range(len(group.eqns)), target, read)
-        if number is not None and target.overlap and target.overlap.take and len(same) == len(group.eqns):
+        if (
+            number is not None
+            and target.overlap
+            and target.overlap.take
+            and len(same) == len(group.eqns)
+        ):
             _write(group, same, target.overlap.take(group.call, operands, read([number])[0]), read)
             return
         outs = target.run(group.call, order.after(operands) if order else operands)
@@ -142,13 +168,18 @@ def _carry_out(group: Group, target: Target, order: Order | None, read: Env, num
         _write(group, same, outs, read)
 
 
-def _operands(group: Group, numbers: Iterable[int], target: Target, read: Env) -> tuple[list[list[int]], list[jax.Array]]:
+def _operands(
+    group: Group, numbers: Iterable[int], target: Target, read: Env
+) -> tuple[list[list[int]], list[jax.Array]]:
     """What is sent for some equations of a group, each array once, and the numbers of the equations that take it."""
     same: dict[tuple[int, str], list[int]] = {}
     for i in numbers:
         eqn = group.eqns[i]
         same.setdefault((id(read(eqn.invars)[0]), str(eqn.params)), []).append(i)
-    operands = [group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank) for i, *_ in same.values()]
+    operands = [
+        group.translations[i].carried(read(group.eqns[i].invars)[0], target.rank)
+        for i, *_ in same.values()
+    ]
     return [*same.values()], operands
 
 

@@ -34,8 +34,10 @@ class Entry(NamedTuple):
       arrays: shape and dtype of each array that goes in.
       path: the loops and branches around it, such as "scan[12]/cond:1"; "" at the top.
       times: how often it is carried out; None where a branch or a while_loop decides.
-      source: file and line of each array's collective, without repetitions; empty inside of jaxmpi's own functions.
-      order: the places of its collectives in the order in which the function calls them, behind those of the loops around it.
+      source: file and line of each array's collective, without repetitions; empty inside of
+        jaxmpi's own functions.
+      order: the places of its collectives in the order in which the function calls them, behind
+        those of the loops around it.
       params: JAX's primitives, each with its parameters.
       started: how many messages are started and waited for later; 0: it is sent at once.
       beside: how many of these have computation beside them.
@@ -65,24 +67,54 @@ class Entry(NamedTuple):
 
 
 def summary(
-    jaxpr: AnyJaxpr, size: int, *, combine: bool = True, overlap: Overlap | None = None, around: Around = AT_THE_TOP
+    jaxpr: AnyJaxpr,
+    size: int,
+    *,
+    combine: bool = True,
+    overlap: Overlap | None = None,
+    around: Around = AT_THE_TOP,
 ) -> Iterator[Entry]:
     """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
     levels = schedule(jaxpr, size, combine)
-    sent = {id(eqn) for level in levels for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))}
-    place = {key: i for i, key in enumerate(id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent)}
+    sent = {
+        id(eqn)
+        for level in levels
+        for eqn in (*level.loops, *(eqn for group in level.groups for eqn in group.eqns))
+    }
+    place = {
+        key: i
+        for i, key in enumerate(
+            id(eqn) for eqn in _jaxcompat.parts(jaxpr)[0].eqns if id(eqn) in sent
+        )
+    }
     for level in levels:
         messages = messages_of(level, jaxpr, overlap)
         for group in messages.groups:
-            distinct = {(id(e.invars[0]), str(e.params)): (e, t) for e, t in zip(group.eqns, group.translations, strict=True)}
-            avals = [translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()]
+            distinct = {
+                (id(e.invars[0]), str(e.params)): (e, t)
+                for e, t in zip(group.eqns, group.translations, strict=True)
+            }
+            avals = [
+                translation.operand(eqn.invars[0].aval) for eqn, translation in distinct.values()
+            ]
             arrays = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
             source = tuple(filter(None, dict.fromkeys(map(_jaxcompat.source_line, group.eqns))))
             order = (*around.order, *(place[id(eqn)] for eqn in group.eqns))
             params = tuple(map(_params, group.eqns))
-            yield Entry(group.call, tuple(arrays), around.path, around.times, source, order, params, *messages.counts(group))
+            yield Entry(
+                group.call,
+                tuple(arrays),
+                around.path,
+                around.times,
+                source,
+                order,
+                params,
+                *messages.counts(group),
+            )
         for eqn in level.loops:
-            yield from _inside(eqn, size, combine, overlap, around._replace(order=(*around.order, place[id(eqn)])))
+            yield from _inside(
+                eqn, size, combine, overlap, around._replace(order=(*around.order, place[id(eqn)]))
+            )
 
 
 def _params(eqn: JaxprEqn) -> str:
@@ -91,11 +123,18 @@ def _params(eqn: JaxprEqn) -> str:
     return " ".join([eqn.primitive.name, *given])
 
 
-def _inside(eqn: JaxprEqn, size: int, combine: bool, overlap: Overlap | None, around: Around) -> Iterator[Entry]:
+def _inside(
+    eqn: JaxprEqn, size: int, combine: bool, overlap: Overlap | None, around: Around
+) -> Iterator[Entry]:
     name = eqn.primitive.name
     for i, inner in enumerate(subjaxprs(eqn)):
         step, times = f"{name}:{i}" if name == "cond" else name, None
         if name == "scan":
-            step, times = f"scan[{eqn.params['length']}]", around.times and around.times * eqn.params["length"]
+            step, times = (
+                f"scan[{eqn.params['length']}]",
+                around.times and around.times * eqn.params["length"],
+            )
         path = f"{around.path}/{step}" if around.path else step
-        yield from summary(inner, size, combine=combine, overlap=overlap, around=Around(path, times, around.order))
+        yield from summary(
+            inner, size, combine=combine, overlap=overlap, around=Around(path, times, around.order)
+        )

@@ -25,12 +25,22 @@ class Text:
 
     def atom(self, v: Atom) -> str:
         """A literal's value, or a variable's name."""
-        return repr(np.asarray(v.val).tolist()) if isinstance(v, Literal) else self._names.setdefault(v, f"v{len(self._names)}")
+        return (
+            repr(np.asarray(v.val).tolist())
+            if isinstance(v, Literal)
+            else self._names.setdefault(v, f"v{len(self._names)}")
+        )
 
     def equation(self, eqn: JaxprEqn, *, shapes: bool) -> str:
         """Such as "v3 = mul(in0, 2.0)"; with `shapes`, and the parameters that may follow from them, "v3: float32[4] = ..."."""
-        outs = ", ".join(self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars)
-        params = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if _is_plain(name, value, shapes)]
+        outs = ", ".join(
+            self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars
+        )
+        params = [
+            f"{name}={value}"
+            for name, value in sorted(eqn.params.items())
+            if _is_plain(name, value, shapes)
+        ]
         return f"{outs} = {eqn.primitive.name}({', '.join([*map(self.atom, eqn.invars), *params])})"
 
 
@@ -38,7 +48,9 @@ def equations(jaxpr: AnyJaxpr) -> Iterator[str]:
     """All equations with shapes and source lines, inner ones behind the one that holds them."""
     text = Text(jaxpr)
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        yield " at ".join(filter(None, (text.equation(eqn, shapes=True), _jaxcompat.source_line(eqn))))
+        yield " at ".join(
+            filter(None, (text.equation(eqn, shapes=True), _jaxcompat.source_line(eqn)))
+        )
         for inner in subjaxprs(eqn):
             yield from equations(inner)
     yield f"returns {', '.join(map(text.atom, _jaxcompat.parts(jaxpr)[0].outvars))}"
@@ -57,7 +69,10 @@ def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
 
 @_jaxcompat.kept_with_jaxpr
 def _has_notes(jaxpr: AnyJaxpr) -> bool:
-    return any(is_note(eqn) or any(map(_has_notes, subjaxprs(eqn))) for eqn in _jaxcompat.parts(jaxpr)[0].eqns)
+    return any(
+        is_note(eqn) or any(map(_has_notes, subjaxprs(eqn)))
+        for eqn in _jaxcompat.parts(jaxpr)[0].eqns
+    )
 
 
 def is_note(eqn: JaxprEqn) -> bool:

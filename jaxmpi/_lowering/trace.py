@@ -32,17 +32,20 @@ def trace(
 
     Args:
       function: of arrays like `avals`.
-      axes: the names of the ranks and their sizes, AXIS among them, which is the only one in the program.
+      axes: the names of the ranks and their sizes, AXIS among them, which is the only one in the
+        program.
       avals: shape and dtype of each argument.
 
     Returns:
-      The program; the arrays that the function had from outside, which are the first of the program's arguments; what
-      `text.parameters` finds.
+      The program; the arrays that the function had from outside, which are the first of the
+      program's arguments; what `text.parameters` finds.
     """
     return prepared(_make_jaxpr(explained(function, axes), axes, avals), axes)
 
 
-def prepared(traced: ClosedJaxpr, axes: Mapping[str, int]) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
+def prepared(
+    traced: ClosedJaxpr, axes: Mapping[str, int]
+) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
     """What `trace` returns, of a function that was traced with the axes bound."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
@@ -54,18 +57,27 @@ def prepared(traced: ClosedJaxpr, axes: Mapping[str, int]) -> tuple[ClosedJaxpr,
     if captured or updates or _needs_opening(traced):
         arguments = [v.aval for v in (*inner.constvars, *inner.invars)]
         with collection_paused():
-            traced = make_jaxpr(lambda *args: _open(inner, axes, *args, jits=updates), axes[AXIS], arguments)
+            traced = make_jaxpr(
+                lambda *args: _open(inner, axes, *args, jits=updates), axes[AXIS], arguments
+            )
     return apply_exactly(traced), captured, notes
 
 
-def make_jaxpr(function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]) -> ClosedJaxpr:
+def make_jaxpr(
+    function: Callable[..., Sequence[ArrayLike]], size: int, avals: Sequence[Aval]
+) -> ClosedJaxpr:
     """`jax.make_jaxpr` of a function of arrays like `avals`, with the axis bound."""
     return _make_jaxpr(function, {AXIS: size}, avals)
 
 
-def _make_jaxpr(function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]) -> ClosedJaxpr:
+def _make_jaxpr(
+    function: Callable[..., Sequence[ArrayLike]], axes: Mapping[str, int], avals: Sequence[Aval]
+) -> ClosedJaxpr:
     structs = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) if isinstance(a, ShapedArray) else a for a in avals
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+        if isinstance(a, ShapedArray)
+        else a
+        for a in avals
     ]
     return jax.make_jaxpr(function, axis_env=[*axes.items()])(*structs)
 
@@ -112,7 +124,9 @@ def _needs_opening(jaxpr: AnyJaxpr) -> bool:
     return False
 
 
-def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False) -> list[ArrayLike]:
+def _open(
+    jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool = False
+) -> list[ArrayLike]:
     """Evaluate a program without its calls; `jits` opens those of `jax.jit` without a collective, too.
 
     `apply_exactly` needs that: it finds a sum and its update where they are on one level.
@@ -143,8 +157,12 @@ def _open(jaxpr: AnyJaxpr, axes: Mapping[str, int], *args: ArrayLike, jits: bool
             case "" if jits and eqn.primitive.name in ("jit", "pjit") and not is_update(eqn):
                 with _jaxcompat.at_source(eqn):
                     return _open(eqn.params["jaxpr"], axes, *xs, jits=jits)
-            case "" if jits and eqn.primitive.name in LOOPS and any(map(has_updates, subjaxprs(eqn))):
-                return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits)))
+            case "" if (
+                jits and eqn.primitive.name in LOOPS and any(map(has_updates, subjaxprs(eqn)))
+            ):
+                return _jaxcompat.bind(
+                    eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits))
+                )
             case _:
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)
 
@@ -167,15 +185,22 @@ class Env:
     def outs(self) -> list[ArrayLike]:
         """The outputs; a literal of the jaxpr has lost its weak type, which the outputs are to keep."""
         outs = self(self.outvars)
-        weak = [not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars]
-        return [_jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x for x, w in zip(outs, weak, strict=True)]
+        weak = [
+            not isinstance(v, Literal) and getattr(v.aval, "weak_type", False) for v in self.outvars
+        ]
+        return [
+            _jaxcompat.as_weak(x) if w and not jax.typeof(x).weak_type else x
+            for x, w in zip(outs, weak, strict=True)
+        ]
 
     def write(self, eqn: JaxprEqn, outs: Sequence[ArrayLike]) -> None:
         self.values.update(zip(eqn.outvars, outs, strict=True))
 
 
 def evaluate(
-    jaxpr: AnyJaxpr, step: Callable[[JaxprEqn, list[ArrayLike]], Sequence[ArrayLike]], *args: ArrayLike
+    jaxpr: AnyJaxpr,
+    step: Callable[[JaxprEqn, list[ArrayLike]], Sequence[ArrayLike]],
+    *args: ArrayLike,
 ) -> list[ArrayLike]:
     """Evaluate a jaxpr with a rule of one's own for each equation."""
     read = Env(jaxpr, args)

@@ -32,7 +32,9 @@ class Translation(NamedTuple):
         """Shape and dtype of `before(x)`, for x like `aval`."""
         if self.before is _same:
             return aval
-        return jax.eval_shape(lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return jax.eval_shape(
+            lambda x: self.carried(x, lambda: 0), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        )
 
     def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
         """What the collective gets for x on this rank."""
@@ -54,10 +56,14 @@ def translate(eqn: JaxprEqn, size: int) -> Translation:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return plain
     impl: list[Hashable] = []
-    jax.eval_shape(lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype))
+    jax.eval_shape(
+        lambda x: impl.append(jax.random.key_impl(x)), jax.ShapeDtypeStruct(key.shape, key.dtype)
+    )
     # keys travel as their data, whose axes come last
     return Translation(
-        call, lambda x: before(jax.random.key_data(x)), lambda y: jax.random.wrap_key_data(after(y), impl=impl[0])
+        call,
+        lambda x: before(jax.random.key_data(x)),
+        lambda y: jax.random.wrap_key_data(after(y), impl=impl[0]),
     )
 
 
@@ -67,11 +73,17 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
     name, groups = eqn.primitive.name, params.get("axis_index_groups") or ()
     size = len(groups[0]) if groups else size
     if name in REDUCE:
-        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))  # axes of a vmap inside, over the same name
+        # axes of a vmap inside, over the same name
+        dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
         before = partial(_reduce, name, dims) if dims else _same
-        if name != "psum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):  # which no transport orders
-            return Translation(Collective("allgather", groups=groups), before, lambda y: _reduce(name, (0,), y))
-        return Translation(Collective("allreduce", op=params.get("op", REDUCE[name]), groups=groups), before, _same)
+        # which no transport orders
+        if name != "psum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
+            return Translation(
+                Collective("allgather", groups=groups), before, lambda y: _reduce(name, (0,), y)
+            )
+        return Translation(
+            Collective("allreduce", op=params.get("op", REDUCE[name]), groups=groups), before, _same
+        )
     if name == "ppermute":
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
         return Translation(Collective("permute", pairs=pairs), _same, _same)
@@ -81,7 +93,9 @@ def _translate(eqn: JaxprEqn, size: int) -> Translation:
         return Translation(call, _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
     if name == "reduce_scatter":
         call = Collective("reduce_scatter", op=params.get("op", "sum"), groups=groups)
-        return Translation(call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same)
+        return Translation(
+            call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same
+        )
     return Translation(
         Collective("alltoall", groups=groups),
         lambda x: _split(x, params["split_axis"], tiled, size),
@@ -107,4 +121,8 @@ def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:
 def _merge(y: Array, axis: int, tiled: bool) -> Array:
     """`[n, .., k, ..]` to `[.., n·k, ..]`; untiled, `[n, ..]` to `[.., n, ..]`."""
     y = jnp.moveaxis(y, 0, axis)
-    return y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :]) if tiled else y
+    return (
+        y.reshape(*y.shape[:axis], y.shape[axis] * y.shape[axis + 1], *y.shape[axis + 2 :])
+        if tiled
+        else y
+    )

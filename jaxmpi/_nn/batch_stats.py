@@ -68,7 +68,8 @@ def _words(words: Iterable[str]) -> re.Pattern[str]:
 SPREAD, MEAN = _words(SPREADS), _words(MEANS)
 # functions of a spread: "log_var", "logvar", "inv_std", "rstd"
 FUNCTION_OF_SPREAD = re.compile(
-    rf"(?<![a-z])(?:log|ln|inv|inverse|r|rsqrt|recip|reciprocal)_?(?:{'|'.join(SPREADS)})(?![a-z])", re.IGNORECASE
+    rf"(?<![a-z])(?:log|ln|inv|inverse|r|rsqrt|recip|reciprocal)_?(?:{'|'.join(SPREADS)})(?![a-z])",
+    re.IGNORECASE,
 )
 COUNTS = ("count", "counts", "n", "num", "num_samples", "n_samples")
 SUMS = ("total", "sum")
@@ -297,8 +298,10 @@ def _pair_up(named: Sequence[_Leaf], *, weighted: bool, momentum: float | None) 
         last = _last(leaf.name)
         if last >= 0 and FUNCTION_OF_SPREAD.search(str(leaf.name[last])):
             raise ValueError(
-                f"{FUNCTION}: leaf {leaf.text} is the logarithm or the inverse of a spread by its name. Pass the "
-                "variance itself, as 'var' beside the 'mean', and take the logarithm or the inverse of the result."
+                f"{FUNCTION}: leaf {leaf.text} is the logarithm or the inverse of a spread by its "
+                "name. Pass the "
+                "variance itself, as 'var' beside the 'mean', and take the logarithm or the "
+                "inverse of the result."
             )
         if (found := _spread(leaf.name)) is None:
             continue
@@ -312,8 +315,10 @@ def _pair_up(named: Sequence[_Leaf], *, weighted: bool, momentum: float | None) 
                 beside = next((named[at[other]] for other in means if other in at), None)
                 if beside is not None:
                     raise ValueError(
-                        f"{FUNCTION}: leaf {leaf.text} is a spread of shape {list(leaf.shape)}, and the mean beside it, "
-                        f"{beside.text}, is {beside.dtype} of shape {list(beside.shape)}. Pass floats of one shape."
+                        f"{FUNCTION}: leaf {leaf.text} is a spread of shape {list(leaf.shape)}, "
+                        "and the mean beside it, "
+                        f"{beside.text}, is {beside.dtype} of shape {list(beside.shape)}. Pass "
+                        "floats of one shape."
                     )
                 raise ValueError(
                     f"{FUNCTION}: leaf {leaf.text} is a spread by its name, and no mean of shape "

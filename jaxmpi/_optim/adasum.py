@@ -16,10 +16,11 @@ __all__ = ["adasum", "coefficients"]
 def adasum(tree: PyTree, axis: Axis = AXIS) -> PyTree:
     """Combine the trees of the ranks along an axis leaf by leaf, in a binary tree of the ranks; each of them gets the result.
 
-    a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), for any number of ranks: neighbours first, and
-    one that has none waits for the next round. All of it follows from the inner products of the ranks' gradients, so it takes
-    three messages: parts to the ranks that combine them, their inner products, and the result back; twice the bytes of a mean
-    on two ranks, as much as a mean and p² numbers for a leaf on many.
+    a ⊕ b = (1 - a·b / 2a²)·a + (1 - a·b / 2b²)·b (Maleki et al. 2020, eq. 5), for any number of
+    ranks: neighbours first, and one that has none waits for the next round. All of it follows from
+    the inner products of the ranks' gradients, so it takes three messages: parts to the ranks that
+    combine them, their inner products, and the result back; twice the bytes of a mean on two ranks,
+    as much as a mean and p² numbers for a leaf on many.
     """
     leaves, put = floats("distributed", tree)
     size = axis_size(axis, session.current("distributed"))
@@ -29,10 +30,20 @@ def adasum(tree: PyTree, axis: Axis = AXIS) -> PyTree:
     parts = Caller("distributed").alltoall(
         [jnp.pad(x, (0, -x.size % size)).reshape(size, -1) for x in flat], axis=axis
     )  # [ranks, columns]
-    products = Caller("distributed").allreduce([jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum", axis=axis)
-    combined = [jnp.matmul(coefficients(g), x, precision="highest") for g, x in zip(products, parts, strict=True)]
+    products = Caller("distributed").allreduce(
+        [jnp.matmul(x, x.T, precision="highest") for x in parts], op="sum", axis=axis
+    )
+    combined = [
+        jnp.matmul(coefficients(g), x, precision="highest")
+        for g, x in zip(products, parts, strict=True)
+    ]
     outs = Caller("distributed").allgather(combined, axis=axis)
-    return put([y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype) for x, y in zip(leaves, outs, strict=True)])
+    return put(
+        [
+            y.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+            for x, y in zip(leaves, outs, strict=True)
+        ]
+    )
 
 
 def coefficients(products: jax.Array) -> jax.Array:

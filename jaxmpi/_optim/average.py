@@ -22,20 +22,21 @@ P = ParamSpec("P")
 def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtraArgs:
     """An optax transform that averages its updates over all ranks.
 
-    g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as in `distributed`. What comes
-    before it in a chain acts on this rank's gradients, what comes after on the average. `value`, `grad` and functions would
-    reach the others in the chain as this rank's own, so `update` takes none of them: `distributed` does.
+    g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as
+    in `distributed`. What comes before it in a chain acts on this rank's gradients, what comes
+    after on the average. `value`, `grad` and functions would reach the others in the chain as this
+    rank's own, so `update` takes none of them: `distributed` does.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** that of `tree_allreduce`.
 
     Args:
-      axis: as in `tree_allreduce`: the ranks of each group average theirs. The gradients may be shards of `fully_shard` over
-        another axis.
+      axis: as in `tree_allreduce`: the ranks of each group average theirs. The gradients may be
+        shards of `fully_shard` over another axis.
 
     Raises:
-      ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the parameters', such as those of
-        single samples; weights as in `distributed`.
+      ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the
+        parameters', such as those of single samples; weights as in `distributed`.
 
     >>> import jax.numpy as jnp
     >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
@@ -45,13 +46,20 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     """
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, PyTree]:
         given = Given(extra_args, None)
         if local := [*given.local, *given.functions]:
             raise ValueError(
-                f"average_gradients: update got {' and '.join(local)}, and the transforms that follow would take this rank's "
-                "as that of all ranks. Use jaxmpi.distributed(inner) in the place of average_gradients, with them as inner."
+                f"average_gradients: update got {' and '.join(local)}, and the transforms that "
+                "follow would take this rank's "
+                "as that of all ranks. Use jaxmpi.distributed(inner) in the place of "
+                "average_gradients, with them as inner."
             )
         if params is not None:
             check_shapes("average_gradients", updates, params)
@@ -60,23 +68,27 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def average_loss(fun: Callable[P, PyTree], *, weight: Weight | None = None, axis: Axis = AXIS) -> Callable[P, PyTree]:
+def average_loss(
+    fun: Callable[P, PyTree], *, weight: Weight | None = None, axis: Axis = AXIS
+) -> Callable[P, PyTree]:
     """A function with the mean of `fun` over all ranks as its value, and the mean of the gradients as its gradient.
 
-    f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is `fun` with the samples of
-    rank r. (The gradient of `tree_allreduce(fun(θ))` is this rank's own, ∇f_r.) With weights both are weighted means, as in
-    `distributed`.
+    f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is
+    `fun` with the samples of rank r. (The gradient of `tree_allreduce(fun(θ))` is this rank's own,
+    ∇f_r.) With weights both are weighted means, as in `distributed`.
 
         value_and_grad = optax.value_and_grad_from_state(jaxmpi.average_loss(loss))
 
-    `distributed` and `sharded` do this to the functions that their `update` gets, such as `value_fn`. It is for programs that
-    evaluate the loss themselves: a line search, a Hessian-vector product, an implicit layer.
+    `distributed` and `sharded` do this to the functions that their `update` gets, such as
+    `value_fn`. It is for programs that evaluate the loss themselves: a line search, a
+    Hessian-vector product, an implicit layer.
 
     **Collective:** every rank calls the function equally often, with equal θ.
     **Communication:** a mean of the value, and for each derivative one of the gradient.
 
     Args:
-      fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal on all ranks.
+      fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal
+        on all ranks.
       weight: this rank's number of samples, or tokens, if the ranks have different ones.
       axis: as in `tree_allreduce`: the means are those of each group, on whose ranks θ is equal.
 
@@ -94,7 +106,9 @@ def average_loss(fun: Callable[P, PyTree], *, weight: Weight | None = None, axis
     return mean_of_all("average_loss", fun, weight, axis)
 
 
-def mean_of_all(function: str, fun: Callable[..., PyTree], weight: Weight | None, axis: Axis = AXIS) -> Callable[..., PyTree]:
+def mean_of_all(
+    function: str, fun: Callable[..., PyTree], weight: Weight | None, axis: Axis = AXIS
+) -> Callable[..., PyTree]:
     """`average_loss`, for a function that says its name in errors."""
     counts = None if weight is None else as_weight(function, weight, ())[0] != 0
     return over_ranks(fun, lambda out: mean(function, out, weight, axis), counts, axis=axis)

@@ -24,10 +24,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         jaxmpi.sharded(optax.chain(clip, tx))                   # the mean, of which each rank has a shard
         optax.chain(clip, tx)                                   # the same, of the shards of `fully_shard`
 
-    All but the first are what one rank with the whole batch does. `optax.clip_by_global_norm` may stand in the middle two.
+    All but the first are what one rank with the whole batch does. `optax.clip_by_global_norm` may
+    stand in the middle two.
 
     **Collective:** inside of `sharded`, and on shards, where every rank is; elsewhere not.
-    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards, or for each of their axes.
+    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards,
+    or for each of their axes.
 
     Args:
       max_norm: above 0.
@@ -42,7 +44,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         updates = with_parameters(updates, f"clip_by_global_norm max_norm={max_norm}")
         norm = jnp.sqrt(_sum_of_squares(updates))
         factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
-        return map_floats("clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates), state
+        return map_floats(
+            "clip_by_global_norm", lambda x: x * factor.astype(x.dtype), updates
+        ), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -62,7 +66,12 @@ def _sum_of_squares(tree: PyTree) -> jax.Array:
         elif x.dtype != jax.dtypes.float0:
             squares.append(_square(x))
     for axis, of_shards in here.items():
-        squares.append(as_whole(Caller("clip_by_global_norm").allreduce(sum_of(of_shards), op="sum", axis=axis), axis))
+        squares.append(
+            as_whole(
+                Caller("clip_by_global_norm").allreduce(sum_of(of_shards), op="sum", axis=axis),
+                axis,
+            )
+        )
     return sum_of(squares)
 
 

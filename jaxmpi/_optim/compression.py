@@ -23,8 +23,9 @@ class OneMessage(NamedTuple):
     Attributes:
       init: params -> state, of arrays like them.
       encode: (updates, state) -> (arrays to send, state).
-      decode: (arrays, like) -> the mean over ranks, in the structure and dtypes of `like`. The arrays are the means of what was
-        sent, or, if not `averages`, those of all ranks, `[size, ...]` each.
+      decode: (arrays, like) -> the mean over ranks, in the structure and dtypes of `like`. The
+        arrays are the means of what was sent, or, if not `averages`, those of all ranks,
+        `[size, ...]` each.
       averages: whether the arrays are averaged on the way.
     """
 
@@ -39,8 +40,10 @@ class Codec(NamedTuple):
 
     Attributes:
       init: params -> state, of arrays like them.
-      mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced code, on all ranks.
-      one_message: the same in one message, for `local_sgd` with a delay; None where there is no such way.
+      mean: (updates, state) -> (mean over ranks in the dtypes of updates, state). Called in traced
+        code, on all ranks.
+      one_message: the same in one message, for `local_sgd` with a delay; None where there is no
+        such way.
       axis: of the ranks that the mean is over.
     """
 
@@ -58,10 +61,14 @@ def check_codec(function: str, codec: object, axis: Axis = AXIS) -> None:
       ValueError: it is one for another axis.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(f"{function}: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as codecs.bf16().")
+        raise TypeError(
+            f"{function}: codec is a {type(codec).__name__}. Use one of jaxmpi.codecs, such as "
+            "codecs.bf16()."
+        )
     if names(codec.axis) != names(axis):
         raise ValueError(
-            f"{function}: the mean is along axis {axis!r}, and the codec's along {codec.axis!r}. Give the codec the axis, too, "
+            f"{function}: the mean is along axis {axis!r}, and the codec's along {codec.axis!r}. "
+            "Give the codec the axis, too, "
             f"as in codecs.bf16(axis={axis!r})."
         )
 
@@ -80,11 +87,12 @@ def check_at_least_one(codec: str, name: str, value: int) -> None:
 def bf16(*, axis: Axis = AXIS) -> Codec:
     """Send bfloat16: half of float32's bytes, 8 bits of precision, its whole range.
 
-    The sum is formed in float32 and rounded once more. On the native transport half of the bytes travel; the others carry
-    short floats as float32. No state.
+    The sum is formed in float32 and rounded once more. On the native transport half of the bytes
+    travel; the others carry short floats as float32. No state.
 
     Args:
-      axis: of the ranks that the mean is over, as in `tree_allreduce`: that of the transform that gets the codec.
+      axis: of the ranks that the mean is over, as in `tree_allreduce`: that of the transform that
+        gets the codec.
     """
     return _cast("codecs.bf16", jnp.bfloat16, axis)
 
@@ -112,4 +120,6 @@ def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
         coded, state = encode(updates, state)
         return decode(Caller(name).allreduce(coded, op="mean", axis=axis), updates), state
 
-    return Codec(lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True), axis)
+    return Codec(
+        lambda params: (), mean, OneMessage(lambda params: (), encode, decode, averages=True), axis
+    )

@@ -51,40 +51,50 @@ def distributed(
 ) -> optax.GradientTransformationExtraArgs:
     """Feed `inner` the gradients of all ranks in place of this rank's own.
 
-    g ← (1/p) · Σ_r g_r for "mean"; then inner. The state is that of `inner`, unchanged, and stays equal on all ranks as long as
-    it and the parameters start equal: see `synchronize`. With a codec the state is a `DistributedState`.
+    g ← (1/p) · Σ_r g_r for "mean"; then inner. The state is that of `inner`, unchanged, and stays
+    equal on all ranks as long as it and the parameters start equal: see `synchronize`. With a codec
+    the state is a `DistributedState`.
 
-    `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the number of samples, or tokens,
-    that rank r has averaged its gradient over: the exact mean over all samples, however unevenly they are spread. It is one
-    finite number, 0 or more; all ranks pass one, or none does. A rank with weight 0 does not count, whatever its gradients are;
-    where all weights are 0, so are the gradients. Short floats travel as float32 then.
+    `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the
+    number of samples, or tokens, that rank r has averaged its gradient over: the exact mean over
+    all samples, however unevenly they are spread. It is one finite number, 0 or more; all ranks
+    pass one, or none does. A rank with weight 0 does not count, whatever its gradients are; where
+    all weights are 0, so are the gradients. Short floats travel as float32 then.
 
-    `update` takes what optax's transforms take beside the gradients, as this rank has it: `value`, the loss, and `grad` become
-    means over the ranks, too; functions of the parameters, such as `value_fn` of a line search, become `average_loss` of
-    themselves. `inner` gets any other argument as it is: equal on all ranks, or for `value_fn` only.
+    `update` takes what optax's transforms take beside the gradients, as this rank has it: `value`,
+    the loss, and `grad` become means over the ranks, too; functions of the parameters, such as
+    `value_fn` of a line search, become `average_loss` of themselves. `inner` gets any other
+    argument as it is: equal on all ranks, or for `value_fn` only.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
-    **Communication:** that of `tree_allreduce`, in `update` alone; weights and `value` travel in the same message. Or the
-    codec's. A function communicates wherever `inner` calls it.
+    **Communication:** that of `tree_allreduce`, in `update` alone; weights and `value` travel in
+    the same message. Or the codec's. A function communicates wherever `inner` calls it.
 
     Args:
       inner: any optax transform.
-      op: "mean" for losses that average over the rank's batch, "sum" for losses that sum; also "max", "min", "prod", and
-        "adasum" (Maleki et al. 2020, "Scaling distributed training with adaptive summation"), leaf by leaf.
-      codec: one of `jaxmpi.codecs`, which says what is sent for a mean; on one rank nothing is, and it changes nothing.
-      micro_batches: M, for the same bits on any number of ranks: the gradients have another first axis, of this rank's M/p
-        micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their mean, and the sums of `inner`, are formed in one
-        order; an `inner` that multiplies matrices, such as Muon, is refused.
-      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and stay equal within it. A
-        codec has the same axis, and M is the number of a group. There is no function for `update` then.
+      op: "mean" for losses that average over the rank's batch, "sum" for losses that sum; also
+        "max", "min", "prod", and "adasum" (Maleki et al. 2020, "Scaling distributed training with
+        adaptive summation"), leaf by leaf.
+      codec: one of `jaxmpi.codecs`, which says what is sent for a mean; on one rank nothing is, and
+        it changes nothing.
+      micro_batches: M, for the same bits on any number of ranks: the gradients have another first
+        axis, of this rank's M/p micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their
+        mean, and the sums of `inner`, are formed in one order; an `inner` that multiplies matrices,
+        such as Muon, is refused.
+      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and
+        stay equal within it. A codec has the same axis, and M is the number of a group. There is no
+        function for `update` then.
 
     Raises:
-      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or with each other; an axis
-        with a function, or a codec for another one; a function with micro-batches or another op than "mean" and "sum"; an
-        `inner` that takes the gradients of single samples; when called, an unknown axis; when called with micro-batches, an
-        `inner` that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is not one finite number
-        of 0 or more. In a traced step it makes NaN of everything, on all ranks.
-      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged, with its path.
+      ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or
+        with each other; an axis with a function, or a codec for another one; a function with
+        micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of
+        single samples; when called, an unknown axis; when called with micro-batches, an `inner`
+        that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is
+        not one finite number of 0 or more. In a traced step it makes NaN of everything, on all
+        ranks.
+      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged,
+        with its path.
 
     >>> import jax.numpy as jnp
     >>> tx = distributed(optax.sgd(0.5))
@@ -102,10 +112,18 @@ def distributed(
         return DistributedState(inner.init(params), PerRankState(made_of(params, codec.init)))
 
     def over_all(fun: Callable[..., PyTree], weight: Weight | None) -> Callable[..., PyTree]:
-        return over_ranks(fun, partial(tree_allreduce, op="sum")) if op == "sum" else mean_of_all("distributed", fun, weight)
+        return (
+            over_ranks(fun, partial(tree_allreduce, op="sum"))
+            if op == "sum"
+            else mean_of_all("distributed", fun, weight)
+        )
 
     def step(
-        updates: PyTree, state: PyTree, params: PyTree, weight: Weight | None, extra_args: dict[str, object]
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree,
+        weight: Weight | None,
+        extra_args: dict[str, object],
     ) -> tuple[PyTree, PyTree]:
         check_axis("distributed", axis, session.current("distributed"))
         given = Given(extra_args, updates)
@@ -118,33 +136,58 @@ def distributed(
         else:
             grads, local = _reduced(op, updates, given.local, weight, micro_batches, axis)
         apply = invariant_update(inner) if micro_batches else inner.update
-        out, after = apply(grads, *given.marked((before, params)), **given.reduced(grads, local, lambda f: over_all(f, weight)))
+        out, after = apply(
+            grads,
+            *given.marked((before, params)),
+            **given.reduced(grads, local, lambda f: over_all(f, weight)),
+        )
         check_shapes("distributed", grads, out)
         return out, DistributedState(after, PerRankState(sent)) if codec else after
 
     whole_step = compiled(step, "distributed") if micro_batches else step
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, PyTree]:
         return whole_step(updates, state, params, weight, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check(inner: optax.GradientTransformation, op: str, codec: Codec | None, micro_batches: int | None, axis: Axis) -> None:
+def _check(
+    inner: optax.GradientTransformation,
+    op: str,
+    codec: Codec | None,
+    micro_batches: int | None,
+    axis: Axis,
+) -> None:
     """The arguments of `distributed`, one by one and together."""
     if op not in (*OPS, "adasum"):
-        raise ValueError(f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum.")
+        raise ValueError(
+            f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum."
+        )
     check_transform("distributed", "inner", inner)
     if codec is not None:
         check_codec("distributed", codec, axis)
     if micro_batches is not None and micro_batches < 1:
-        raise ValueError(f"distributed: micro_batches is {micro_batches}. It is how many all ranks have together: 1 or more.")
-    special = [name for name, given in (("a codec", codec), ("micro_batches", micro_batches)) if given is not None]
+        raise ValueError(
+            f"distributed: micro_batches is {micro_batches}. It is how many all ranks have "
+            "together: 1 or more."
+        )
+    special = [
+        name
+        for name, given in (("a codec", codec), ("micro_batches", micro_batches))
+        if given is not None
+    ]
     if len(special) > 1 or (special and op != "mean"):
         raise ValueError(
-            f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op 'mean', and one of them."
+            f"distributed: {' and '.join([*special, f'op {op!r}'])} do not go together. Use op "
+            "'mean', and one of them."
         )
 
 
@@ -152,17 +195,31 @@ def _check_given(given: Given, weight: Weight | None, op: str, micro_batches: in
     """What `update` got beside the gradients, with the options of `distributed`."""
     other = "micro_batches" if micro_batches else f"op {op!r}"
     if weight is not None and (micro_batches or op != "mean"):
-        raise ValueError(f"distributed: weight does not go together with {other}. Leave one of them out.")
+        raise ValueError(
+            f"distributed: weight does not go together with {other}. Leave one of them out."
+        )
     if given.functions and (micro_batches or op not in ("mean", "sum")):
-        raise ValueError(f"distributed: {' and '.join(given.functions)} does not go together with {other}. Use op 'mean'.")
+        raise ValueError(
+            f"distributed: {' and '.join(given.functions)} does not go together with {other}. Use "
+            "op 'mean'."
+        )
 
 
 def _reduced(
-    op: str, updates: PyTree, local: dict[str, PyTree], weight: Weight | None, micro_batches: int | None, axis: Axis
+    op: str,
+    updates: PyTree,
+    local: dict[str, PyTree],
+    weight: Weight | None,
+    micro_batches: int | None,
+    axis: Axis,
 ) -> tuple[PyTree, PyTree]:
     """The gradients of all ranks, and the `value` and `grad`."""
     if op not in ("mean", "sum"):
-        grads = adasum(updates, axis) if op == "adasum" else Caller("distributed").allreduce(updates, op=op, axis=axis)
+        grads = (
+            adasum(updates, axis)
+            if op == "adasum"
+            else Caller("distributed").allreduce(updates, op=op, axis=axis)
+        )
         return grads, Caller("distributed").allreduce(local, op="mean", axis=axis)
     tree = (updates, local) if local else updates  # errors name the leaf by its path
     if micro_batches:
@@ -176,7 +233,9 @@ def _reduced(
     return tree if local else (tree, {})
 
 
-def _coded(codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None) -> tuple[PyTree, PyTree]:
+def _coded(
+    codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None
+) -> tuple[PyTree, PyTree]:
     """The mean that a codec finds; its state stays as it was where there is nothing to average."""
     if axis_size(codec.axis, session.current("distributed")) == 1:
         return mean("distributed", updates, weight, codec.axis), state

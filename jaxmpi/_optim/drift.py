@@ -25,7 +25,8 @@ class ReplicaState(NamedTuple):
     Attributes:
       inner: the state of the inner transform.
       step: calls of `update`.
-      found: since which step parameters were found to differ; -1 if they were equal when they were last compared.
+      found: since which step parameters were found to differ; -1 if they were equal when they were
+        last compared.
       leaf: which one, in the order of `jax.tree.leaves`.
       rank: on which rank.
     """
@@ -37,14 +38,18 @@ class ReplicaState(NamedTuple):
     rank: jax.Array
 
 
-def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> optax.GradientTransformationExtraArgs:
+def watch_replicas(
+    inner: optax.GradientTransformation, every: int = 100
+) -> optax.GradientTransformationExtraArgs:
     """Compare the ranks' parameters at every `every`-th call of `update`, bit by bit, by checksums.
 
-    The first difference goes into the state: which array, and which rank, that of the fewest with its bits. `check_replicas`
-    makes an error of it. What is in a `PerRankState` may differ, and is not compared.
+    The first difference goes into the state: which array, and which rank, that of the fewest with
+    its bits. `check_replicas` makes an error of it. What is in a `PerRankState` may differ, and is
+    not compared.
 
     **Collective:** every rank calls `update` equally often, with the parameters.
-    **Communication:** 4 bytes for each array of the parameters, every `every` calls, and what `inner` sends.
+    **Communication:** 4 bytes for each array of the parameters, every `every` calls, and what
+    `inner` sends.
 
     Args:
       inner: any optax transform; the parameters must be meant to be equal on all ranks.
@@ -56,24 +61,33 @@ def watch_replicas(inner: optax.GradientTransformation, every: int = 100) -> opt
     """
     check_transform("watch_replicas", "inner", inner)
     if every < 1:
-        raise ValueError(f"watch_replicas: every is {every}. It is the number of steps for one comparison: 1 or more.")
+        raise ValueError(
+            f"watch_replicas: every is {every}. It is the number of steps for one comparison: 1 or "
+            "more."
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> ReplicaState:
-        return ReplicaState(inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32))
+        return ReplicaState(
+            inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32)
+        )
 
     def update(
         updates: PyTree, state: ReplicaState, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, ReplicaState]:
         if params is None:
-            raise ValueError("watch_replicas: update needs the parameters. Call update(grads, state, params).")
+            raise ValueError(
+                "watch_replicas: update needs the parameters. Call update(grads, state, params)."
+            )
         out, after = inner.update(updates, state.inner, params, **extra_args)
         step = equal_on_all_ranks(state.step)
         leaf, rank = either(step % every == 0, lambda: _compare(params), _nothing)
         compared, differs = step % every == 0, leaf >= 0
         since = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)
         last = ((since, state.found), (leaf, state.leaf), (rank, state.rank))
-        return out, ReplicaState(after, step + 1, *(jnp.where(compared, new, old) for new, old in last))
+        return out, ReplicaState(
+            after, step + 1, *(jnp.where(compared, new, old) for new, old in last)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -95,11 +109,15 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
       RuntimeError: called in traced code.
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
-        raise RuntimeError("check_replicas was called inside a traced function, where nothing runs yet. Call it outside.")
+        raise RuntimeError(
+            "check_replicas was called inside a traced function, where nothing runs yet. Call it "
+            "outside."
+        )
     found = [_as_state(x) for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
     if not found:
         raise TypeError(
-            f"check_replicas: state is a {type(state).__name__} without a state of jaxmpi.watch_replicas. Wrap the optimizer, "
+            f"check_replicas: state is a {type(state).__name__} without a state of "
+            "jaxmpi.watch_replicas. Wrap the optimizer, "
             "tx = jaxmpi.watch_replicas(tx), and pass its state."
         )
     for watched in found:
@@ -118,18 +136,23 @@ def _as_state(x: ReplicaState | Mapping[str, PyTree]) -> ReplicaState:
 
 
 def _check(state: ReplicaState, params: PyTree) -> None:
-    step, leaf, rank = (int(np.asarray(x)) for x in jax.tree.leaves((state.found, state.leaf, state.rank)))
+    step, leaf, rank = (
+        int(np.asarray(x)) for x in jax.tree.leaves((state.found, state.leaf, state.rank))
+    )
     if step < 0:
         return
     paths = jax.tree_util.tree_leaves_with_path(params)
     if leaf >= len(paths):
         raise ValueError(
-            f"check_replicas: params has {len(paths)} leaves, and leaf number {leaf} differs between the ranks. Pass the "
+            f"check_replicas: params has {len(paths)} leaves, and leaf number {leaf} differs "
+            "between the ranks. Pass the "
             "parameters that update gets."
         )
     raise RankMismatchError(
-        f"check_replicas: leaf {leaf_name(paths[leaf][0])} of the parameters on rank {rank} was found to differ from that of "
-        f"the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and look for what is not "
+        f"check_replicas: leaf {leaf_name(paths[leaf][0])} of the parameters on rank {rank} was "
+        "found to differ from that of "
+        f"the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and "
+        "look for what is not "
         "reduced over the ranks, or for memory that fails."
     )
 
@@ -143,14 +166,17 @@ def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     leaves = {i: x for i, (path, x) in enumerate(flatten_with_path(params)[0]) if not is_own(path)}
     if not leaves:
         return _nothing()
-    sums = Caller("watch_replicas").allgather(jnp.stack([_checksum(x) for x in leaves.values()]))  # [ranks, arrays]
+    # [ranks, arrays]
+    sums = Caller("watch_replicas").allgather(jnp.stack([_checksum(x) for x in leaves.values()]))
     alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
     size = len(sums)
     which = jnp.argmax(jnp.any(alike < size, axis=0))
     rank = size - 1 - jnp.argmin(alike[::-1, which])  # the last of the fewest
     differs = jnp.any(alike < size)
     leaf = jnp.array([*leaves])[which]
-    return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(jnp.int32)
+    return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(
+        jnp.int32
+    )
 
 
 def _checksum(x: ArrayLike) -> jax.Array:
@@ -164,7 +190,9 @@ def _checksum(x: ArrayLike) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     if x.dtype == jnp.bool_ or is_sub_byte(x.dtype):
         x = bits_of(x).astype(jnp.uint8)
-    words = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}")
+    words = jax.lax.bitcast_convert_type(
+        x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
+    )
     flat = words.reshape(-1).astype(jnp.uint32)
     mixed = flat ^ (jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the finalizer of MurmurHash3

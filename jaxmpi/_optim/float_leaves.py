@@ -37,7 +37,8 @@ def check_in_step(function: str) -> None:
     """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
     if session.current(function).simulates and not _jaxcompat.tracing():
         raise RuntimeError(
-            f"{function}: update was called outside of a step, where simulated ranks have no arrays of their own. "
+            f"{function}: update was called outside of a step, where simulated ranks have no "
+            "arrays of their own. "
             "Use jaxmpi.jit."
         )
 
@@ -46,15 +47,17 @@ def check_transform(function: str, name: str, transform: object) -> None:
     """Raise a TypeError unless `transform` is one of optax."""
     if not isinstance(transform, optax.GradientTransformation):
         raise TypeError(
-            f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as optax.adam(1e-3)."
+            f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as "
+            "optax.adam(1e-3)."
         )
 
 
 def made_of(params: PyTree, make: Callable[[PyTree], PyTree]) -> PyTree:
     """Return `make(params)`, a part of a state that is no tree like the parameters, such as a list of arrays.
 
-    `optax.tree.map_params` calls `init` with a placeholder for all parameters, to see which parts of a
-    state are like them, and maps over the result as a prefix of the state. This part is one leaf then.
+    `optax.tree.map_params` calls `init` with a placeholder for all parameters, to see which parts
+    of a state are like them, and maps over the result as a prefix of the state. This part is one
+    leaf then.
     """
     return jnp.zeros(()) if isinstance(params, _placeholder()) else make(params)
 
@@ -80,9 +83,12 @@ def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:
     for (path, x), y in zip(leaves, jax.tree.leaves(like), strict=True):
         if jnp.ndim(x) > jnp.ndim(y) and jnp.shape(x)[1:] == jnp.shape(y):
             raise ValueError(
-                f"{function}: leaf {leaf_name(path)} of the gradients has shape {list(jnp.shape(x))}, and its update "
-                f"{list(jnp.shape(y))}: gradients of single samples, of which each rank has others. Combine them first, with "
-                "optax.contrib.differentially_private_aggregate before jaxmpi.average_gradients() in a chain; its "
+                f"{function}: leaf {leaf_name(path)} of the gradients has shape "
+                f"{list(jnp.shape(x))}, and its update "
+                f"{list(jnp.shape(y))}: gradients of single samples, of which each rank has "
+                "others. Combine them first, with "
+                "optax.contrib.differentially_private_aggregate before jaxmpi.average_gradients() "
+                "in a chain; its "
                 "noise_multiplier divided by the number of ranks."
             )
 
@@ -115,7 +121,8 @@ def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others
             return x
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient to work with. Take it out of the tree, "
+                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient to work "
+                "with. Take it out of the tree, "
                 "or hide it with optax.masked."
             )
         return work(x, *ys)
@@ -123,7 +130,9 @@ def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others
     return jax.tree_util.tree_map_with_path(one, tree, *others)
 
 
-def floats(function: str, tree: PyTree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
+def floats(
+    function: str, tree: PyTree
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
     """The leaves of real numbers, and a function that puts others in their places.
 
     Raises:
@@ -136,7 +145,10 @@ def floats(function: str, tree: PyTree) -> tuple[list[jax.Array], Callable[[list
         if x.dtype == jax.dtypes.float0:
             continue
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. Leave it out.")
+            raise TypeError(
+                f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. "
+                "Leave it out."
+            )
         chosen.append(i)
 
     def put(new: list[jax.Array]) -> PyTree:
@@ -150,14 +162,19 @@ def floats(function: str, tree: PyTree) -> tuple[list[jax.Array], Callable[[list
 
 def equal_types(new: PyTree, old: PyTree) -> PyTree:
     """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
-    return jax.tree.map(lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)), new, old)
+    return jax.tree.map(
+        lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)),
+        new,
+        old,
+    )
 
 
 def computed_once(flag: jax.Array) -> jax.Array:
     """A boolean that follows from all leaves, for use on every leaf: XLA computes it once.
 
-    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves take n² instructions to
-    compile. It does not fuse a sort; an `optimization_barrier` is gone before it fuses.
+    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves
+    take n² instructions to compile. It does not fuse a sort; an `optimization_barrier` is gone
+    before it fuses.
     """
     return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
 

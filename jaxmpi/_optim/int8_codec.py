@@ -30,10 +30,11 @@ class Residual(NamedTuple):
 def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
     """Send 8 bits for a number, and one float32 for each block of them: about a quarter of float32's bytes.
 
-    x ≈ s·q with s = max|x| / 127 over a block and q rounded to an int8. Every rank receives its part of all ranks' numbers
-    (alltoall), adds them in float32, rounds the mean in the same way and gives it to all (allgather). What both roundings
-    leave is kept and added to the next mean. (Tang et al. 2019, "DoubleSqueeze".) In one message, for `local_sgd` with a delay,
-    every rank gets all ranks' numbers and there is one rounding: on many ranks, more bytes.
+    x ≈ s·q with s = max|x| / 127 over a block and q rounded to an int8. Every rank receives its
+    part of all ranks' numbers (alltoall), adds them in float32, rounds the mean in the same way and
+    gives it to all (allgather). What both roundings leave is kept and added to the next mean. (Tang
+    et al. 2019, "DoubleSqueeze".) In one message, for `local_sgd` with a delay, every rank gets all
+    ranks' numbers and there is one rounding: on many ranks, more bytes.
 
     Args:
       block: how many numbers share a scale.
@@ -67,10 +68,16 @@ def _in_two_rounds(
         flat = _flat(leaves)
         mine = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
         coded = _encode(mine, block)
-        part = jnp.sum(_decode(Caller("codecs.int8").alltoall(coded, axis=axis), block, k), axis=0) / size + state.summed
+        part = (
+            jnp.sum(_decode(Caller("codecs.int8").alltoall(coded, axis=axis), block, k), axis=0)
+            / size
+            + state.summed
+        )
         answer = _encode(part, block)
         whole = _decode(Caller("codecs.int8").allgather(answer, axis=axis), block, k).reshape(-1)
-        return put(_cut(whole, leaves)), Residual(mine - _decode(coded, block, k), part - _decode(answer, block, k))
+        return put(_cut(whole, leaves)), Residual(
+            mine - _decode(coded, block, k), part - _decode(answer, block, k)
+        )
 
     return init, mean
 
@@ -90,7 +97,11 @@ def _in_one_message(block: int) -> OneMessage:
 
     def decode(rows: list[jax.Array], like: PyTree) -> PyTree:
         leaves, put = floats("codecs.int8", like)
-        return put(_cut(jnp.mean(_decode(rows[0], block, _in_blocks(_count(leaves), block)), axis=0), leaves))
+        return put(
+            _cut(
+                jnp.mean(_decode(rows[0], block, _in_blocks(_count(leaves), block)), axis=0), leaves
+            )
+        )
 
     return OneMessage(init, encode, decode, averages=False)
 
@@ -127,4 +138,7 @@ def _flat(leaves: list[jax.Array]) -> jax.Array:
 def _cut(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
     """Arrays like `leaves`, of the numbers of all of them."""
     ends = [sum(x.size for x in leaves[: i + 1]) for i in range(len(leaves))]
-    return [flat[end - x.size : end].reshape(x.shape).astype(x.dtype) for x, end in zip(leaves, ends, strict=True)]
+    return [
+        flat[end - x.size : end].reshape(x.shape).astype(x.dtype)
+        for x, end in zip(leaves, ends, strict=True)
+    ]

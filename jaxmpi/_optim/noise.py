@@ -43,12 +43,14 @@ class NoiseScaleState(NamedTuple):
 def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
     """`average_gradients` that measures by how much the ranks' gradients differ.
 
-    With g_r the gradient of rank r's batch and ḡ their mean over p ranks, |G|² ≈ (p·|ḡ|² - mean |g_r|²) / (p - 1) and tr Σ ≈
-    (mean |g_r|² - |ḡ|²) · p / (p - 1); B = tr Σ / |G|² is about the batch size beyond which more samples in a step stop helping
-    (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1). All ranks' batches must be
-    equally large. On one rank there is nothing to compare: the updates stay as they are, and the scale is NaN.
+    With g_r the gradient of rank r's batch and ḡ their mean over p ranks, |G|² ≈ (p·|ḡ|² - mean
+    |g_r|²) / (p - 1) and tr Σ ≈ (mean |g_r|² - |ḡ|²) · p / (p - 1); B = tr Σ / |G|² is about the batch size beyond which more samples in a step stop helping
+    (McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1). All ranks'
+    batches must be equally large. On one rank there is nothing to compare: the updates stay as they
+    are, and the scale is NaN.
 
-    tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3)); state[0].scale(samples_of_a_rank)
+    tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3));
+    state[0].scale(samples_of_a_rank)
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** that of `tree_allreduce`; the squares travel in the same message.
@@ -60,26 +62,44 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
       ValueError: a decay out of this range; when called, a weight.
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1.")
+        raise ValueError(
+            f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1."
+        )
 
     def init(params: PyTree) -> NoiseScaleState:
         return NoiseScaleState(
-            jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), jnp.full((), decay, jnp.float32)
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.int32),
+            jnp.full((), decay, jnp.float32),
         )
 
     def update(
-        updates: PyTree, state: NoiseScaleState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+        updates: PyTree,
+        state: NoiseScaleState,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, NoiseScaleState]:
         if weight is not None:
-            raise ValueError("measure_noise_scale: it needs batches of one size, and takes no weight. Use average_gradients.")
+            raise ValueError(
+                "measure_noise_scale: it needs batches of one size, and takes no weight. Use "
+                "average_gradients."
+            )
         size = session.size()
         if size == 1:
             return updates, state
-        mean, small = Caller("measure_noise_scale").allreduce((updates, _square(updates)), op="mean")
+        mean, small = Caller("measure_noise_scale").allreduce(
+            (updates, _square(updates)), op="mean"
+        )
         large = _square(mean)
         signal, noise = (size * large - small) / (size - 1), (small - large) * size / (size - 1)
-        rate = jnp.maximum(1 - state.decay, 1 / (state.steps.astype(jnp.float32) + 1))  # a plain mean at first
-        signal, noise = (old + rate * (new - old) for old, new in ((state.signal, signal), (state.noise, noise)))
+        # a plain mean at first
+        rate = jnp.maximum(1 - state.decay, 1 / (state.steps.astype(jnp.float32) + 1))
+        signal, noise = (
+            old + rate * (new - old) for old, new in ((state.signal, signal), (state.noise, noise))
+        )
         return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -26,15 +26,22 @@ class Given:
     """The extra arguments of an `update`, told apart.
 
     Attributes:
-      local: `value` and `grad`, to be reduced over the ranks; without a `grad` that is the gradients themselves.
+      local: `value` and `grad`, to be reduced over the ranks; without a `grad` that is the
+        gradients themselves.
       functions: those of the parameters and of this rank's samples, such as `value_fn`.
       others: what is passed on as it is.
     """
 
     def __init__(self, extra_args: dict[str, object], updates: PyTree) -> None:
-        self.local = {name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args}
-        self.functions: dict[str, Function] = {name: x for name, x in extra_args.items() if callable(x)}
-        self.others = {name: x for name, x in extra_args.items() if name not in self.local and not callable(x)}
+        self.local = {
+            name: jax.tree.map(_float, extra_args[name]) for name in LOCAL if name in extra_args
+        }
+        self.functions: dict[str, Function] = {
+            name: x for name, x in extra_args.items() if callable(x)
+        }
+        self.others = {
+            name: x for name, x in extra_args.items() if name not in self.local and not callable(x)
+        }
         self._grad_is_updates = _same(extra_args.get("grad"), updates)
         if self._grad_is_updates:
             del self.local["grad"]
@@ -43,10 +50,13 @@ class Given:
         """Raise a ValueError that names `function` where there are functions, and an axis: their loops are of all ranks."""
         if self.functions and axis != AXIS:
             raise ValueError(
-                f"{function}: {' and '.join(self.functions)} does not go together with axis {axis!r}. Leave one of them out."
+                f"{function}: {' and '.join(self.functions)} does not go together with axis "
+                f"{axis!r}. Leave one of them out."
             )
 
-    def reduced(self, mean: PyTree, local: dict[str, PyTree], over: Callable[[Function], Function]) -> dict[str, object]:
+    def reduced(
+        self, mean: PyTree, local: dict[str, PyTree], over: Callable[[Function], Function]
+    ) -> dict[str, object]:
         """The extra arguments for the inner transform.
 
         Args:
@@ -55,27 +65,36 @@ class Given:
           over: makes a function of all ranks of one of this rank.
         """
         grad = {"grad": mean} if self._grad_is_updates else {}
-        return self.others | local | grad | {name: over(fun) for name, fun in self.functions.items()}
+        return (
+            self.others | local | grad | {name: over(fun) for name, fun in self.functions.items()}
+        )
 
     def marked(self, trees: PyTree) -> PyTree:
         """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
         if not self.functions or session.size() == 1:
             return trees
         mark = lambda x: (
-            Shard(x.value, x.shape, equal_on_all_ranks(x.whole), axis=x.axis) if is_shard(x) else equal_on_all_ranks(x)
+            Shard(x.value, x.shape, equal_on_all_ranks(x.whole), axis=x.axis)
+            if is_shard(x)
+            else equal_on_all_ranks(x)
         )
         return jax.tree.map(mark, trees, is_leaf=is_shard)
 
 
 def over_ranks(
-    fun: Function, reduce: Callable[[PyTree], PyTree], counts: ArrayLike | None = None, *, axis: Axis = AXIS
+    fun: Function,
+    reduce: Callable[[PyTree], PyTree],
+    counts: ArrayLike | None = None,
+    *,
+    axis: Axis = AXIS,
 ) -> Function:
     """A function of parameters whose result is reduced over the ranks along an axis, and so are its derivatives.
 
     Args:
       fun: (params, ...) -> any pytree; params are equal on these ranks.
       reduce: a linear function that gives them the same.
-      counts: whether this rank's result counts; None where all do. The derivatives of one that doesn't may be NaN.
+      counts: whether this rank's result counts; None where all do. The derivatives of one that
+        doesn't may be NaN.
       axis: all ranks by default.
     """
 
@@ -99,7 +118,9 @@ def _marked(axis: Axis, params: PyTree) -> PyTree:
 
 
 @_equal.defjvp
-def _equal_jvp(axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+def _equal_jvp(
+    axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree]:
     params, counts = primals
     mean = Caller("average_loss").allreduce(tangents[0], op="mean", axis=axis)
     if counts is not None:
@@ -110,10 +131,18 @@ def _equal_jvp(axis: Axis, primals: tuple[PyTree, ...], tangents: tuple[PyTree, 
 def _float(x: ArrayLike) -> ArrayLike:
     """An array of floats, as the mean of integers is rounded; float0 stays as it is."""
     dtype = jnp.result_type(x)
-    return x if dtype == jax.dtypes.float0 else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
+    return (
+        x
+        if dtype == jax.dtypes.float0
+        else jnp.asarray(x, None if jnp.issubdtype(dtype, jnp.inexact) else float)
+    )
 
 
 def _same(tree: PyTree, other: PyTree) -> bool:
     """Whether two trees have the same arrays at their leaves."""
     one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
-    return tree is not None and one[1] == two[1] and all(x is y for x, y in zip(one[0], two[0], strict=True))
+    return (
+        tree is not None
+        and one[1] == two[1]
+        and all(x is y for x, y in zip(one[0], two[0], strict=True))
+    )

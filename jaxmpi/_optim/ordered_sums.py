@@ -1,8 +1,9 @@
 """Functions whose sums are formed in one order, whatever number of threads a rank has.
 
-XLA's CPU backend gives sums of arrays to a library that splits them among its threads, so the same program has other bits with
-two threads than with one. It keeps a sum in one loop where the sum has to do arithmetic on the way: here, a multiplication with
-a number that is always 1, which XLA cannot know. Matrix products stay as they are.
+XLA's CPU backend gives sums of arrays to a library that splits them among its threads, so the same
+program has other bits with two threads than with one. It keeps a sum in one loop where the sum has
+to do arithmetic on the way: here, a multiplication with a number that is always 1, which XLA cannot
+know. Matrix products stay as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def in_one_order(fun: Callable[..., PyTree], check: Check) -> Callable[..., PyTr
     return run
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr, callers: tuple[JaxprEqn, ...] = ()) -> Iterator[tuple[JaxprEqn, ...]]:
+def equations(
+    jaxpr: Jaxpr | ClosedJaxpr, callers: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[JaxprEqn, ...]]:
     """All equations, inner ones included, each behind those that contain it."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         yield (*callers, eqn)
@@ -58,9 +61,15 @@ class _InOrder:
 
     def __call__(self, eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
         name = eqn.primitive.name
-        if name == "reduce_sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) and eqn.invars[0].aval.size:
+        if (
+            name == "reduce_sum"
+            and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact)
+            and eqn.invars[0].aval.size
+        ):
             return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
-        if name not in (*CALLS, *LOOPS) or not any(path[-1].primitive.name == "reduce_sum" for path in _inside(eqn)):
+        if name not in (*CALLS, *LOOPS) or not any(
+            path[-1].primitive.name == "reduce_sum" for path in _inside(eqn)
+        ):
             return _jaxcompat.bind(eqn, xs)
         if name in LOOPS:
             return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, self._inner))

@@ -1,7 +1,8 @@
 """SPMD partitioning: a function of whole arrays, evaluated on this rank's shards of them.
 
-The function is traced on the shapes of the whole arrays, so what it decides in Python (a mask by `ndim`, a factor that depends
-on `size`) it decides as without shards. Then each equation of its jaxpr is evaluated:
+The function is traced on the shapes of the whole arrays, so what it decides in Python (a mask by
+`ndim`, a factor that depends on `size`) it decides as without shards. Then each equation of its
+jaxpr is evaluated:
 
 | equation | on shards |
 |---|---|
@@ -10,8 +11,9 @@ on `size`) it decides as without shards. Then each equation of its jaxpr is eval
 | a reduction to one number; an inner product | on this rank's shards, and an allreduce |
 | anything else | as it is, on the whole arrays: an allgather of the operands that are shards |
 
-So the result is that of the function, whatever it does; the last row costs the bytes of the operands. Over an axis,
-groups of ranks may take different branches of a `cond`, so all are evaluated.
+So the result is that of the function, whatever it does; the last row costs the bytes of the
+operands. Over an axis, groups of ranks may take different branches of a `cond`, so all are
+evaluated.
 """
 
 from collections.abc import Callable
@@ -58,11 +60,11 @@ Operand: TypeAlias = jax.Array | Shard | _Splat  # of an equation, or its result
 def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> PyTree:
     """`fun(*args)`, where leaves of `args` may be shards, and leaves of the result are, where they are computed on shards.
 
-    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as it is. All shards are over
-    one axis.
+    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as
+    it is. All shards are over one axis.
 
-    Collective: every rank calls it, with the same structure and shapes, and equal arrays where they are no shards.
-    Communication: see the table above.
+    Collective: every rank calls it, with the same structure and shapes, and equal arrays where they
+    are no shards. Communication: see the table above.
     """
     if size_along(axis) == 1:
         return fun(*args)
@@ -77,7 +79,9 @@ def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> P
 
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*(_type(leaves[i]) for i in traced))
     outs = _run(jaxpr, *(leaves[i] for i in traced))
-    return jax.tree.structure(out).unflatten([_full(x) if isinstance(x, _Splat) else x for x in outs])
+    return jax.tree.structure(out).unflatten(
+        [_full(x) if isinstance(x, _Splat) else x for x in outs]
+    )
 
 
 def _run(jaxpr: Jaxpr | ClosedJaxpr, *args: Operand) -> list[Operand]:
@@ -111,9 +115,25 @@ def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     if name == "name" and eqn.params["name"] == EQUAL:  # a function of this rank's samples follows
         return _on_wholes(eqn, xs)
     if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
-        return [_shard(_jaxcompat.bind(eqn, [_part(x, axis) for x in xs])[0], shape, axis, _known(eqn, xs))]
-    if name in RESHAPES and shape and prod(shape) == prod(shards[0].shape) and not eqn.params.get("dimensions"):
-        return [_shard(shards[0].value.reshape(shard_shape(shape, size_along(axis))), shape, axis, _known(eqn, xs))]
+        return [
+            _shard(
+                _jaxcompat.bind(eqn, [_part(x, axis) for x in xs])[0], shape, axis, _known(eqn, xs)
+            )
+        ]
+    if (
+        name in RESHAPES
+        and shape
+        and prod(shape) == prod(shards[0].shape)
+        and not eqn.params.get("dimensions")
+    ):
+        return [
+            _shard(
+                shards[0].value.reshape(shard_shape(shape, size_along(axis))),
+                shape,
+                axis,
+                _known(eqn, xs),
+            )
+        ]
     if all(x.whole is not None for x in shards):
         return _on_wholes(eqn, xs)
     if name in REDUCTIONS and prod(shape) == 1:
@@ -150,7 +170,11 @@ def _neutral(name: str, dtype: np.dtype) -> float:
         low = name == "reduce_max"
         if jnp.issubdtype(dtype, jnp.floating):
             return -jnp.inf if low else jnp.inf
-        return (jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max) if dtype != jnp.bool_ else not low
+        return (
+            (jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max)
+            if dtype != jnp.bool_
+            else not low
+        )
     return name in ("reduce_prod", "reduce_and")
 
 
@@ -158,7 +182,12 @@ def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
     """Whether an equation multiplies two arrays of one shape, number by number, and adds up."""
     (left, right), (batch, _) = eqn.params["dimension_numbers"]
     shape = _shape(xs[0])
-    return not batch and shape == _shape(xs[1]) and len(left) == len(shape) and tuple(left) == tuple(right)
+    return (
+        not batch
+        and shape == _shape(xs[1])
+        and len(left) == len(shape)
+        and tuple(left) == tuple(right)
+    )
 
 
 def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
@@ -170,7 +199,9 @@ def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
 
 def _barrier(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     outs = _jaxcompat.bind(eqn, [x.value if is_shard(x) else _full(x) for x in xs])
-    return [Shard(y, x.shape, axis=x.axis) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)]
+    return [
+        Shard(y, x.shape, axis=x.axis) if is_shard(x) else y for x, y in zip(xs, outs, strict=True)
+    ]
 
 
 def _cond(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> list[Operand]:
@@ -178,21 +209,33 @@ def _cond(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> list[Operand]:
     index: Any  # a scalar, and no shard
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
     if axis != AXIS:
-        return _selected(index, [_settled(branch, *operands) for branch in eqn.params["branches"]], axis)
+        return _selected(
+            index, [_settled(branch, *operands) for branch in eqn.params["branches"]], axis
+        )
     if not isinstance(index, jax.core.Tracer):  # called eagerly
         return _run(eqn.params["branches"][int(index)], *operands)
-    traced = [jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands) for branch in eqn.params["branches"]]
+    traced = [
+        jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands)
+        for branch in eqn.params["branches"]
+    ]
     kinds = [any(map(is_shard, outs)) for outs in zip(*(out for _, out in traced), strict=True)]
 
     def branch(jaxpr: ClosedJaxpr, out: list[Operand]) -> Callable[..., list[Operand]]:
         def run(*operands: Operand) -> list[Operand]:
-            outs = jax.tree.structure(out).unflatten(_jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands)))
-            return [_shard(_part(x, axis), _shape(x), axis) if kind else x for x, kind in zip(outs, kinds, strict=True)]
+            outs = jax.tree.structure(out).unflatten(
+                _jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands))
+            )
+            return [
+                _shard(_part(x, axis), _shape(x), axis) if kind else x
+                for x, kind in zip(outs, kinds, strict=True)
+            ]
 
         return run
 
     with _jaxcompat.at_source(eqn):
-        return jax.lax.switch(equal_on_all_ranks(index), [branch(*pair) for pair in traced], *operands)
+        return jax.lax.switch(
+            equal_on_all_ranks(index), [branch(*pair) for pair in traced], *operands
+        )
 
 
 def _selected(index: jax.Array, branches: list[list[Operand]], axis: Axis) -> list[Operand]:
@@ -200,7 +243,9 @@ def _selected(index: jax.Array, branches: list[list[Operand]], axis: Axis) -> li
     outs: list[Operand] = []
     for xs in zip(*branches, strict=True):
         if any(map(is_shard, xs)):
-            outs.append(_shard(jax.lax.select_n(index, *(_part(x, axis) for x in xs)), _shape(xs[0]), axis))
+            outs.append(
+                _shard(jax.lax.select_n(index, *(_part(x, axis) for x in xs)), _shape(xs[0]), axis)
+            )
         else:
             outs.append(jax.lax.select_n(index, *xs))
     return outs
@@ -210,7 +255,9 @@ def _settled(jaxpr: ClosedJaxpr, *args: Operand) -> list[Operand]:
     return [_full(x) if isinstance(x, _Splat) else x for x in _run(jaxpr, *args)]
 
 
-def _shard(value: jax.Array, shape: tuple[int, ...], axis: Axis, whole: jax.Array | None = None) -> Shard:
+def _shard(
+    value: jax.Array, shape: tuple[int, ...], axis: Axis, whole: jax.Array | None = None
+) -> Shard:
     return Shard(value, shape, whole, axis=axis)
 
 

@@ -20,9 +20,10 @@ __all__ = ["ShardedArray", "check_ranks", "cut", "is_sharded_array", "refuse_sha
 class ShardedArray:
     """An array of which each rank has a shard: flat equal parts, the last one padded.
 
-    It is a pytree node with one child, so that optax, `jax.grad`, `jax.lax.scan` and `jax.tree.map` go through to this rank's
-    shard. An array of n numbers has p shards of ⌈n/p⌉, with as many axes as the array: `[⌈n/p⌉, 1, ...]`, so that a mask by
-    `ndim` is right. A scalar is whole on every rank. Of a stack of layers each is cut by itself, and the first axis stays.
+    It is a pytree node with one child, so that optax, `jax.grad`, `jax.lax.scan` and `jax.tree.map`
+    go through to this rank's shard. An array of n numbers has p shards of ⌈n/p⌉, with as many axes
+    as the array: `[⌈n/p⌉, 1, ...]`, so that a mask by `ndim` is right. A scalar is whole on every
+    rank. Of a stack of layers each is cut by itself, and the first axis stays.
 
     Made by `fully_shard`, made whole by `unshard`.
 
@@ -55,8 +56,9 @@ class ShardedArray:
         over = f", axis={self.axis!r}" if self.axis != AXIS else ""
         return f"ShardedArray({self.shard!r}, of={self.of}, ranks={self.ranks}{over})"
 
-    # A shard has the dtype and often the rank of a parameter, so arithmetic with one would broadcast without an error. Every
-    # operator is refused, and every conversion to a number or an array.
+    # A shard has the dtype and often the rank of a parameter, so arithmetic with one would
+    # broadcast without an error. Every operator is refused, and every conversion to a number or an
+    # array.
     __array_ufunc__ = None  # NumPy leaves arithmetic to the methods below
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -64,17 +66,28 @@ class ShardedArray:
         if self.ranks == 1:
             what = f"This is a ShardedArray of the array {list(self.of)}"
         raise TypeError(
-            f"{what}, and nothing to compute with. Take jaxmpi.unshard of it, or, in the state of jaxmpi.sharded, "
+            f"{what}, and nothing to compute with. Take jaxmpi.unshard of it, or, in the state of "
+            "jaxmpi.sharded, "
             "jaxmpi.unshard(state).inner."
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _refuse
+    )
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = (
+        __rmod__
+    ) = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __getitem__ = __len__ = __iter__ = (
+        _refuse
+    )
     __bool__ = __float__ = __int__ = __array__ = __jax_array__ = _refuse
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree]], "ArrayLayout"]:
-        return ((MarkKey(Mark.of_shard(self.of, self.ranks, self.axis)), self.shard),), (self.of, self.ranks, self.axis)
+        return ((MarkKey(Mark.of_shard(self.of, self.ranks, self.axis)), self.shard),), (
+            self.of,
+            self.ranks,
+            self.axis,
+        )
 
     def tree_flatten(self) -> tuple[tuple[PyTree], "ArrayLayout"]:
         return (self.shard,), (self.of, self.ranks, self.axis)
@@ -108,15 +121,19 @@ def check_ranks(function: str, tree: PyTree) -> None:
             continue
         if not {*names(x.axis)} <= {*axes}:
             raise ValueError(
-                f"{function}: leaf {leaf_name(path)} is a shard over axis {x.axis!r}, and the ranks have "
-                f"{', '.join(map(repr, axes))}. Name the axis in jaxmpi.init(axes=...), or make new shards with "
+                f"{function}: leaf {leaf_name(path)} is a shard over axis {x.axis!r}, and the "
+                "ranks have "
+                f"{', '.join(map(repr, axes))}. Name the axis in jaxmpi.init(axes=...), or make "
+                "new shards with "
                 "jaxmpi.fully_shard."
             )
         if x.ranks != (size := size_along(x.axis)):
             along = "" if x.axis == AXIS else f" along axis {x.axis!r}"
             raise RankCountError(
-                f"{function}: leaf {leaf_name(path)} is one of {x.ranks} shards, and there are {size} ranks{along}. Make new "
-                f"ones with jaxmpi.fully_shard; to go on with these numbers, save them on {x.ranks} ranks{along} with "
+                f"{function}: leaf {leaf_name(path)} is one of {x.ranks} shards, and there are "
+                f"{size} ranks{along}. Make new "
+                "ones with jaxmpi.fully_shard; to go on with these numbers, save them on "
+                f"{x.ranks} ranks{along} with "
                 "jaxmpi.save, and jaxmpi.restore them into the new ones."
             )
 
@@ -126,6 +143,8 @@ def refuse_shards(function: str, tree: PyTree, axis: Axis = AXIS) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded_array):
         if is_sharded_array(x) and overlap(axis, x.axis):
             raise ValueError(
-                f"{function}: leaf {leaf_name(path)} is a ShardedArray, of which each rank has another part. Its gradients, "
-                "by jaxmpi.unshard, are means over the ranks already: give them to a plain optax optimizer."
+                f"{function}: leaf {leaf_name(path)} is a ShardedArray, of which each rank has "
+                "another part. Its gradients, "
+                "by jaxmpi.unshard, are means over the ranks already: give them to a plain optax "
+                "optimizer."
             )

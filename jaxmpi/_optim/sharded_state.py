@@ -54,7 +54,8 @@ class StateLayout(NamedTuple):
     """The ranks that have the shards of a state.
 
     Attributes:
-      ranks: the number of shards of each array; 1 where the arrays are whole, as `unshard` leaves them.
+      ranks: the number of shards of each array; 1 where the arrays are whole, as `unshard` leaves
+        them.
       axis: the axis over whose ranks they are sharded.
     """
 
@@ -66,12 +67,13 @@ class StateLayout(NamedTuple):
 class ShardedState:
     """The state of `sharded`.
 
-    A `ShardedArray` stands for each array that has the shape of a parameter; all others are equal on the ranks that have the
-    shards.
+    A `ShardedArray` stands for each array that has the shape of a parameter; all others are equal
+    on the ranks that have the shards.
 
     Attributes:
-      parts: the two children of this pytree node, of which every array that is sharded is a `ShardedArray`: the state of the
-        inner transform; and the parameters in `master_dtype`, () without.
+      parts: the two children of this pytree node, of which every array that is sharded is a
+        `ShardedArray`: the state of the inner transform; and the parameters in `master_dtype`, ()
+        without.
       layout: the number of shards, and their axis.
 
     >>> import jax.numpy as jnp, jaxmpi, optax
@@ -138,7 +140,9 @@ def from_nnx_dicts(tree: PyTree) -> PyTree:
     if is_sharded_array(tree) or is_sharded_state(tree):
         return tree
     if not _is_nnx_dict(tree):
-        return jax.tree.map(lambda x: from_nnx_dicts(x) if _is_nnx_dict(x) else x, tree, is_leaf=_is_nnx_dict)
+        return jax.tree.map(
+            lambda x: from_nnx_dicts(x) if _is_nnx_dict(x) else x, tree, is_leaf=_is_nnx_dict
+        )
     mark = next(iter(tree))
     if mark.of is not None:
         return ShardedArray(from_nnx_dicts(tree[mark]), mark.of, mark.ranks, mark.axis)
@@ -150,7 +154,8 @@ def from_nnx_dicts(tree: PyTree) -> PyTree:
 def to_nnx_dicts(x: PyTree) -> PyTree:
     """Return a `ShardedState` as the dicts that `nnx.state` makes of one; return anything else as it is.
 
-    nnx keeps no node without arrays, so `from_nnx_dicts` has () for an `optax.EmptyState()` of the user's.
+    nnx keeps no node without arrays, so `from_nnx_dicts` has () for an `optax.EmptyState()` of the
+    user's.
     """
     if not is_sharded_state(x):
         return x
@@ -159,12 +164,18 @@ def to_nnx_dicts(x: PyTree) -> PyTree:
         return {Mark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
 
     fields = zip(_marks(x.layout), x.parts, strict=True)
-    return {mark: jax.tree.map(each, field, is_leaf=is_sharded_array) for mark, field in fields if jax.tree.leaves(field)}
+    return {
+        mark: jax.tree.map(each, field, is_leaf=is_sharded_array)
+        for mark, field in fields
+        if jax.tree.leaves(field)
+    }
 
 
 def shards_of(tree: PyTree) -> PyTree:
     """Return the tree with this rank's shards in the place of its `ShardedArray`s."""
-    return jax.tree.map(lambda x: x.shard if is_sharded_array(x) else x, tree, is_leaf=is_sharded_array)
+    return jax.tree.map(
+        lambda x: x.shard if is_sharded_array(x) else x, tree, is_leaf=is_sharded_array
+    )
 
 
 def whole_state(state: ShardedState) -> ShardedState:
@@ -179,11 +190,12 @@ def whole_state(state: ShardedState) -> ShardedState:
 def reshard(tree: PyTree) -> PyTree:
     """Cut states of one rank, from `unshard`, for the ranks that there are now along the axis of each state.
 
-    The state of an `nnx.Optimizer` is cut where it stands: `optimizer = jaxmpi.reshard(optimizer)`, or an `nnx.state` of it.
-    An `nnx.state` of an optimizer without arrays, such as `optax.sgd`, stays as it is.
+    The state of an `nnx.Optimizer` is cut where it stands: `optimizer = jaxmpi.reshard(optimizer)`,
+    or an `nnx.state` of it. An `nnx.state` of an optimizer without arrays, such as `optax.sgd`,
+    stays as it is.
 
-    **Collective:** every rank calls it, with states that are equal on all ranks, or along their axes. Called
-    eagerly, it compares checksums of each state first.
+    **Collective:** every rank calls it, with states that are equal on all ranks, or along their
+    axes. Called eagerly, it compares checksums of each state first.
     **Communication:** 16 bytes for a state.
 
     Args:
@@ -195,13 +207,15 @@ def reshard(tree: PyTree) -> PyTree:
     Raises:
       TypeError: there is no state of `sharded` in the tree.
       ValueError: a state is that of several ranks; the ranks do not have its axis.
-      RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the ranks.
+      RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the
+        ranks.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
     found = [i for i, x in enumerate(nodes) if is_sharded_state(from_nnx_dicts(x))]
     if not found and not _is_of_optimizer_without_arrays(tree):
         raise TypeError(
-            f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what jaxmpi.unshard has made of "
+            f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what "
+            "jaxmpi.unshard has made of "
             "one, or of a pytree with one in it."
         )
     for i in found:
@@ -209,7 +223,8 @@ def reshard(tree: PyTree) -> PyTree:
         check_cut("reshard", state.layout.axis)
         if state.layout.ranks != 1:
             raise RankCountError(
-                f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on those "
+                f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on "
+                "those "
                 "ranks, then reshard on these."
             )
         check_equal("reshard", state, state.layout.axis)
@@ -223,21 +238,23 @@ def _is_of_optimizer_without_arrays(tree: PyTree) -> bool:
     if nnx is None:
         return False
     kinds = {type(x) for x in jax.tree.leaves(tree, is_leaf=is_variable)}
-    has_arrays = any(issubclass(kind, nnx.optimizer.OptArray | nnx.optimizer.OptVariable) for kind in kinds)
+    has_arrays = any(
+        issubclass(kind, nnx.optimizer.OptArray | nnx.optimizer.OptVariable) for kind in kinds
+    )
     return nnx.optimizer.OptState in kinds and not has_arrays
 
 
 def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
     """Raise a RankMismatchError on all ranks unless what is whole in a tree is equal on the ranks that share its arrays.
 
-    Whole are all arrays but shards and what is in a `PerRankState`. Those of a `ShardedArray` or `ShardedState` must be equal
-    along its axis, all others along `axis`.
+    Whole are all arrays but shards and what is in a `PerRankState`. Those of a `ShardedArray` or
+    `ShardedState` must be equal along its axis, all others along `axis`.
 
     Args:
       function: for the error.
       tree: any pytree.
-      axis: None for the axis of the shards in the tree. If they have several, or there are none, only what is part of them
-        is compared.
+      axis: None for the axis of the shards in the tree. If they have several, or there are none,
+        only what is part of them is compared.
     """
     paths, _ = flatten_with_path(from_nnx_dicts(tree), is_leaf=_is_unit)
     axes = {x.axis if is_sharded_array(x) else x.layout.axis for _, x in paths if _is_shards(x)}
@@ -280,7 +297,9 @@ def _is_unit(x: object) -> bool:
 def _gather(state: ShardedState) -> ShardedState:
     nodes, treedef = jax.tree.flatten(state.parts, is_leaf=is_sharded_array)
     cuts = {i: x for i, x in enumerate(nodes) if is_sharded_array(x)}
-    stacks = Caller("unshard").allgather({i: x.shard for i, x in cuts.items()}, axis=state.layout.axis)
+    stacks = Caller("unshard").allgather(
+        {i: x.shard for i, x in cuts.items()}, axis=state.layout.axis
+    )
     for i, x in cuts.items():
         whole = jax.tree.map(partial(joined, shape=x.of), stacks[i])
         nodes[i] = ShardedArray(whole, x.of, 1, x.axis)
@@ -312,7 +331,9 @@ def with_shards(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
     shapes = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
     is_cut = [tuple(getattr(x, "shape", ())) in shapes and not is_key(x) for x in leaves]
-    wholes = iter(gathered([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut]))
+    wholes = iter(
+        gathered([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut])
+    )
     for i, (x, cut) in enumerate(zip(leaves, is_cut, strict=True)):
         if cut:
             leaves[i] = ShardedArray(part(x, axis), tuple(x.shape), size_along(axis), axis)
@@ -324,15 +345,17 @@ def with_shards(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
 def _around_variable(x: PyTree) -> PyTree:
     """Return a `ShardedArray` of an nnx variable for a variable of a `ShardedArray`, and anything else as it is.
 
-    An `nnx.Optimizer` updates its state with what `nnx.state` makes of the new one, which has no variables. There, a
-    `ShardedArray` is a dict, and would become the value of the variable.
+    An `nnx.Optimizer` updates its state with what `nnx.state` makes of the new one, which has no
+    variables. There, a `ShardedArray` is a dict, and would become the value of the variable.
     """
     if not is_variable(x):
         return x
     leaves, treedef = jax.tree.flatten(x, is_leaf=is_sharded_array)
     if len(leaves) != 1 or not is_sharded_array(leaves[0]):
         return x
-    return ShardedArray(treedef.unflatten([leaves[0].shard]), leaves[0].of, leaves[0].ranks, leaves[0].axis)
+    return ShardedArray(
+        treedef.unflatten([leaves[0].shard]), leaves[0].of, leaves[0].ranks, leaves[0].axis
+    )
 
 
 def check_state_fits(function: str, state: ShardedState) -> None:
@@ -346,12 +369,14 @@ def check_state_ranks(function: str, state: ShardedState, axis: Axis) -> None:
     made, size = state.layout, size_along(axis)
     if names(made.axis) != names(axis):
         raise ValueError(
-            f"{function}: the state was made for axis {made.axis!r}, and this is axis {axis!r}. Make a new one with init, or "
+            f"{function}: the state was made for axis {made.axis!r}, and this is axis {axis!r}. "
+            "Make a new one with init, or "
             f"use axis={made.axis!r}."
         )
     if made.ranks != size:
         along = "" if axis == AXIS else f" along axis {axis!r}"
         raise RankCountError(
-            f"{function}: the state was made for {made.ranks} ranks, and there are {size}{along}. On {made.ranks} ranks call "
+            f"{function}: the state was made for {made.ranks} ranks, and there are {size}{along}. "
+            f"On {made.ranks} ranks call "
             "jaxmpi.unshard(state) and save that; then call jaxmpi.reshard on it here."
         )

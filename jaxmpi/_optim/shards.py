@@ -35,13 +35,17 @@ def check_cut(function: str, axis: Axis) -> None:
 
     Raises:
       TypeError: no text, and no tuple of texts.
-      ValueError: a name that `init` was not given, that of a `vmap` included; some of the ranks twice.
+      ValueError: a name that `init` was not given, that of a `vmap` included; some of the ranks
+        twice.
     """
     backend = session.current(function)
     arrays.check_axis(function, axis, backend)
     if other := [name for name in names(axis) if name not in backend.axes]:
         known = ", ".join(map(repr, backend.axes))
-        raise ValueError(f"{function}: axis {other[0]!r} is no axis of the ranks, which have {known}. Name one of them.")
+        raise ValueError(
+            f"{function}: axis {other[0]!r} is no axis of the ranks, which have {known}. Name one "
+            "of them."
+        )
 
 
 def size_along(axis: Axis) -> int:
@@ -51,7 +55,11 @@ def size_along(axis: Axis) -> int:
 
 def _index_along(axis: Axis) -> jax.Array | int:
     """This rank's number along an axis."""
-    return session.rank() if axis == AXIS else arrays.along(axis, session.current("axis_index")).index()
+    return (
+        session.rank()
+        if axis == AXIS
+        else arrays.along(axis, session.current("axis_index")).index()
+    )
 
 
 @jax.tree_util.register_pytree_node_class
@@ -61,11 +69,19 @@ class Shard:
     Attributes:
       value: the shard, of `shard_shape(shape, size)`; the padding may hold anything.
       shape: of the whole array.
-      whole: the whole array, where this rank has it without communication or has gathered it; or None.
+      whole: the whole array, where this rank has it without communication or has gathered it; or
+        None.
       axis: of the ranks that have the shards.
     """
 
-    def __init__(self, value: jax.Array, shape: tuple[int, ...], whole: jax.Array | None = None, *, axis: Axis = AXIS) -> None:
+    def __init__(
+        self,
+        value: jax.Array,
+        shape: tuple[int, ...],
+        whole: jax.Array | None = None,
+        *,
+        axis: Axis = AXIS,
+    ) -> None:
         self.value, self.shape, self.axis = value, shape, axis
         self.whole: Any = whole
 
@@ -73,11 +89,15 @@ class Shard:
     def dtype(self) -> np.dtype:
         return self.value.dtype
 
-    def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array | None], tuple[tuple[int, ...], Axis]]:
+    def tree_flatten(
+        self,
+    ) -> tuple[tuple[jax.Array, jax.Array | None], tuple[tuple[int, ...], Axis]]:
         return (self.value, self.whole), (self.shape, self.axis)
 
     @classmethod
-    def tree_unflatten(cls, layout: tuple[tuple[int, ...], Axis], children: tuple[jax.Array, jax.Array | None]) -> "Shard":
+    def tree_unflatten(
+        cls, layout: tuple[tuple[int, ...], Axis], children: tuple[jax.Array, jax.Array | None]
+    ) -> "Shard":
         return cls(children[0], layout[0], children[1], axis=layout[1])
 
 
@@ -86,7 +106,9 @@ def is_shard(x: object) -> TypeGuard[Shard]:
     return isinstance(x, Shard)
 
 
-def shard(value: jax.Array, shape: tuple[int, ...], whole: jax.Array | None = None, *, axis: Axis = AXIS) -> Shard | jax.Array:
+def shard(
+    value: jax.Array, shape: tuple[int, ...], whole: jax.Array | None = None, *, axis: Axis = AXIS
+) -> Shard | jax.Array:
     """A `Shard`; on one rank, and of a scalar, the array itself."""
     return Shard(value, shape, whole, axis=axis) if shape and size_along(axis) > 1 else value
 
@@ -104,7 +126,8 @@ def shard_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 def rows(x: ArrayLike, size: int, stacked: int = 0) -> jax.Array:
     """All shards of an array `[...]`, `[size, *shard]`; of a scalar, `[size]` copies.
 
-    Of a stack of arrays, with `stacked` axes before theirs, each is cut by itself: `[size, *stack, *shard]`.
+    Of a stack of arrays, with `stacked` axes before theirs, each is cut by itself:
+    `[size, *stack, *shard]`.
     """
     if jnp.ndim(x) == 0:
         return jnp.full(size, x)
@@ -132,19 +155,32 @@ def joined(shards: jax.Array, shape: tuple[int, ...], stacked: int = 0) -> jax.A
 def gathered(shards: list[Shard]) -> list[jax.Array]:
     """The whole arrays, on every rank, in one allgather of those that are not known to be whole already; all of one axis."""
     missing = [x for x in shards if x.whole is None]
-    stacks = Caller("sharded").allgather([x.value for x in missing], axis=missing[0].axis) if missing else []
+    stacks = (
+        Caller("sharded").allgather([x.value for x in missing], axis=missing[0].axis)
+        if missing
+        else []
+    )
     for x, stack in zip(missing, stacks, strict=True):
         x.whole = joined(stack, x.shape)
     return [x.whole for x in shards]
 
 
-def masked(value: jax.Array, shape: tuple[int, ...], fill: ArrayLike, stacked: int = 0, *, axis: Axis = AXIS) -> jax.Array:
+def masked(
+    value: jax.Array,
+    shape: tuple[int, ...],
+    fill: ArrayLike,
+    stacked: int = 0,
+    *,
+    axis: Axis = AXIS,
+) -> jax.Array:
     """A shard of an array of this shape, or those of a stack, with `fill` in the place of the padding."""
     size, numbers = size_along(axis), prod(shape)
     columns = _columns(shape, size)
     if columns * size == numbers:
         return value
-    valid = jnp.asarray([min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32)[_index_along(axis)]
+    valid = jnp.asarray(
+        [min(max(numbers - r * columns, 0), columns) for r in range(size)], jnp.int32
+    )[_index_along(axis)]
     here = lax.broadcasted_iota(jnp.int32, value.shape, stacked) < valid
     return jnp.where(here, value, jnp.asarray(fill).astype(value.dtype))
 

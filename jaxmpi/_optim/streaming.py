@@ -20,7 +20,9 @@ from jaxmpi._world import session
 
 __all__ = ["Fragment", "StreamingState", "Streams", "no_negative_zeros"]
 
-AS_THEY_ARE = OneMessage(lambda params: (), lambda xs, state: (xs, state), lambda means, like: means, averages=True)
+AS_THEY_ARE = OneMessage(
+    lambda params: (), lambda xs, state: (xs, state), lambda means, like: means, averages=True
+)
 
 
 class Fragment(NamedTuple):
@@ -78,7 +80,9 @@ class Streams(NamedTuple):
     def init(self, params: PyTree) -> StreamingState:
         """Nothing is on its way."""
         fragments = made_of(params, self._cut)
-        return StreamingState(jnp.zeros((), jnp.int32), PerRankState(self.inner.init(params)), fragments)
+        return StreamingState(
+            jnp.zeros((), jnp.int32), PerRankState(self.inner.init(params)), fragments
+        )
 
     def _cut(self, params: PyTree) -> tuple[Fragment, ...]:
         leaves, _ = floats("local_sgd", params)
@@ -94,7 +98,10 @@ class Streams(NamedTuple):
         nothing = [jnp.zeros(x.shape, x.dtype) for x in coded]
         left = PerRankState([jnp.copy(x) for x in xs])
         return fragment._replace(
-            left=left, sent=PerRankState(nothing), number=sent_ahead.none(), on_its_way=jnp.zeros((), bool)
+            left=left,
+            sent=PerRankState(nothing),
+            number=sent_ahead.none(),
+            on_its_way=jnp.zeros((), bool),
         )
 
     def update(
@@ -114,7 +121,9 @@ class Streams(NamedTuple):
             after.append(fragment)
         guesses, _ = floats("local_sgd", own_updates)
         theres = may_differ([to.astype(x.dtype) for x, to in zip(before, outs, strict=True)])
-        return put([*map(update_to, before, theres, guesses)]), StreamingState(calls, PerRankState(own), tuple(after))
+        return put([*map(update_to, before, theres, guesses)]), StreamingState(
+            calls, PerRankState(own), tuple(after)
+        )
 
     def _meet(
         self, here: list[jax.Array], fragment: Fragment, calls: jax.Array, first: int
@@ -122,23 +131,42 @@ class Streams(NamedTuple):
         """A fragment's parameters after this call."""
         if not self.delay:
             return self._taken(here, fragment, calls == first)
-        here, fragment = self._taken(here, fragment, (calls == (first + self.delay) % self.every) & fragment.on_its_way)
-        return here, either(calls == first, lambda: equal_types(self._send(here, fragment), fragment), lambda: fragment)
+        here, fragment = self._taken(
+            here, fragment, (calls == (first + self.delay) % self.every) & fragment.on_its_way
+        )
+        return here, either(
+            calls == first,
+            lambda: equal_types(self._send(here, fragment), fragment),
+            lambda: fragment,
+        )
 
-    def _taken(self, here: list[jax.Array], fragment: Fragment, now: jax.Array) -> tuple[list[jax.Array], Fragment]:
+    def _taken(
+        self, here: list[jax.Array], fragment: Fragment, now: jax.Array
+    ) -> tuple[list[jax.Array], Fragment]:
         """What has arrived if it is `now`; without a delay, it is sent before."""
 
         def taken() -> tuple[list[jax.Array], Fragment]:
-            return equal_types(self._take(here, fragment if self.delay else self._send(here, fragment)), (here, fragment))
+            return equal_types(
+                self._take(here, fragment if self.delay else self._send(here, fragment)),
+                (here, fragment),
+            )
 
-        out: tuple[list[jax.Array], Fragment] = either(equal_on_all_ranks(now), taken, lambda: (may_differ(here), fragment))
+        out: tuple[list[jax.Array], Fragment] = either(
+            equal_on_all_ranks(now), taken, lambda: (may_differ(here), fragment)
+        )
         return out
 
     def _send(self, here: list[jax.Array], fragment: Fragment) -> Fragment:
         here = with_parameters(here, f"local_sgd outer={'a transform' if self.outer else None}")
-        delta = [a - x for a, x in zip(fragment.anchor, here, strict=True)] if self.outer or self.codec else here
+        delta = (
+            [a - x for a, x in zip(fragment.anchor, here, strict=True)]
+            if self.outer or self.codec
+            else here
+        )
         coded, codec = self.message.encode(delta, fragment.codec.per_rank)
-        fragment = fragment._replace(codec=PerRankState(codec), sent=PerRankState(coded), left=PerRankState(here))
+        fragment = fragment._replace(
+            codec=PerRankState(codec), sent=PerRankState(coded), left=PerRankState(here)
+        )
         if not self.delay:
             return fragment
         number = self._start(coded)
@@ -147,7 +175,9 @@ class Streams(NamedTuple):
     def _start(self, coded: Sequence[jax.Array]) -> jax.Array:
         if not bound(self.axis) or axis_size(self.axis, session.current("local_sgd")) == 1:
             return sent_ahead.none()
-        call = Collective("allreduce", op="mean") if self.message.averages else Collective("allgather")
+        call = (
+            Collective("allreduce", op="mean") if self.message.averages else Collective("allgather")
+        )
         return sent_ahead.send_ahead(call, coded, self.axis)
 
     def _take(self, here: list[jax.Array], fragment: Fragment) -> tuple[list[jax.Array], Fragment]:

@@ -17,9 +17,10 @@ __all__ = ["topk"]
 def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
     """Send the largest numbers of each array, with their places: 8 bytes for each of them.
 
-    Of n numbers, ⌈fraction·n⌉ of the largest absolute value; the others are kept and added to the next gradient. (Stich et al.
-    2018, "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient compression".) All ranks' numbers are gathered: p · 8
-    bytes times fraction · n arrive, so it pays where fraction is well below 1/p.
+    Of n numbers, ⌈fraction·n⌉ of the largest absolute value; the others are kept and added to the
+    next gradient. (Stich et al. 2018, "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient
+    compression".) All ranks' numbers are gathered: p · 8 bytes times fraction · n arrive, so it
+    pays where fraction is well below 1/p.
 
     Args:
       fraction: above 0, at most 1.
@@ -30,20 +31,27 @@ def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
     """
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"codecs.topk: fraction is {fraction}. It is the share of the numbers that is sent: above 0, at most 1."
+            f"codecs.topk: fraction is {fraction}. It is the share of the numbers that is sent: "
+            "above 0, at most 1."
         )
 
     def init(params: PyTree) -> list[jax.Array]:
         return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
 
     def encode(updates: PyTree, state: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        leaves, _ = floats("codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}"))
+        leaves, _ = floats(
+            "codecs.topk", with_parameters(updates, f"codecs.topk fraction={fraction}")
+        )
         coded, kept = [], list(state)
         for i, x in enumerate(leaves):
             if x.size:  # of an empty array nothing is sent
                 vector = x.astype(jnp.float32).reshape(-1) + state[i]
-                places = jax.lax.top_k(jnp.abs(vector), math.ceil(fraction * x.size))[1].astype(jnp.int32)
-                coded.append(jnp.stack([places, jax.lax.bitcast_convert_type(vector[places], jnp.int32)]))
+                places = jax.lax.top_k(jnp.abs(vector), math.ceil(fraction * x.size))[1].astype(
+                    jnp.int32
+                )
+                coded.append(
+                    jnp.stack([places, jax.lax.bitcast_convert_type(vector[places], jnp.int32)])
+                )
                 kept[i] = vector.at[places].set(0)
         return coded, kept
 

@@ -4,9 +4,10 @@ out = Σ_r w_r·x_r / Σ_r w_r
 
 A weight is what the values of this rank count: its number of samples or tokens.
 
-- It is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite, and 0 or more. Called eagerly, a
-  weight of any rank that is something else is a ValueError on every rank. In traced code the values of a weight are not known:
-  one that is negative, infinite or NaN makes NaN of everything, on every rank.
+- It is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite, and 0 or
+  more. Called eagerly, a weight of any rank that is something else is a ValueError on every rank.
+  In traced code the values of a weight are not known: one that is negative, infinite or NaN makes
+  NaN of everything, on every rank.
 - A rank with weight 0 does not count, whatever its values are, NaN included.
 - Where all weights are 0 there is no mean. Gradients are 0 then, and metrics are NaN.
 - All ranks pass a weight, or none does.
@@ -33,9 +34,19 @@ from jaxmpi._leaves import PyTree, widest
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
-__all__ = ["MeanOverRanks", "Weight", "as_weight", "check_total", "divided", "mean_over", "scaled", "weighted_mean"]
+__all__ = [
+    "MeanOverRanks",
+    "Weight",
+    "as_weight",
+    "check_total",
+    "divided",
+    "mean_over",
+    "scaled",
+    "weighted_mean",
+]
 
-Weight: TypeAlias = ArrayLike | PerRank  # what the values of a rank count; a `PerRank` of simulated ranks
+# what the values of a rank count; a `PerRank` of simulated ranks
+Weight: TypeAlias = ArrayLike | PerRank
 MeanOverRanks = Callable[[str, PyTree], PyTree]  # of a function's name and a tree
 
 
@@ -60,8 +71,8 @@ def weighted_mean(
       function: for errors.
       tree: this rank's values; with a weight, real or complex ones.
       weight: of this rank, or None for a plain mean.
-      over_ranks: forms the means of the weights and the products; it may return this rank's part of them only. `mean_over` by
-        default.
+      over_ranks: forms the means of the weights and the products; it may return this rank's part of
+        them only. `mean_over` by default.
       empty: the result where all weights are 0.
       axis: of the ranks, that `over_ranks` is along.
     """
@@ -75,7 +86,9 @@ def weighted_mean(
 
 
 @cache
-def _mean_of(function: str, over_ranks: MeanOverRanks, empty: float) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
+def _mean_of(
+    function: str, over_ranks: MeanOverRanks, empty: float
+) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
     """The mean of the weights, and that of a tree: called eagerly, one program."""
 
     def mean(w: jax.Array, tree: PyTree) -> tuple[jax.Array, PyTree]:
@@ -100,8 +113,9 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     if isinstance(weight, jax.core.Tracer):
         w = weight.astype(dtype)
         return jnp.where((w >= 0) & (w < jnp.inf), w, jnp.nan), ""
-    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits of them first.
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64).astype(dtype)), weight), ""  # may be a PerRank
+    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits
+    # of them first. may be a PerRank
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64).astype(dtype)), weight), ""
 
 
 def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS) -> None:
@@ -120,12 +134,20 @@ def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS
         return
     problems = session.current(function).allgather_object(problem)
     ranks = [rank for rank, said in enumerate(problems) if said]
-    raise ValueError(_message(function, problems[ranks[0]], ranks) if ranks else _message(function, "is too large for a sum"))
+    raise ValueError(
+        _message(function, problems[ranks[0]], ranks)
+        if ranks
+        else _message(function, "is too large for a sum")
+    )
 
 
 def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
     """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
-    return map_floats(function, lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))), tree)
+    return map_floats(
+        function,
+        lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))),
+        tree,
+    )
 
 
 def divided(function: str, means: PyTree, total: jax.Array, empty: float = 0.0) -> PyTree:
@@ -144,7 +166,11 @@ def _problem(weight: Weight) -> str:
         shape, dtype = jnp.shape(x)[is_per_rank(weight) :], jnp.result_type(x)
     except (TypeError, ValueError):
         return f"is a {type(weight).__name__}"
-    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
+    if shape != () or not (
+        jnp.issubdtype(dtype, jnp.floating)
+        or jnp.issubdtype(dtype, jnp.integer)
+        or dtype == jnp.bool_
+    ):
         return f"has shape {list(shape)} and dtype {dtype}"
     if isinstance(x, jax.core.Tracer):
         return ""

@@ -18,7 +18,14 @@ from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transf
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
 from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array, refuse_shards
-from jaxmpi._optim.sharded_state import ShardedState, StateLayout, check_equal, check_state_ranks, shards_of, with_shards
+from jaxmpi._optim.sharded_state import (
+    ShardedState,
+    StateLayout,
+    check_equal,
+    check_state_ranks,
+    shards_of,
+    with_shards,
+)
 from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
@@ -31,51 +38,68 @@ def sharded(
 ) -> optax.GradientTransformationExtraArgs:
     """`distributed(inner)` with 1/p of the optimizer's state on each rank.
 
-    Each rank gets the mean of its shard of the gradients (reduce_scatter), updates that shard with `inner`, and gives the
-    updates to all (allgather): ZeRO stage 1 (Rajbhandari et al. 2020). An array of n numbers is padded to p equal shards of
-    ⌈n/p⌉. Arrays of the state that have the shape of a parameter are sharded; the others are equal on all ranks.
+    Each rank gets the mean of its shard of the gradients (reduce_scatter), updates that shard with
+    `inner`, and gives the updates to all (allgather): ZeRO stage 1 (Rajbhandari et al. 2020). An
+    array of n numbers is padded to p equal shards of ⌈n/p⌉. Arrays of the state that have the shape
+    of a parameter are sharded; the others are equal on all ranks.
 
-    The result is that of `distributed(inner)`, but for rounding, whatever `inner` is: it is traced on whole arrays, and its
-    equations are evaluated on shards. Elementwise ones (SGD, Adam, AdamW, Lion; masks by name, `ndim` or `size`) send nothing
-    more. Each norm or other reduction of an array to one number (`optax.clip_by_global_norm`, LAMB, LARS) is an allreduce of
-    one number. What else looks at whole arrays (Adafactor, Muon, L-BFGS) gathers them, and every rank does the same with them.
+    The result is that of `distributed(inner)`, but for rounding, whatever `inner` is: it is traced
+    on whole arrays, and its equations are evaluated on shards. Elementwise ones (SGD, Adam, AdamW,
+    Lion; masks by name, `ndim` or `size`) send nothing more. Each norm or other reduction of an
+    array to one number (`optax.clip_by_global_norm`, LAMB, LARS) is an allreduce of one number.
+    What else looks at whole arrays (Adafactor, Muon, L-BFGS) gathers them, and every rank does the
+    same with them.
 
     `update` takes `weight`, `value`, `grad` and functions as that of `distributed` does.
 
-    **Collective:** every rank calls `init`, with equal parameters: called eagerly, it compares checksums of them. Every rank
-    calls `update`, with the same structure, shapes and dtypes, and with parameters.
-    **Communication:** the bytes of a mean, in a reduce_scatter of the gradients and an allgather of the updates; and what
-    `inner` needs, as above: `jaxmpi.explain` lists it. `init` sends 16 bytes.
+    **Collective:** every rank calls `init`, with equal parameters: called eagerly, it compares
+    checksums of them. Every rank calls `update`, with the same structure, shapes and dtypes, and
+    with parameters. **Communication:** the bytes of a mean, in a reduce_scatter of the gradients
+    and an allgather of the updates; and what `inner` needs, as above: `jaxmpi.explain` lists it.
+    `init` sends 16 bytes.
 
     Args:
       inner: an optax transform.
-      master_dtype: a dtype such as float32, in which each rank keeps its shard of the parameters and updates it: for
-        parameters in bfloat16, which then are the rounded masters. None updates the parameters as they are.
-      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, share its state, and stay equal
-        within it, as with `distributed(inner, axis=axis)`. There is no function for `update` then. After
-        `average_gradients` over the other axes all ranks do the same, and the state is sharded within each group.
+      master_dtype: a dtype such as float32, in which each rank keeps its shard of the parameters
+        and updates it: for parameters in bfloat16, which then are the rounded masters. None updates
+        the parameters as they are.
+      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, share
+        its state, and stay equal within it, as with `distributed(inner, axis=axis)`. There is no
+        function for `update` then. After `average_gradients` over the other axes all ranks do the
+        same, and the state is sharded within each group.
 
     Raises:
-      ValueError: a state that was made for another number of ranks, or another axis; `update` gets no parameters; gradients of
-        other shapes than the parameters', such as those of single samples; weights as in `distributed`; an axis that is
-        unknown, or with a function.
+      ValueError: a state that was made for another number of ranks, or another axis; `update` gets
+        no parameters; gradients of other shapes than the parameters', such as those of single
+        samples; weights as in `distributed`; an axis that is unknown, or with a function.
       TypeError: `inner` is no optax transform; a leaf of integers, with its path.
       RuntimeError: `update` is called outside of a step under `simulate`.
-      RankMismatchError: on every rank, the parameters of `init` are not equal on the ranks along the axis.
+      RankMismatchError: on every rank, the parameters of `init` are not equal on the ranks along
+        the axis.
     """
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
-    cut, own_of, own_part = partial(shard, axis=axis), partial(own, axis=axis), partial(part, axis=axis)
+    cut, own_of, own_part = (
+        partial(shard, axis=axis),
+        partial(own, axis=axis),
+        partial(part, axis=axis),
+    )
 
     def masters(params: PyTree) -> PyTree:
-        return params if master_dtype is None else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
+        return (
+            params
+            if master_dtype is None
+            else map_floats("sharded", lambda x: jnp.array(x, dtype=master_dtype), params)
+        )
 
     def start(params: PyTree) -> ShardedState:
         wholes = masters(params)
         shards = jax.tree.map(lambda x: cut(own_of(x), jnp.shape(x), x), wholes)
         state = on_shards(inner.init, shards, axis=axis)
         master = () if master_dtype is None else with_shards(shards, wholes, axis)
-        return ShardedState((with_shards(state, wholes, axis), master), StateLayout(size_along(axis), axis))
+        return ShardedState(
+            (with_shards(state, wholes, axis), master), StateLayout(size_along(axis), axis)
+        )
 
     started = anywhere(start, "sharded")
 
@@ -88,25 +112,41 @@ def sharded(
         return state
 
     def update(
-        updates: PyTree, state: ShardedState, params: PyTree = None, *, weight: Weight | None = None, **extra_args: object
+        updates: PyTree,
+        state: ShardedState,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
     ) -> tuple[PyTree, ShardedState]:
         if params is None:
-            raise ValueError("sharded: update needs the parameters. Call update(grads, state, params).")
+            raise ValueError(
+                "sharded: update needs the parameters. Call update(grads, state, params)."
+            )
         check_cut("sharded", axis)
         check_state_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
         over = "" if axis == AXIS else f" axis={axis}"
-        updates = with_parameters(updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{over}")
+        updates = with_parameters(
+            updates, f"sharded master_dtype={master_dtype and jnp.dtype(master_dtype)}{over}"
+        )
         given = Given(extra_args, updates)
         given.check_axis("sharded", axis)
         if master_dtype is None:
             theirs = map_floats("sharded", lambda x: cut(own_of(x), x.shape, x), params)
         else:
             kept = shards_of(state.parts[1])
-            theirs = map_floats("sharded", lambda x, m: cut(m, x.shape) if x.shape else _equal(m, axis), params, kept)
+            theirs = map_floats(
+                "sharded",
+                lambda x, m: cut(m, x.shape) if x.shape else _equal(m, axis),
+                params,
+                kept,
+            )
         means, local = _means(updates, given.local, weight, axis)
-        grads = map_floats("sharded", lambda g, x: cut(x.astype(master_dtype or g.dtype), g.shape), updates, means)
+        grads = map_floats(
+            "sharded", lambda g, x: cut(x.astype(master_dtype or g.dtype), g.shape), updates, means
+        )
         local = map_floats("sharded", lambda x, mean: cut(mean, x.shape), given.local, local)
         before = jax.tree.map(partial(_as_shard, axis), state.parts[0], is_leaf=is_sharded_array)
         args = given.reduced(grads, local, lambda f: mean_of_all("sharded", f, weight))
@@ -117,12 +157,17 @@ def sharded(
             return _meant(_gathered(steps), axis), ShardedState((after, ()), state.layout)
         master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
         master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
-        rounded = map_floats("sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params)
+        rounded = map_floats(
+            "sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params
+        )
         there = _gathered(rounded)
-        master = with_shards(map_floats("sharded", lambda m, p: cut(m, p.shape), master, params), params, axis)
+        master = with_shards(
+            map_floats("sharded", lambda m, p: cut(m, p.shape), master, params), params, axis
+        )
 
         def to_master(x: jax.Array, to: jax.Array) -> jax.Array:
-            # in the dtype of the masters, so that the sum is exact for short floats wherever it is computed
+            # in the dtype of the masters, so that the sum is exact for short floats wherever it is
+            # computed
             dtype = widest(x.dtype, master_dtype)
             return update_to(x.astype(dtype), to.astype(dtype))
 
@@ -132,12 +177,16 @@ def sharded(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _means(updates: PyTree, local: dict[str, PyTree], weight: Weight | None, axis: Axis) -> tuple[PyTree, PyTree]:
+def _means(
+    updates: PyTree, local: dict[str, PyTree], weight: Weight | None, axis: Axis
+) -> tuple[PyTree, PyTree]:
     """This rank's shards of the means of the gradients, and those of `value` and `grad`."""
     map_floats("sharded", lambda x: x, updates)  # an error names the leaf by its path
     if size_along(axis) == 1:
         return mean("sharded", updates, weight, axis), local
-    means = weighted_mean("sharded", (updates, local) if local else updates, weight, _mean_shards(axis), axis=axis)
+    means = weighted_mean(
+        "sharded", (updates, local) if local else updates, weight, _mean_shards(axis), axis=axis
+    )
     return means if local else (means, {})
 
 

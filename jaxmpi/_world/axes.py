@@ -20,20 +20,36 @@ def checked_axes(function: str, axes: object) -> dict[str, int]:
         return {}
     if not isinstance(axes, Mapping):
         kind = type(axes).__name__
-        raise TypeError(f"{function}: axes is a {kind}. Give names and sizes, such as {{'island': 2, 'member': -1}}.")
+        raise TypeError(
+            f"{function}: axes is a {kind}. Give names and sizes, such as {{'island': 2, 'member': "
+            f"-1}}."
+        )
     for name, size in axes.items():
         if not isinstance(name, str):
-            raise TypeError(f"{function}: axes has the name {name!r}, of type {type(name).__name__}. Names are strings.")
+            raise TypeError(
+                f"{function}: axes has the name {name!r}, of type {type(name).__name__}. Names are "
+                "strings."
+            )
         if name == AXIS or not name.isidentifier():
             why = "is the name of all ranks" if name == AXIS else "is no identifier"
-            raise ValueError(f"{function}: axes has the name {name!r}, which {why}. Choose another one, such as 'island'.")
+            raise ValueError(
+                f"{function}: axes has the name {name!r}, which {why}. Choose another one, such as "
+                "'island'."
+            )
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{function}: the size of axis {name!r} is {size!r}. Sizes are Python ints.")
+            raise TypeError(
+                f"{function}: the size of axis {name!r} is {size!r}. Sizes are Python ints."
+            )
         if size < 1 and size != -1:
-            raise ValueError(f"{function}: the size of axis {name!r} is {size}. Sizes are 1 or more, or -1 for what is left.")
+            raise ValueError(
+                f"{function}: the size of axis {name!r} is {size}. Sizes are 1 or more, or -1 for "
+                "what is left."
+            )
     if (unknown := [name for name, size in axes.items() if size == -1])[1:]:
         names = ", ".join(map(repr, unknown))
-        raise ValueError(f"{function}: the sizes of axes {names} are -1, and only one may be. Give the others.")
+        raise ValueError(
+            f"{function}: the sizes of axes {names} are -1, and only one may be. Give the others."
+        )
     return dict(axes)
 
 
@@ -53,10 +69,12 @@ def sized_axes(function: str, axes: Mapping[str, int], size: int) -> dict[str, i
             advice += f", or let the size of axis {fitting[0]!r} be -1"
         if size == 1 and function == "init":
             advice += (
-                ". On one rank, give every axis the size 1, or run the program on simulated ranks, under "
+                ". On one rank, give every axis the size 1, or run the program on simulated ranks, "
+                "under "
                 f"`with jaxmpi.simulate({known}, axes={dict(axes)}):`"
             )
         raise RankCountError(
-            f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and {there}. {advice}."
+            f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and "
+            f"{there}. {advice}."
         )
     return {name: size // known if length == -1 else length for name, length in axes.items()}

@@ -46,36 +46,40 @@ def init(
 ) -> World:
     """Find the other ranks and this rank's device; call it once, at the top of the script.
 
-    A second call gives the same World back. Without a launcher there is one rank, and MPI is neither needed nor started.
-    A process that a rank starts, such as a worker of a data loader that imports the script again, is alone: whatever it asks
-    for, its World has one rank.
+    A second call gives the same World back. Without a launcher there is one rank, and MPI is
+    neither needed nor started. A process that a rank starts, such as a worker of a data loader that
+    imports the script again, is alone: whatever it asks for, its World has one rank.
 
     **Collective:** every rank calls it.
 
     Args:
-      backend: "auto", "single", "mpi" or "xla". "auto" is "single" for one rank; under mpirun, srun or `jaxmpi run` it is
-        "xla" where every rank has a GPU of its own, and "mpi" otherwise. The environment variable JAXMPI_BACKEND overrides
-        "auto".
+      backend: "auto", "single", "mpi" or "xla". "auto" is "single" for one rank; under mpirun, srun
+        or `jaxmpi run` it is "xla" where every rank has a GPU of its own, and "mpi" otherwise. The
+        environment variable JAXMPI_BACKEND overrides "auto".
       devices: the GPUs of this node that the ranks may use, by index; all visible ones by default.
       verbose: print, on rank 0, what was chosen.
-      axes: names beside `jaxmpi.AXIS` for groups of ranks, and their sizes, such as {"island": 2, "member": -1}; one size may
-        be -1, for what is left. The last axis is the fastest: rank r of islands of m ranks is member r % m of island r // m. So
-        the last axis stays within nodes where its size divides the number of ranks of a node.
-      jax_processes: on the mpi backend, have JAX know the ranks as its processes, for libraries that ask it: then
-        `jax.process_index()` is the rank, `jax.process_count()` and `jax.device_count()` are the size, and
-        `jax.experimental.multihost_utils` communicates. Without it they are 0 and 1 there; on xla they always are the rank and
-        the size.
+      axes: names beside `jaxmpi.AXIS` for groups of ranks, and their sizes, such as {"island": 2,
+        "member": -1}; one size may be -1, for what is left. The last axis is the fastest: rank r of
+        islands of m ranks is member r % m of island r // m. So the last axis stays within nodes
+        where its size divides the number of ranks of a node.
+      jax_processes: on the mpi backend, have JAX know the ranks as its processes, for libraries
+        that ask it: then `jax.process_index()` is the rank, `jax.process_count()` and
+        `jax.device_count()` are the size, and `jax.experimental.multihost_utils` communicates.
+        Without it they are 0 and 1 there; on xla they always are the rank and the size.
 
     Returns:
       The World: rank, size, local_rank, local_size, node, device, backend, axes, coordinates.
 
     Raises:
-      ValueError: an unknown backend; another one, other axes or `jax_processes` than in the first call; axes whose sizes are
-        not those of all ranks together; an environment variable of jaxmpi has a value that is not allowed.
+      ValueError: an unknown backend; another one, other axes or `jax_processes` than in the first
+        call; axes whose sizes are not those of all ranks together; an environment variable of
+        jaxmpi has a value that is not allowed.
       TypeError: axes are no mapping from names to ints.
-      RankMismatchError: the ranks ask for different backends or axes, or have different settings that must be the same.
+      RankMismatchError: the ranks ask for different backends or axes, or have different settings
+        that must be the same.
       RuntimeError: an array was made before `init`, on the xla backend or with `jax_processes`.
-      MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot join.
+      MPIError: MPI is needed and missing, or its parts don't belong together; another rank cannot
+        join.
 
     >>> import jaxmpi
     >>> world = jaxmpi.init()
@@ -86,22 +90,27 @@ def init(
     if parent is not None:
         backend = "auto"
     if backend not in settings.BACKENDS:
-        raise ValueError(f"init: backend {backend!r} is unknown. Use one of {', '.join(settings.BACKENDS)}.")
+        raise ValueError(
+            f"init: backend {backend!r} is unknown. Use one of {', '.join(settings.BACKENDS)}."
+        )
     if (world := session.world()) is not None:
         if backend not in ("auto", world.backend):
             raise ValueError(
-                f"init: the backend is {world.backend!r} since the first call, and now {backend!r} was asked for. "
+                f"init: the backend is {world.backend!r} since the first call, and now {backend!r} "
+                "was asked for. "
                 "Call jaxmpi.finalize() first."
             )
         named = sized_axes("init", checked_axes("init", axes), world.size)
         if axes is not None and [*named.items()] != [*world.axes.items()]:
             raise ValueError(
-                f"init: axes are {dict(world.axes)} since the first call, and now {named} were asked for. "
+                f"init: axes are {dict(world.axes)} since the first call, and now {named} were "
+                "asked for. "
                 "Call jaxmpi.finalize() first."
             )
         if jax_processes and world.size > jax.process_count():
             raise ValueError(
-                "init: jax_processes was not asked for in the first call, and JAX has started since. Ask for it there."
+                "init: jax_processes was not asked for in the first call, and JAX has started "
+                "since. Ask for it there."
             )
         return world
     if parent is None:
@@ -148,7 +157,10 @@ def _keep_compiled(place: Place) -> None:
         _jaxcompat.keep_compiled(CompiledFiles(directory, limit, say))
     except OSError as error:
         reason = error.strerror or str(error)
-        say(f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does without.")
+        say(
+            f"what is compiled is not kept in {directory}: {reason}. JAXMPI_CACHE_BYTES=0 does "
+            "without."
+        )
 
 
 def _check_settings(
@@ -158,7 +170,8 @@ def _check_settings(
 
     Returns the backend with JAXMPI_BACKEND applied, and the axes with their sizes.
 
-    The first thing that ranks say to each other: what they ask for, and the settings that must be the same.
+    The first thing that ranks say to each other: what they ask for, and the settings that must be
+    the same.
     """
     with contextlib.suppress(ValueError):  # raised below, on all ranks
         backend = str(settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
@@ -175,7 +188,9 @@ def _check_settings(
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
         show = str if name == "axes" else repr
-        values = [show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)]
+        values = [
+            show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)
+        ]
         raise RankMismatchError(
             f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
             f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
@@ -198,7 +213,10 @@ def _choose(launched: int, devices: Sequence[int] | None) -> str:
 
     shown = gathered(launched, lambda: (socket.gethostname(), _devices.visible(devices)))
     if any(names for _, names in shown) and not _devices.enough(shown):
-        shown = gathered(launched, lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]))
+        shown = gathered(
+            launched,
+            lambda: (socket.gethostname(), [*map(_devices.unique, _devices.visible(devices))]),
+        )
     return "xla" if _devices.enough(shown) else "mpi"
 
 
@@ -214,7 +232,8 @@ def _start(
 
         return Xla(launched, devices)
     if backend == "single":
-        _devices.choose(*(parent[1:] if parent else (0, 1)), devices)  # the GPU of the rank that has started this process
+        # the GPU of the rank that has started this process
+        _devices.choose(*(parent[1:] if parent else (0, 1)), devices)
         return Single()
     from jaxmpi._backends.transport import join
 

@@ -15,14 +15,16 @@ def notice_pmaps() -> None:
 
 def _warn() -> None:
     """Warn on rank 0 of the call that runs now, where the ranks are processes that JAX does not know of."""
-    if _axis.bound() or (here := session.ranks_unknown_to_jax()) is None:  # `jaxmpi.jit` refuses it itself
+    # `jaxmpi.jit` refuses it itself
+    if _axis.bound() or (here := session.ranks_unknown_to_jax()) is None:
         return
     frame = _jaxcompat.caller()
     file, line = frame.f_code.co_filename, frame.f_lineno
     if here.place.rank or not session.is_first_pmap(f"{file}:{line}"):
         return
     warnings.warn_explicit(
-        f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank alone: its collectives do not "
+        f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank alone: "
+        "its collectives do not "
         f"reach the others of {here.place.size} ranks. Use jaxmpi.pmap, or, where that is meant, "
         "warnings.filterwarnings('ignore', 'jax.pmap').",
         UserWarning,

@@ -206,15 +206,21 @@ def check_root(function: str, root: object, size: int | None = None) -> None:
     """Raise a TypeError or a ValueError that names `function` unless root is a rank, or one of a group of `size`."""
     size = size or current(function).place.size
     if isinstance(root, bool) or not isinstance(root, int):
-        raise TypeError(f"{function}: root is a {type(root).__name__}, and must be a Python int, equal on all ranks.")
+        raise TypeError(
+            f"{function}: root is a {type(root).__name__}, and must be a Python int, equal on all "
+            "ranks."
+        )
     if not 0 <= root < size:
-        raise (RankCountError if root > 0 else ValueError)(f"{function}: root is {root}, and the ranks are 0 to {size - 1}.")
+        raise (RankCountError if root > 0 else ValueError)(
+            f"{function}: root is {root}, and the ranks are 0 to {size - 1}."
+        )
 
 
 def rank() -> Any:  # a union would be refused by users' type checkers wherever an int is asked for
     """This rank's number, 0 to size - 1; it may stand in a differentiated function.
 
-    A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced program is that of all ranks.
+    A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced
+    program is that of all ranks.
     """
     place = current("rank").place
     return lax.axis_index(_axis.AXIS) if _axis.bound() else place.rank

@@ -20,9 +20,10 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
         with jaxmpi.simulate(8):
             params, state, loss = step(params, state, batch)
 
-    Inside, `init` gives a World of n ranks, and a function that `jaxmpi.jit` has wrapped runs on all of them at once, as
-    `jax.vmap` over the axis. Arrays are equal on all ranks, unless they are a `jaxmpi.PerRank`: `jaxmpi.batches` yields those,
-    and a step returns them where its outputs differ between the ranks. Python itself runs once, as rank 0.
+    Inside, `init` gives a World of n ranks, and a function that `jaxmpi.jit` has wrapped runs on
+    all of them at once, as `jax.vmap` over the axis. Arrays are equal on all ranks, unless they are
+    a `jaxmpi.PerRank`: `jaxmpi.batches` yields those, and a step returns them where its outputs
+    differ between the ranks. Python itself runs once, as rank 0.
 
     Args:
       n: the number of ranks.
@@ -41,12 +42,18 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
         raise ValueError(f"simulate: n is {n}. Name a number of ranks above 0.")
     outside = session.world()
     if outside is not None and outside.size > 1 and outside.backend != "simulate":
-        raise RuntimeError(f"simulate: this is one of {outside.size} real ranks. Start a single process for simulated ones.")
+        raise RuntimeError(
+            f"simulate: this is one of {outside.size} real ranks. Start a single process for "
+            "simulated ones."
+        )
     named = sized_axes("simulate", checked_axes("simulate", axes), n)
     backend = _ranks(n, tuple(named.items()))
     notice_pmaps()
-    with session.within(session.Session(backend, World(*backend.place, backend="simulate", axes=named))) as world:
+    with session.within(
+        session.Session(backend, World(*backend.place, backend="simulate", axes=named))
+    ) as world:
         yield world
 
 
-_ranks = cache(Simulated)  # the same for every such block, so that what a step has compiled serves them all
+# the same for every such block, so that what a step has compiled serves them all
+_ranks = cache(Simulated)

@@ -5,8 +5,9 @@
         out = jaxmpi.tree_allreduce(jaxmpi.rank() + 1, op="sum")
         assert out == sum(range(1, jaxmpi.size() + 1))
 
-Under pytest this is four tests. The ranks are started once for each number and then wait, without using a core, for the next
-test; a test that hangs or kills a rank ends them, as a minute without a test does, and the next test starts new ones.
+Under pytest this is four tests. The ranks are started once for each number and then wait, without
+using a core, for the next test; a test that hangs or kills a rank ends them, as a minute without a
+test does, and the next test starts new ones.
 """
 
 import inspect
@@ -38,12 +39,16 @@ IDLE_SECONDS = 60.0  # a suite that kept the ranks of every number and backend w
 
 
 def run_ranks(
-    *sizes: int, backend: str = "auto", timeout_seconds: float = 120.0, axes: Mapping[str, int] | None = None
+    *sizes: int,
+    backend: str = "auto",
+    timeout_seconds: float = 120.0,
+    axes: Mapping[str, int] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test function on each of these numbers of ranks, after `jaxmpi.init()`.
 
-    The function must stand at the top level of its module. Its arguments may come from `pytest.mark.parametrize` (they are
-    pickled), not from fixtures. An environment variable that the outer process has when the ranks start, they have, too.
+    The function must stand at the top level of its module. Its arguments may come from
+    `pytest.mark.parametrize` (they are pickled), not from fixtures. An environment variable that
+    the outer process has when the ranks start, they have, too.
 
     Args:
       *sizes: numbers of ranks; 1 runs without MPI.
@@ -58,7 +63,10 @@ def run_ranks(
       ValueError: no sizes, or one below 1; the function has a parameter `ranks` of its own.
     """
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"run_ranks: sizes are {sizes}. Name one or more numbers of ranks, such as run_ranks(1, 2, 3).")
+        raise ValueError(
+            f"run_ranks: sizes are {sizes}. Name one or more numbers of ranks, such as "
+            "run_ranks(1, 2, 3)."
+        )
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         import pytest
@@ -71,7 +79,8 @@ def run_ranks(
         own = list(inspect.signature(function).parameters.values())
         if any(parameter.name == "ranks" for parameter in own):
             raise ValueError(
-                f"run_ranks: {function.__qualname__} has a parameter ranks, which run_ranks adds itself. Take it out: inside, "
+                f"run_ranks: {function.__qualname__} has a parameter ranks, which run_ranks adds "
+                "itself. Take it out: inside, "
                 "jaxmpi.size() is the number of ranks."
             )
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -92,22 +101,25 @@ def assert_equivalent(
 ) -> None:
     """Assert that a step, or a whole training loop, gives the same on these numbers of ranks for the same global batch.
 
-    n ranks with batch b must do what one rank does with batch n·b. The ranks are simulated, in this process. float32 sums in
-    another order: 1e-5 leaves room for that; with `jax_enable_x64` and float64 arrays take 1e-12.
+    n ranks with batch b must do what one rank does with batch n·b. The ranks are simulated, in this
+    process. float32 sums in another order: 1e-5 leaves room for that; with `jax_enable_x64` and
+    float64 arrays take 1e-12.
 
     Args:
-      step: what is tested. With arguments, a function that `jaxmpi.jit` has wrapped or could wrap. Without, any function: it
-        may call `jaxmpi.batches` and as many steps as it likes.
+      step: what is tested. With arguments, a function that `jaxmpi.jit` has wrapped or could wrap.
+        Without, any function: it may call `jaxmpi.batches` and as many steps as it likes.
       sizes: numbers of ranks; the first one sets the standard.
       *args: the arguments, equal on all ranks.
-      batch_argnums: which of them are global batches instead: each rank gets its part of their first axis.
+      batch_argnums: which of them are global batches instead: each rank gets its part of their
+        first axis.
       rtol: relative tolerance, as in `np.testing.assert_allclose`.
       atol: absolute tolerance.
 
     Raises:
-      AssertionError: an output differs, with its path and the number of ranks; or each rank has one of its own, which is no
-        part of a batch.
-      ValueError: a batch that the ranks cannot share equally, no sizes, or an argument that is not there.
+      AssertionError: an output differs, with its path and the number of ranks; or each rank has one
+        of its own, which is no part of a batch.
+      ValueError: a batch that the ranks cannot share equally, no sizes, or an argument that is not
+        there.
 
     >>> import jax, jaxmpi, numpy as np
     >>> def step(w, x):
@@ -118,28 +130,39 @@ def assert_equivalent(
     run = step if isinstance(step, Step) or not args else jit(step)
     numbers = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
     if not sizes:
-        raise ValueError("assert_equivalent: sizes is empty. Name numbers of ranks, such as [1, 2, 4].")
+        raise ValueError(
+            "assert_equivalent: sizes is empty. Name numbers of ranks, such as [1, 2, 4]."
+        )
     if not all(-len(args) <= i < len(args) for i in numbers):
-        raise ValueError(f"assert_equivalent: batch_argnums is {batch_argnums}, and there are {len(args)} arguments.")
+        raise ValueError(
+            f"assert_equivalent: batch_argnums is {batch_argnums}, and there are {len(args)} "
+            "arguments."
+        )
     split = {i % len(args) for i in numbers}
     standard: dict[str, np.ndarray] | None = None
     for size in sizes:
         with simulate(size):
             outs = run(*(_parts(arg, size) if i in split else arg for i, arg in enumerate(args)))
-        paths, _ = jax.tree_util.tree_flatten_with_path(outs, is_leaf=lambda x: isinstance(x, PerRank))
+        paths, _ = jax.tree_util.tree_flatten_with_path(
+            outs, is_leaf=lambda x: isinstance(x, PerRank)
+        )
         got = {leaf_name(path): _whole(leaf_name(path), leaf) for path, leaf in paths}
         standard = standard or got
-        assert got.keys() == standard.keys(), f"the outputs on {size} ranks are {list(got)}, and {list(standard)} on {sizes[0]}"
+        assert got.keys() == standard.keys(), (
+            f"the outputs on {size} ranks are {list(got)}, and {list(standard)} on {sizes[0]}"
+        )
         for name, x in got.items():
             message = f"output {name} on {size} ranks, beside that on {sizes[0]}"
-            chex.assert_trees_all_close(x, standard[name], rtol=rtol, atol=atol, custom_message=message)
+            chex.assert_trees_all_close(
+                x, standard[name], rtol=rtol, atol=atol, custom_message=message
+            )
 
 
 def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Assert that a pytree is the same on all ranks: its structure, shapes, dtypes and values.
 
-    For tests; in a training loop `jaxmpi.watch_replicas` compares checksums. What is in a `PerRankState` is compared, too: take
-    it out of the tree if it may differ.
+    For tests; in a training loop `jaxmpi.watch_replicas` compares checksums. What is in a
+    `PerRankState` is compared, too: take it out of the tree if it may differ.
 
     **Collective:** every rank calls it.
     **Communication:** the whole tree of every rank goes to all.
@@ -157,7 +180,10 @@ def assert_replicated(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0) -> 
     """
     backend = session.current("assert_replicated")
     if backend.simulates:
-        ranks = [jax.tree.map(partial(_on_host, rank), tree, is_leaf=is_per_rank) for rank in range(backend.place.size)]
+        ranks = [
+            jax.tree.map(partial(_on_host, rank), tree, is_leaf=is_per_rank)
+            for rank in range(backend.place.size)
+        ]
     else:
         ranks = allgather_object(jax.tree.map(partial(_on_host, backend.place.rank), local(tree)))
     for rank, theirs in enumerate(ranks):
@@ -180,7 +206,10 @@ def _parts(batch: PyTree, size: int) -> PyTree:
     def part(path: KeyPath, x: ArrayLike) -> PerRank:
         if np.ndim(x) == 0 or len(x) % size:
             shape = list(np.shape(x))
-            raise ValueError(f"assert_equivalent: batch {leaf_name(path)} has shape {shape}, which {size} ranks cannot share.")
+            raise ValueError(
+                f"assert_equivalent: batch {leaf_name(path)} has shape {shape}, which {size} ranks "
+                "cannot share."
+            )
         return PerRank(np.stack(np.split(np.asarray(x), size)))
 
     return jax.tree_util.tree_map_with_path(part, batch)
@@ -190,5 +219,7 @@ def _whole(name: str, leaf: PyTree) -> np.ndarray:
     if not isinstance(leaf, PerRank):
         return np.asarray(leaf)
     stack = np.asarray(leaf)
-    assert stack.ndim > 1, f"output {name} differs between the ranks: {stack}. Average it, to compare it"
+    assert stack.ndim > 1, (
+        f"output {name} differs between the ranks: {stack}. Average it, to compare it"
+    )
     return stack.reshape(-1, *stack.shape[2:])

@@ -25,7 +25,13 @@ T = TypeVar("T")
 
 
 def inject(
-    function: Callable[P, T], kind: str, *, rank: int = 0, call: int = 0, seconds: float = 1.0, argnum: int = -1
+    function: Callable[P, T],
+    kind: str,
+    *,
+    rank: int = 0,
+    call: int = 0,
+    seconds: float = 1.0,
+    argnum: int = -1,
 ) -> Callable[P, T]:
     """The function with a fault in one call of it, on one rank. It is for what `jaxmpi.jit` returns, not for what it takes.
 
@@ -54,7 +60,8 @@ def inject(
       A function to call in its place, on every rank.
 
     Raises:
-      ValueError: an unknown kind, or when called: no such argument, or one without a float array; a first call that is missing.
+      ValueError: an unknown kind, or when called: no such argument, or one without a float array; a
+        first call that is missing.
 
     >>> import jax.numpy as jnp
     >>> inject(lambda x: x, "nan", call=0)(jnp.ones(2))
@@ -72,13 +79,18 @@ def inject(
         calls += 1
         if due and kind == "missing":
             if not call:
-                raise ValueError("inject: the first call cannot be missing, as it needs a result. Take a later one.")
+                raise ValueError(
+                    "inject: the first call cannot be missing, as it needs a result. Take a later "
+                    "one."
+                )
             return last
         if due and kind == "extra":
             function(*args, **kwargs)
         elif due and kind in _CHANGES:
             if not -len(args) <= argnum < len(args):
-                raise ValueError(f"inject: there are {len(args)} positional arguments, and argnum is {argnum}.")
+                raise ValueError(
+                    f"inject: there are {len(args)} positional arguments, and argnum is {argnum}."
+                )
             changed = list(args)
             changed[argnum] = _change(args[argnum], kind)
             args = tuple(changed)
@@ -134,9 +146,15 @@ KINDS = (*_EVENTS, *_CHANGES, "extra", "missing")
 def _change(arg: PyTree, kind: str) -> PyTree:
     leaves, treedef = jax.tree.flatten(arg)
     for i, x in enumerate(leaves):
-        isfloat = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
+        isfloat = (
+            isinstance(x, jax.Array | np.ndarray)
+            and jnp.issubdtype(x.dtype, jnp.floating)
+            and x.size
+        )
         if isfloat and (x.ndim or kind != "shape"):
             changed = _CHANGES[kind](np.array(x))
             leaves[i] = changed if isinstance(x, np.ndarray) else jnp.asarray(changed)
             return treedef.unflatten(leaves)
-    raise ValueError("inject: the argument has no float array to change. Name another one with argnum.")
+    raise ValueError(
+        "inject: the argument has no float array to change. Name another one with argnum."
+    )

@@ -11,7 +11,11 @@ from jaxmpi import _devices
 from jaxmpi._backends import start_checks
 from jaxmpi.testing import run_ranks
 
-MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+MEMORY = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
 
 
 @pytest.mark.slow
@@ -51,7 +55,9 @@ def taken(names, size, **given):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             start_checks.take_device(size, None)
-        return [str(warning.message) for warning in caught], os.environ.get("XLA_CLIENT_MEM_FRACTION")
+        return [str(warning.message) for warning in caught], os.environ.get(
+            "XLA_CLIENT_MEM_FRACTION"
+        )
     finally:
         _devices.choose, _devices.unique = choose, unique
         for name, value in before.items():
@@ -66,9 +72,10 @@ def test_ranks_that_share_a_gpu_share_its_memory():
     said, fraction = taken(["7"] * n, n)
     assert fraction == f"{0.75 / n:.4f}"[:5]
     everyone = list(range(n))
-    assert [text.startswith(f"init: ranks {everyone} share GPU 7 of {os.uname().nodename}") for text in said] == [True] * (
-        not rank
-    )
+    assert [
+        text.startswith(f"init: ranks {everyone} share GPU 7 of {os.uname().nodename}")
+        for text in said
+    ] == [True] * (not rank)
     assert all("XLA_CLIENT_MEM_FRACTION" in text for text in said)
 
 
@@ -86,7 +93,9 @@ def test_some_ranks_share_a_gpu():
     n, rank = jaxmpi.size(), jaxmpi.rank()
     said, fraction = taken(["0", "1", "0", None][:n], n)
     assert fraction == ("0.375" if rank in (0, 2) else None)
-    assert [text.startswith("init: ranks [0, 2] share GPU 0") for text in said] == [True] * (rank == 0)
+    assert [text.startswith("init: ranks [0, 2] share GPU 0") for text in said] == [True] * (
+        rank == 0
+    )
 
 
 @pytest.mark.slow
@@ -129,5 +138,8 @@ jaxmpi.init(os.environ["ASKED"])
 
 def test_ranks_on_different_platforms_are_refused():
     start_checks.check_platforms(["gpu", "gpu"])
-    with pytest.raises(jaxmpi.MPIError, match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS"):
+    with pytest.raises(
+        jaxmpi.MPIError,
+        match=r"rank 0 uses platform gpu, and rank 2 uses platform cpu.*JAX_PLATFORMS",
+    ):
         start_checks.check_platforms(["gpu", "gpu", "cpu", "cpu"])

@@ -53,7 +53,11 @@ def scatter_repeatedly(times, items):
     n, rank = jaxmpi.size(), jaxmpi.rank()
     step = jaxmpi.jit(lambda x: (lax.psum_scatter(x, R), jax.grad(gathers)(x)[0]))
     for i in range(times):
-        full = np.random.default_rng(i).integers(-100, 100, (n, n, items), dtype=np.int8).astype(np.float32)
+        full = (
+            np.random.default_rng(i)
+            .integers(-100, 100, (n, n, items), dtype=np.int8)
+            .astype(np.float32)
+        )
         time.sleep(0.01 * ((i + rank) % 3))
         shares, gradient = step(jnp.asarray(full[rank]))
         np.testing.assert_array_equal(shares, full.sum(0)[rank], err_msg=f"at time {i}")

@@ -21,7 +21,9 @@ SEEDS, SANITIZED = 10_000, 1_000
 def stand_in_for_cuda(tmp_path_factory):
     """A library with the functions of CUDA's driver that are called, for arrays of the host."""
     library = tmp_path_factory.mktemp("cuda") / "libcuda.so"
-    subprocess.run([*COMPILE, "-shared", "-fPIC", "-o", library, HERE / "stand_in_for_cuda.cc"], check=True)
+    subprocess.run(
+        [*COMPILE, "-shared", "-fPIC", "-o", library, HERE / "stand_in_for_cuda.cc"], check=True
+    )
     return str(library)
 
 
@@ -42,22 +44,37 @@ def test_messages_of_a_gpu_in_many_orders(stand_in_for_cuda, seeds, flags, tmp_p
     program = tmp_path / "schedules"
     sources = [HERE / "staging_schedules.cc", NATIVE / "gpu_staging.cc", NATIVE / "cuda.cc"]
     subprocess.run([*COMPILE, *flags, f"-I{NATIVE}", "-o", program, *sources, "-ldl"], check=True)
-    environ = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # pinned memory is kept as long as the process lives
-    done = subprocess.run([program, stand_in_for_cuda, "0", str(seeds)], capture_output=True, text=True, env=environ)
+    # pinned memory is kept as long as the process lives
+    environ = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run(
+        [program, stand_in_for_cuda, "0", str(seeds)], capture_output=True, text=True, env=environ
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{seeds} schedules" in done.stdout and ", 0 wrong" in done.stdout
 
 
 # the kernel
 
-nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc compiles the kernel, where it is installed")
+nvcc = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc compiles the kernel, where it is installed"
+)
 
 
 @nvcc
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 def test_the_kernel_compiles_without_warnings(chip, tmp_path):
-    flags = ["-cubin", f"-arch={chip}", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-warn-spills"]
-    subprocess.run(["nvcc", *flags, "-o", tmp_path / "gather.cubin", NATIVE / "gather.cu"], check=True)
+    flags = [
+        "-cubin",
+        f"-arch={chip}",
+        "-std=c++17",
+        "-Werror",
+        "all-warnings",
+        "-Xptxas",
+        "-warn-spills",
+    ]
+    subprocess.run(
+        ["nvcc", *flags, "-o", tmp_path / "gather.cubin", NATIVE / "gather.cu"], check=True
+    )
 
 
 @nvcc
@@ -141,7 +158,10 @@ def test_an_error_of_the_gpu_is_one_of_the_step(stand_in_for_cuda, tmp_path):
     code = STAGED.replace("{library!r}", repr(stand_in_for_cuda))
     done = run(2, code, tmp_path, CUDA_FAILS_AFTER="3")
     assert done.returncode != 0
-    assert "cuMemcpyAsync failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)" in done.stdout + done.stderr
+    assert (
+        "cuMemcpyAsync failed: CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)"
+        in done.stdout + done.stderr
+    )
 
 
 WORKS = """
@@ -227,7 +247,10 @@ jaxmpi.print("fine")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environ", [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "44"}, {"CUDA_SEED": "1", "CUDA_EVENTS": "22"}])
+@pytest.mark.parametrize(
+    "environ",
+    [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "44"}, {"CUDA_SEED": "1", "CUDA_EVENTS": "22"}],
+)
 def test_messages_of_a_gpu_are_on_their_way_while_it_computes(stand_in_for_cuda, environ, tmp_path):
     """On a stream of their own, from when the GPU has made what is sent; as many events as messages, which are kept."""
     environ = {**environ, "JAXMPI_NODE_RANKS": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
@@ -264,5 +287,7 @@ jaxmpi.print("fine")
 @pytest.mark.slow
 def test_arrays_of_the_host_in_a_job_of_gpus(stand_in_for_cuda, tmp_path):
     """They go straight through shared memory; nothing is copied by the GPU's driver, which fails here."""
-    done = run(2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0")
+    done = run(
+        2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0"
+    )
     assert done.returncode == 0 and done.stdout.count("fine") == 2, done.stdout + done.stderr

@@ -43,11 +43,18 @@ if __name__ == "__main__":
 def _hosts_can_be_made():
     """Root, ip netns and unshare, and an MPI's launcher."""
     space = f"jaxmpi-try-{os.getpid()}"
-    if os.geteuid() or not shutil.which("ip") or not Path(sys.executable).with_name("mpirun").exists():
+    if (
+        os.geteuid()
+        or not shutil.which("ip")
+        or not Path(sys.executable).with_name("mpirun").exists()
+    ):
         pytest.skip("needs root, ip and an mpirun, to make hosts")
     works = [
         subprocess.run(command, capture_output=True).returncode == 0
-        for command in (["ip", "netns", "add", space], ["ip", "netns", "exec", space, "unshare", "-u", "true"])
+        for command in (
+            ["ip", "netns", "add", space],
+            ["ip", "netns", "exec", space, "unshare", "-u", "true"],
+        )
     ]
     subprocess.run(["ip", "netns", "del", space], capture_output=True)
     if not all(works):
@@ -66,7 +73,9 @@ def run_on(hosts, tmp_path, steps, **environ):
     start = time.monotonic()
     command = [*map(str, hosts), str(script), str(go), str(steps)]
     environ = {**os.environ, "PYTHON": sys.executable, "JAX_OF_THE_USER": "here", **environ}
-    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as job:
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
+    ) as job:
         try:
             output, _ = job.communicate(timeout=110)
         except subprocess.TimeoutExpired:
@@ -92,19 +101,30 @@ def test_a_cable_that_is_cut_for_ever(overlap, tmp_path):
     code, output, seconds = run(tmp_path, "forever", 10_000, JAXMPI_OVERLAP=overlap, **limits)
     assert code and seconds < 60, output
     assert re.search(r"missing: rank [23] \(pid \d+ on jaxmpi-b\)", output), output
-    assert re.search(r"\[rank [01]/4 on jaxmpi-a\] stalled for \d+ s: .*on jaxmpi-b did not come\. The job ends\.", output), (
-        output
-    )
+    assert re.search(
+        r"\[rank [01]/4 on jaxmpi-a\] stalled for \d+ s: .*on jaxmpi-b did not come\. The job "
+        r"ends\.",
+        output,
+    ), output
 
 
 def test_xla_between_hosts(tmp_path):
     """Each rank listens at the address of its host that leads to rank 0: no name resolves to it."""
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)
-    environ = {"PYTHON": sys.executable, "JAX_OF_THE_USER": "here", "JAXMPI_BACKEND": "xla", "JAXMPI_HOST": "10.77.0.1"}
+    environ = {
+        "PYTHON": sys.executable,
+        "JAX_OF_THE_USER": "here",
+        "JAXMPI_BACKEND": "xla",
+        "JAXMPI_HOST": "10.77.0.1",
+    }
     command = [str(TWO_HOSTS), str(script), str(tmp_path / "go"), "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, **environ})
-    assert done.returncode == 0 and "done, the longest step" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env={**os.environ, **environ}
+    )
+    assert done.returncode == 0 and "done, the longest step" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.fixture
@@ -126,9 +146,13 @@ def test_a_cable_that_loses_packets(hosts, ranks, tmp_path):
 def test_one_of_three_hosts_is_cut_off(tmp_path):
     """The job ends, and that host is named."""
     limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "8"}
-    code, output, seconds = run_on([NETWORK, 3, 1, 1, 1000, 0, "--cut", tmp_path / "go"], tmp_path, 10_000, **limits)
+    code, output, seconds = run_on(
+        [NETWORK, 3, 1, 1, 1000, 0, "--cut", tmp_path / "go"], tmp_path, 10_000, **limits
+    )
     assert code and seconds < 90, output
     assert re.search(r"missing: rank 2 \(pid \d+ on host-3\)", output), output
-    assert re.search(r"\[rank [01]/3 on host-[12]\] stalled for \d+ s: .*on host-3 did not come\. The job ends\.", output), (
-        output
-    )
+    assert re.search(
+        r"\[rank [01]/3 on host-[12]\] stalled for \d+ s: .*on host-3 did not come\. The job "
+        r"ends\.",
+        output,
+    ), output

@@ -1,6 +1,7 @@
 """Messages between nodes: schedules for any number of nodes, and every collective, dtype and algorithm against NumPy.
 
-The nodes are pretended (JAXMPI_NODE_RANKS); test_hosts.py and benchmarks/hosts.py have a network between them.
+The nodes are pretended (JAXMPI_NODE_RANKS); test_hosts.py and benchmarks/hosts.py have a network
+between them.
 """
 
 import os
@@ -13,7 +14,9 @@ import pytest
 
 from jaxmpi._backends import extension
 
-pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport"
+)
 MANY = 10_000
 SIZES = [*range(1, 18), 31, 32, 33, 100]
 schedule = extension.load().schedule
@@ -64,7 +67,9 @@ def test_reduce_scatter_schedules_reduce_each_part_once(nodes, direct):
 def test_allgather_schedules_bring_every_block_to_every_node(nodes, direct):
     state = [[{node}, *[set()] * (nodes - 1)] for node in range(nodes)]
     done = played("allgather", nodes, state, None, direct=direct)
-    assert all(blocks[i] == {(node + i) % nodes} for node, blocks in enumerate(done) for i in range(nodes))
+    assert all(
+        blocks[i] == {(node + i) % nodes} for node, blocks in enumerate(done) for i in range(nodes)
+    )
 
 
 @pytest.mark.parametrize("nodes", SIZES)
@@ -80,13 +85,16 @@ def test_recursive_doubling_reduces_everything_everywhere(nodes):
 def test_a_broadcast_reaches_every_node(nodes):
     for root in {0, nodes // 2, nodes - 1}:
         state = [[{"root"} if node == root else set()] for node in range(nodes)]
-        assert all(blocks[0] == {"root"} for blocks in played("bcast", nodes, state, None, root=root))
+        assert all(
+            blocks[0] == {"root"} for blocks in played("bcast", nodes, state, None, root=root)
+        )
 
 
 def test_ten_thousand_nodes():
     """A node sends p - 1 blocks in ceil(log2 p) messages each way, and every part of every block arrives once.
 
-    All nodes have the same schedule, relative to their own number: so one is enough to follow. Sets are bits of an int.
+    All nodes have the same schedule, relative to their own number: so one is enough to follow. Sets
+    are bits of an int.
     """
     everyone, rounds = (1 << MANY) - 1, 14  # ceil(log2 10 000)
     for node in range(0, MANY, 37):
@@ -95,13 +103,20 @@ def test_ten_thousand_nodes():
             assert len(plan) == rounds and all(len(transfers) == 1 for transfers in plan)
             assert sum(end - begin for ((_, _, begin, end, *_),) in plan) == MANY - 1
             for ((to, source, *blocks),), ((to_0, _, *blocks_0),) in zip(plan, first, strict=True):
-                assert blocks == blocks_0 and (to - node) % MANY == to_0 and (node - source) % MANY == to_0
+                assert (
+                    blocks == blocks_0
+                    and (to - node) % MANY == to_0
+                    and (node - source) % MANY == to_0
+                )
                 assert to_0 == (blocks[0] if way == 1 else MANY - blocks[2])
     sources = [1] * MANY  # of each block: whose parts it has, relative to the node that holds it
     for ((skip, _, begin, end, into, until, _),) in schedule("reduce_scatter", MANY, 0):
-        arrived = [parts << skip for parts in sources[begin:end]]  # the sender is `skip` nodes before
+        # the sender is `skip` nodes before
+        arrived = [parts << skip for parts in sources[begin:end]]
         arrived = [(parts & everyone) | parts >> MANY for parts in arrived]
-        assert until - into == end - begin and not any(map(int.__and__, sources[into:until], arrived))
+        assert until - into == end - begin and not any(
+            map(int.__and__, sources[into:until], arrived)
+        )
         sources[into:until] = map(int.__or__, sources[into:until], arrived)
     assert sources[0] == everyone
     held = [True] + [False] * (MANY - 1)
@@ -110,7 +125,10 @@ def test_ten_thousand_nodes():
         held[into:until] = [True] * (until - into)
     assert all(held)
     assert max(len(schedule("recursive_doubling", MANY, node)) for node in range(MANY)) == 13 + 2
-    assert max(len(transfers) for node in range(MANY) for transfers in schedule("bcast", MANY, node)) == rounds
+    assert (
+        max(len(transfers) for node in range(MANY) for transfers in schedule("bcast", MANY, node))
+        == rounds
+    )
 
 
 COLLECTIVES = """

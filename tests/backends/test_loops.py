@@ -14,26 +14,40 @@ SOURCE = ROOT / "tests/backends/loops_bits.cc"
 LEVELS = {  # as in native/CMakeLists.txt
     "v1": ("", ()),
     "v3": ("avx2", ("-mavx2", "-mf16c")),
-    "v4": ("avx512bw", ("-mavx2", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "cd")))),
+    "v4": (
+        "avx512bw",
+        ("-mavx2", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "cd"))),
+    ),
 }
-QEMU, LIBRARIES = "qemu-aarch64-static", Path("/usr/aarch64-linux-gnu")  # Debian's qemu-user-static, libc6-arm64-cross
+# Debian's qemu-user-static, libc6-arm64-cross
+QEMU, LIBRARIES = "qemu-aarch64-static", Path("/usr/aarch64-linux-gnu")
 COMPILER = [os.environ.get("CXX", "c++")]
 ZIG = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu.2.28"]
 
 
 def digests(tmp_path, compiler, level, flags, run=()):
-    program, strict = tmp_path / level, ("-std=c++17", "-O3", "-ffp-contract=off", f"-I{ROOT}/native", f"-DLEVEL={level}")
-    loops = subprocess.run([*compiler, *strict, *flags, "-c", ROOT / "native/loops.cc", "-o", f"{program}.o"], text=True)
+    program, strict = (
+        tmp_path / level,
+        ("-std=c++17", "-O3", "-ffp-contract=off", f"-I{ROOT}/native", f"-DLEVEL={level}"),
+    )
+    loops = subprocess.run(
+        [*compiler, *strict, *flags, "-c", ROOT / "native/loops.cc", "-o", f"{program}.o"],
+        text=True,
+    )
     main = [*compiler, *strict, SOURCE, f"{program}.o", "-o", program]
     assert not loops.returncode and not subprocess.run(main).returncode
-    return subprocess.run([*run, program], capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        [*run, program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="there is one kind of loops elsewhere")
 def test_every_level_makes_the_same_bits(tmp_path):
     processor = Path("/proc/cpuinfo").read_text().split()
-    there = {level: flags for level, (needs, flags) in LEVELS.items() if not needs or needs in processor}
+    there = {
+        level: flags for level, (needs, flags) in LEVELS.items() if not needs or needs in processor
+    }
     by_level = {level: digests(tmp_path, COMPILER, level, flags) for level, flags in there.items()}
     assert len(by_level["v1"]) == 12 * 4 * 5 + 2 * 5
     sums = [line.split()[3] for line in by_level["v1"] if line.split()[2] != "1"]
@@ -42,7 +56,8 @@ def test_every_level_makes_the_same_bits(tmp_path):
 
 
 @pytest.mark.skipif(
-    not (find_spec("ziglang") and shutil.which(QEMU) and LIBRARIES.exists()), reason=f"needs ziglang, {QEMU} and {LIBRARIES}"
+    not (find_spec("ziglang") and shutil.which(QEMU) and LIBRARIES.exists()),
+    reason=f"needs ziglang, {QEMU} and {LIBRARIES}",
 )
 @pytest.mark.exhaustive
 def test_an_emulated_aarch64_makes_the_same_bits(tmp_path):

@@ -25,9 +25,12 @@ from jaxmpi import MPIError
 from jaxmpi._backends import extension, shared_memory, transport
 from jaxmpi.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport"
+)
 R = jaxmpi.AXIS
-COLUMNS = [1, 7, 300_000, 0, 64, 70_001]  # together some chunks, whose borders are in the middle of arrays
+# together some chunks, whose borders are in the middle of arrays
+COLUMNS = [1, 7, 300_000, 0, 64, 70_001]
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "complex128"]
 
 
@@ -46,7 +49,9 @@ def of_rank(rank, dtype, rows=()):
     values = [rng.normal(size=(*rows, n)) * 4 for n in COLUMNS]
     if dtype.startswith("complex"):
         values = [v + 1j * rng.normal(size=v.shape) for v in values]
-    return [np.asarray(jnp.asarray(np.abs(v) if dtype.startswith("uint") else v, dtype)) for v in values]
+    return [
+        np.asarray(jnp.asarray(np.abs(v) if dtype.startswith("uint") else v, dtype)) for v in values
+    ]
 
 
 def check(got, inputs, dtype, *, divide=False):
@@ -114,11 +119,18 @@ def test_both_ways_to_write_to_shared_memory(kind, dtype):
         exact = [np.asarray(x, np.float64) for x in mine]
         for _ in range(2):
             if kind == "allgather":
-                got, want = jaxmpi.tree_allgather(mine), [np.stack([x + r - me for r in range(n)]) for x in exact]
+                got, want = (
+                    jaxmpi.tree_allgather(mine),
+                    [np.stack([x + r - me for r in range(n)]) for x in exact],
+                )
             else:
                 want = [x * n + n * (n - 1) / 2 - n * me for x in exact]
                 rows = [np.stack([x] * n) for x in mine]
-                got = jaxmpi.tree_allreduce(mine, "sum") if kind == "allreduce" else jaxmpi.tree_reduce_scatter(rows, "sum")
+                got = (
+                    jaxmpi.tree_allreduce(mine, "sum")
+                    if kind == "allreduce"
+                    else jaxmpi.tree_reduce_scatter(rows, "sum")
+                )
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_array_equal(np.asarray(x, np.float64), y)
 
@@ -131,7 +143,13 @@ def test_mixed_trees():
 
     @jaxmpi.jit
     def step(x):
-        tree = {"t": x.T, "row": x[7], "half": x.astype(jnp.bfloat16), "int": jnp.arange(5), "same": x}
+        tree = {
+            "t": x.T,
+            "row": x[7],
+            "half": x.astype(jnp.bfloat16),
+            "int": jnp.arange(5),
+            "same": x,
+        }
         return lax.psum(tree, R), x
 
     sums, kept = step(big * (jaxmpi.rank() + 1))
@@ -165,7 +183,13 @@ def test_what_is_folded_and_what_is_not():
         total = lax.psum(x, R)
         other = lax.psum(2 * x, R)
         half = lax.psum((3 * x).astype(jnp.bfloat16).astype(jnp.float32), R)
-        return total / n, total, other / (n + 1), half.astype(jnp.float16), jax.grad(lambda x: lax.pmean(x, R).sum())(x)
+        return (
+            total / n,
+            total,
+            other / (n + 1),
+            half.astype(jnp.float16),
+            jax.grad(lambda x: lax.pmean(x, R).sum())(x),
+        )
 
     x = jnp.arange(8.0)
     mean, total, other, half, gradient = jaxmpi.jit(parts)(x)
@@ -179,7 +203,13 @@ def test_what_is_folded_and_what_is_not():
 @run_ranks(2, 3)
 def test_means_of_literals():
     n = jaxmpi.size()
-    step = jaxmpi.jit(lambda x: (x + lax.pmean(jnp.float32(3), R), lax.psum(jnp.asarray(2.5), R), jaxmpi.tree_allreduce(2.5)))
+    step = jaxmpi.jit(
+        lambda x: (
+            x + lax.pmean(jnp.float32(3), R),
+            lax.psum(jnp.asarray(2.5), R),
+            jaxmpi.tree_allreduce(2.5),
+        )
+    )
     np.testing.assert_allclose(step(1.0), (4.0, 2.5 * n, 2.5), rtol=1e-6)
 
 
@@ -188,7 +218,10 @@ def test_means_of_literals():
 def test_derivatives_around_a_step_with_a_mean(dtype):
     """As those inside of it: the derivative of the mean of all ranks' outputs is that of psum / n."""
     step = jaxmpi.jit(
-        lambda x: jaxmpi.tree_allreduce(x).sum() + jaxmpi.tree_reduce_scatter(jnp.tile(x, (jaxmpi.size(), 1))).sum()
+        lambda x: (
+            jaxmpi.tree_allreduce(x).sum()
+            + jaxmpi.tree_reduce_scatter(jnp.tile(x, (jaxmpi.size(), 1))).sum()
+        )
     )
     x = jnp.ones(3, dtype)
     np.testing.assert_allclose(np.float32(jax.grad(step)(x)), np.full(3, 2.0), rtol=1e-2)
@@ -217,7 +250,10 @@ def test_after_a_difference_in_a_program_that_runs_by_itself_all_can_go_on():
     for run in (step, plain):
         for shape in ((300, 300), (310, 310)):
             jax.block_until_ready(run(jnp.ones(shape)))
-        with pytest.raises((jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError, ValueError), match=r"do not agree|called"):
+        with pytest.raises(
+            (jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError, ValueError),
+            match=r"do not agree|called",
+        ):
             jax.block_until_ready(run(jnp.ones((300, 300) if jaxmpi.rank() else (310, 310))))
         jaxmpi.barrier()
         with pytest.raises(TypeError, match="is a str"):
@@ -227,7 +263,8 @@ def test_after_a_difference_in_a_program_that_runs_by_itself_all_can_go_on():
         assert jaxmpi.allgather_object(3) == [3] * n
 
 
-@pytest.mark.parametrize("repeats", [1, 9])  # 9: 45 numbers, of which the first 32 are summed sixteen at a time
+# 9: 45 numbers, of which the first 32 are summed sixteen at a time
+@pytest.mark.parametrize("repeats", [1, 9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @run_ranks(2, 3)
 def test_nan_and_infinity(dtype, repeats):
@@ -253,7 +290,9 @@ def test_a_nan_stays_one_whatever_its_bits():
         for op in ("mean", "sum"):
             assert np.isnan(np.float32(jaxmpi.tree_allreduce(mine, op))).all()
     largest = np.full(37, 0xFF7F, np.uint16).view(jnp.bfloat16)
-    np.testing.assert_array_equal(np.float32(jaxmpi.tree_allreduce(largest, "sum")), np.full(37, -np.inf))
+    np.testing.assert_array_equal(
+        np.float32(jaxmpi.tree_allreduce(largest, "sum")), np.full(37, -np.inf)
+    )
 
 
 # nodes
@@ -289,7 +328,11 @@ jaxmpi.print("fine on", me, w.node, w.local_rank)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "on_a_node"), [(3, 2), *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in [(2, 1), (4, 2), (4, 3)])]
+    ("ranks", "on_a_node"),
+    [
+        (3, 2),
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in [(2, 1), (4, 2), (4, 3)]),
+    ],
 )
 def test_several_nodes(ranks, on_a_node, tmp_path):
     """Pretended ones, of equal and of other sizes."""
@@ -379,7 +422,9 @@ def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
     found = []
     for threads in (1, 3):
         done = run(ranks, THREADS, tmp_path, JAXMPI_TUNE=f"threads={threads}", JAX_ENABLE_X64="1")
-        assert done.returncode == 0 and done.stdout.count("caught on") == ranks, done.stdout + done.stderr
+        assert done.returncode == 0 and done.stdout.count("caught on") == ranks, (
+            done.stdout + done.stderr
+        )
         found.append(sorted(re.findall(r"digest (\d+) (\w+)", done.stdout)))
     assert len(found[0]) == ranks and found[0] == found[1]
 
@@ -448,7 +493,11 @@ def test_a_rank_that_is_gone_is_noticed_without_a_launcher():
 
 @pytest.mark.parametrize(
     ("why", "said"),
-    [("too large", "File too large|No space left"), ("no folder", "No such file"), ("one cannot map it", "not on rank 1")],
+    [
+        ("too large", "File too large|No space left"),
+        ("no folder", "No such file"),
+        ("one cannot map it", "not on rank 1"),
+    ],
 )
 @run_ranks(2, 3)
 def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
@@ -462,10 +511,15 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
     backend = jaxmpi._world.session.current("test")
     world, node = backend._mpi.COMM_WORLD, backend._node_communicator()
     folder = "/proc/nowhere" if why == "no folder" else "/dev/shm"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(jaxmpi.MPIError, match=said) as caught:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(jaxmpi.MPIError, match=said) as caught,
+    ):
         patch.setattr(shared_memory, "SHARED_MEMORY", folder)
         patch.setattr(
-            shared_memory, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}"))
+            shared_memory,
+            "uuid",
+            types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex=f"test-of-{world.size}")),
         )
         if why == "one cannot map it":
             patch.setattr(shared_memory, "mmap", types.SimpleNamespace(mmap=mmap_of))
@@ -480,7 +534,11 @@ def test_without_shared_memory_all_ranks_say_what_to_do(why, said):
 
 
 def stand_in(monkeypatch, **attributes):
-    monkeypatch.setitem(sys.modules, "jaxmpi._native", types.SimpleNamespace(__file__="/old/_native.so", **attributes))
+    monkeypatch.setitem(
+        sys.modules,
+        "jaxmpi._native",
+        types.SimpleNamespace(__file__="/old/_native.so", **attributes),
+    )
 
 
 def test_the_extension_was_built_from_the_sources_beside_it():
@@ -499,20 +557,22 @@ def test_an_extension_of_other_sources_is_refused(change, tmp_path, monkeypatch)
     name = "transport.h" if change == "another comment" else "new.cc"
     with open(tmp_path / "native" / name, "a") as file:
         file.write("// changed\n")
-    said = (
-        f"The extension /old/_native.so was built from other sources than those in {tmp_path}/native. Rebuild it: pip install"
-    )
+    said = f"The extension /old/_native.so was built from other sources than those in {tmp_path}/native. Rebuild it: pip install"
     with pytest.raises(MPIError, match=re.escape(said)):
         extension.load()
-    monkeypatch.setattr(extension, "ROOT", tmp_path / "native")  # where jaxmpi is installed, there are no sources
+    # where jaxmpi is installed, there are no sources
+    monkeypatch.setattr(extension, "ROOT", tmp_path / "native")
     extension.load()
 
 
-@pytest.mark.parametrize("attributes", [{}, {"interface": 0}, {"interface": extension.INTERFACE + 1}])
+@pytest.mark.parametrize(
+    "attributes", [{}, {"interface": 0}, {"interface": extension.INTERFACE + 1}]
+)
 def test_an_extension_with_another_interface_is_refused(attributes, monkeypatch):
     stand_in(monkeypatch, **attributes)
     with pytest.raises(
-        MPIError, match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again"
+        MPIError,
+        match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again",
     ):
         extension.load()
 
@@ -522,7 +582,12 @@ class _Base(ctypes.Structure):
 
 
 class _Version(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("major", ctypes.c_int), ("minor", ctypes.c_int)]
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("next", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
 
 
 class _Metadata(ctypes.Structure):
@@ -594,15 +659,23 @@ extension.load = load
         (
             "",
             "neither",
-            f"neither is available. jaxmpi's own: rank 0: the extension is not built ({HALTED}). Build it with a C++ "
-            "compiler, and have pip show why a build fails: pip install -v --no-deps --no-build-isolation -e "
+            f"neither is available. jaxmpi's own: rank 0: the extension is not built ({HALTED}). "
+            "Build it with a C++ "
+            "compiler, and have pip show why a build fails: pip install -v --no-deps "
+            "--no-build-isolation -e "
             f"{extension.ROOT}. mpi4jax: ",
         ),
-        ("", "does not load", "rank 0: the extension does not load (GLIBCXX_3.4.30 not found). Build it with a C++ compiler"),
+        (
+            "",
+            "does not load",
+            "rank 0: the extension does not load (GLIBCXX_3.4.30 not found). Build it with a C++ "
+            "compiler",
+        ),
         (
             "native",
             False,
-            "JAXMPI_TRANSPORT is native, and the native transport is not available. rank 0: the extension is not built",
+            "JAXMPI_TRANSPORT is native, and the native transport is not available. rank 0: the "
+            "extension is not built",
         ),
     ],
 )

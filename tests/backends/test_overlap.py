@@ -1,6 +1,7 @@
 """Messages that are on their way while a step computes: the same bits, whatever the ranks' timing; every failure is everyone's.
 
-The nodes are pretended (JAXMPI_NODE_RANKS), and even the smallest messages are started (JAXMPI_TUNE).
+The nodes are pretended (JAXMPI_NODE_RANKS), and even the smallest messages are started
+(JAXMPI_TUNE).
 """
 
 import itertools
@@ -21,7 +22,9 @@ from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.combine import schedule
 from jaxmpi._lowering.trace import opened
 
-pytestmark = pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="these are of the other transport"
+)
 EVERYTHING = {"JAXMPI_OVERLAP": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
 PROGRAMS = """
 import os, sys, time
@@ -147,10 +150,16 @@ jaxmpi.print("equal on", w.rank)
 
 
 def bits(ranks, on_a_node, tmp_path, *arguments):
-    environ = {**EVERYTHING, "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TEST_PAIRS": str(int(ranks % 2 == 0))}
+    environ = {
+        **EVERYTHING,
+        "JAXMPI_NODE_RANKS": str(on_a_node),
+        "JAXMPI_TEST_PAIRS": str(int(ranks % 2 == 0)),
+    }
     code = f"import sys\nsys.argv[1:] = {[*map(str, arguments)]}\n{PROGRAMS}"
     done = run(ranks, code, tmp_path, timeout=3000, **environ)
-    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -228,7 +237,13 @@ else:
 @pytest.mark.parametrize("fault", ["differ", "kill", "raise"])
 def test_faults_between_start_and_wait(fault, ranks, tmp_path):
     start = time.monotonic()
-    done = run(ranks, FAULTS.replace("FAULT", repr(fault), 1), tmp_path, JAXMPI_NODE_RANKS="1", **EVERYTHING)
+    done = run(
+        ranks,
+        FAULTS.replace("FAULT", repr(fault), 1),
+        tmp_path,
+        JAXMPI_NODE_RANKS="1",
+        **EVERYTHING,
+    )
     said = done.stdout + done.stderr
     if fault == "differ":
         assert done.returncode == 0 and done.stdout.count("went on") == ranks, said
@@ -334,9 +349,15 @@ print("equal on", w.rank, flush=True)
     ],
 )
 def test_messages_ahead_have_the_bits_of_those_at_once(ranks, on_a_node, pairs, tmp_path):
-    environ = {"JAXMPI_OVERLAP": "1", "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TEST_PAIRS": str(pairs)}
+    environ = {
+        "JAXMPI_OVERLAP": "1",
+        "JAXMPI_NODE_RANKS": str(on_a_node),
+        "JAXMPI_TEST_PAIRS": str(pairs),
+    }
     done = run(ranks, AHEAD, tmp_path, timeout=600, **environ)
-    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("equal on") == ranks, (
+        done.stdout + done.stderr
+    )
 
 
 SEEN = """
@@ -365,7 +386,11 @@ for _ in range(3):
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
     flight = tmp_path / "flight"
-    environ = {"JAXMPI_NODE_RANKS": "1", "JAXMPI_OVERLAP": overlap, "JAXMPI_FLIGHT_DIR": str(flight)}
+    environ = {
+        "JAXMPI_NODE_RANKS": "1",
+        "JAXMPI_OVERLAP": overlap,
+        "JAXMPI_FLIGHT_DIR": str(flight),
+    }
     done = run(2, SEEN, tmp_path, **EVERYTHING | environ)
     assert done.returncode == 0, done.stdout + done.stderr
     first, _ = records.read(flight)
@@ -374,7 +399,9 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
     waits = sum(end - start for start, end in first["waits"])
     assert waits > (0.5 if overlap == "0" else 0)
     names = [event["name"] for event in timeline.trace([first])["traceEvents"]]
-    assert ("computes while a message travels" in names) == (overlap == "1") and "waits for a message" in names
+    assert ("computes while a message travels" in names) == (
+        overlap == "1"
+    ) and "waits for a message" in names
 
 
 # which messages, in which pieces
@@ -383,7 +410,9 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
-    return [messages_of(level, jaxpr, overlap) for level in schedule(jaxpr, 2, True) if level.groups]
+    return [
+        messages_of(level, jaxpr, overlap) for level in schedule(jaxpr, 2, True) if level.groups
+    ]
 
 
 def sent(f, *args, **sizes):
@@ -437,7 +466,8 @@ def test_gradients_that_are_there_together_are_one_bucket():
     (buckets,) = sent(step, params, jnp.ones((4, 7)))
     assert len(buckets) == 2
     (together,) = sent(
-        lambda x, y: (lax.pmean(x @ y, jaxmpi.AXIS), lax.pmean(jnp.tanh(x), jaxmpi.AXIS)), *[jnp.ones((30, 30))] * 2
+        lambda x, y: (lax.pmean(x @ y, jaxmpi.AXIS), lax.pmean(jnp.tanh(x), jaxmpi.AXIS)),
+        *[jnp.ones((30, 30))] * 2,
     )
     assert together == [[(30, 30)], [(30, 30)]]
 
@@ -445,7 +475,8 @@ def test_gradients_that_are_there_together_are_one_bucket():
 def test_nothing_is_started_that_has_nothing_to_hide_behind():
     mean = lambda x: lax.pmean(x * 2, jaxmpi.AXIS)
     assert sent(mean, jnp.ones(1000)) == [[]]
-    assert sent(lambda x, y: (mean(x), y * 2), jnp.ones(1000), jnp.ones((50, 50))) == [[]]  # next to nothing
+    # next to nothing
+    assert sent(lambda x, y: (mean(x), y * 2), jnp.ones(1000), jnp.ones((50, 50))) == [[]]
     assert sent(lambda x, y: (mean(x), y * 2), jnp.ones(1000), jnp.ones((50, 500))) == [[[(1000,)]]]
     assert sent(lambda x, y: (mean(x), y @ y), jnp.ones(10), jnp.ones((50, 50))) == [[[(10,)]]]
     assert sent(lambda x, y: mean(x @ y), *[jnp.ones((50, 50))] * 2) == [[]]
@@ -468,7 +499,8 @@ def test_an_array_that_is_sent_once_is_in_one_bucket():
         (lambda x, y: (x[0], y * 0.9), jnp.float32, 1),
         (lambda x, y: (y * 0.9).at[0].add(x[0]), jnp.float32, 0),  # may be one fused multiply-add
         (lambda x, y: y * 0.9 + y + x[0], jnp.float32, 0),
-        (lambda x, y: (y * 0.9 + y).at[0].add(x[0]), jnp.bfloat16, 0),  # is not rounded to 16 bits in between
+        # is not rounded to 16 bits in between
+        (lambda x, y: (y * 0.9 + y).at[0].add(x[0]), jnp.bfloat16, 0),
     ],
 )
 def test_only_what_xla_rounds_alike_is_parted(f, dtype, parted):

@@ -20,7 +20,8 @@ NETWORK = Path(__file__).resolve().parents[2] / "native" / "internode.cc"
     [
         (None, 2, ROOM, {}, 16),
         (Network(1e-4, 1e8), 2, ROOM, {}, 8),
-        (Network(1e-2, 1.25e8), 2, ROOM, {}, 37),  # 1.6 · 10 ms · 125 MB/s / 60 KB = 32.6, and 4 more
+        # 1.6 · 10 ms · 125 MB/s / 60 KB = 32.6, and 4 more
+        (Network(1e-2, 1.25e8), 2, ROOM, {}, 37),
         (Network(1e-2, 1.25e8), 3, ROOM, {}, 70),  # two messages after each other
         (Network(1e-2, 1.25e8), 2, ROOM, {"chunk_bytes": 1 << 18}, 12),
         (Network(1e-2, 1.25e8), 16, ROOM, {}, 37),  # 8 after each other, chunks of 480 KB
@@ -35,7 +36,8 @@ def test_chunks_on_their_way_cover_the_latency(network, nodes, room, asked, chun
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_size", "kilobytes"), [(2, 1, 60), (2, 4, 240), (3, 1, 60), (8, 1, 240), (1250, 8, 512)]
+    ("nodes", "local_size", "kilobytes"),
+    [(2, 1, 60), (2, 4, 240), (3, 1, 60), (8, 1, 240), (1250, 8, 512)],
 )
 def test_chunks_follow_from_the_nodes_and_their_ranks(nodes, local_size, kilobytes):
     assert tuned(None, nodes, local_size, ROOM, {}).chunk_bytes == kilobytes << 10
@@ -64,7 +66,14 @@ def test_beginning_a_bucket_costs_a_twentieth_of_it(network, asked, size):
 
 def test_predictions_lie_on_the_lines_between_what_was_measured():
     speed = Speed([1e3, 1e6, 25e6], [1e-4, 2e-3, 50e-3], 1e-6)
-    for sent, want in [(10, 1e-4), (1e3, 1e-4), (1e6, 2e-3), (13e6, 26e-3), (25e6, 50e-3), (49e6, 98e-3)]:
+    for sent, want in [
+        (10, 1e-4),
+        (1e3, 1e-4),
+        (1e6, 2e-3),
+        (13e6, 26e-3),
+        (25e6, 50e-3),
+        (49e6, 98e-3),
+    ]:
         np.testing.assert_allclose(speed.seconds_of(Cost(1, sent)), want)
     np.testing.assert_allclose(speed.seconds_of(Cost(3, 3e6)), 6e-3)
     np.testing.assert_allclose(speed.seconds_of(Cost(1, 1e6, 501)), 2.5e-3)

@@ -28,7 +28,11 @@ def check_folders():
         with pytest.raises(jaxmpi.RankMismatchError) as caught:
             call(mine)
         text = str(caught.value)
-        assert text.startswith(f"{name}: ") and f"directory {first}" in text and f"directory {second}" in text, text
+        assert (
+            text.startswith(f"{name}: ")
+            and f"directory {first}" in text
+            and f"directory {second}" in text
+        ), text
         assert not os.listdir(mine)
     assert jaxmpi.latest(first) is None  # the ranks go on together
 
@@ -81,7 +85,9 @@ def test_arguments_in_another_order_say_the_signature():
         "restore: directory is of type dict, and must be a path. Call restore(directory, like, step).": [
             lambda: jaxmpi.restore(RUN, folder)
         ],
-        "latest: directory is of type int, and must be a path. Call latest(directory).": [lambda: jaxmpi.latest(4)],
+        "latest: directory is of type int, and must be a path. Call latest(directory).": [
+            lambda: jaxmpi.latest(4)
+        ],
         "restore: step is of type float, and must be an integer or None. Call restore(directory, like, step).": [
             lambda: jaxmpi.restore(folder, RUN, 4.0)
         ],
@@ -105,9 +111,15 @@ def test_arguments_in_another_order_on_one_rank_are_an_error_on_all():
         (lambda: jaxmpi.latest(folder), lambda: jaxmpi.latest(20)),
     ):
         if jaxmpi.rank() == 0:
-            with pytest.raises(jaxmpi.RankMismatchError, match=r"TypeError: .* Call (save|restore|latest)\(directory"):
+            with pytest.raises(
+                jaxmpi.RankMismatchError,
+                match=r"TypeError: .* Call (save|restore|latest)\(directory",
+            ):
                 right()
         else:
-            with pytest.raises((TypeError, jaxmpi.RankMismatchError), match=r"Call (save|restore|latest)\(directory"):
+            with pytest.raises(
+                (TypeError, jaxmpi.RankMismatchError),
+                match=r"Call (save|restore|latest)\(directory",
+            ):
                 wrong()
     assert jaxmpi.latest(folder) is None

@@ -27,7 +27,17 @@ from jaxmpi._world import session
 from jaxmpi.data import Batches
 from jaxmpi.testing import run_ranks
 
-DTYPES = ("bool", "int8", "uint16", "float16", "bfloat16", "float32", "float8_e4m3fn", "complex64", "int4")
+DTYPES = (
+    "bool",
+    "int8",
+    "uint16",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float8_e4m3fn",
+    "complex64",
+    "int4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +49,25 @@ def everything(scale=1):
     """A tree of all that can be saved."""
     rng = np.random.default_rng(scale)
     return {
-        "dtypes": {name: jnp.asarray(np.arange(6).reshape(2, 3) * scale % 4, jnp.dtype(name)) for name in DTYPES},
+        "dtypes": {
+            name: jnp.asarray(np.arange(6).reshape(2, 3) * scale % 4, jnp.dtype(name))
+            for name in DTYPES
+        },
         "wide": np.arange(3.0) * scale,
         "empty": jnp.zeros((0, 3)),
         "scalar": jnp.float32(scale),
         "key": jax.random.key(scale),
         "keys": jax.random.split(jax.random.key(scale, impl="rbg"), 3),
         "raw key": jax.random.PRNGKey(scale),
-        "numbers": [scale, scale / 3, float("inf"), scale == 1, "text" * scale, 10**30 * scale, None],
+        "numbers": [
+            scale,
+            scale / 3,
+            float("inf"),
+            scale == 1,
+            "text" * scale,
+            10**30 * scale,
+            None,
+        ],
         "big": jnp.asarray(rng.normal(size=(300, 70)), jnp.float32),
         "a/b.npy": jnp.ones(2) * scale,
     }
@@ -54,7 +75,9 @@ def everything(scale=1):
 
 def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         name = jax.tree_util.keystr(path)
         if isinstance(y, jax.Array) and jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
             assert x.dtype == y.dtype, name
@@ -80,9 +103,13 @@ def test_everything_comes_back():
     assert jaxmpi.latest(directory) == 8
     assert_same(jaxmpi.restore(directory, shapes), some)
     assert_same(jaxmpi.restore(directory, everything(2), step=7), tree)
-    assert sorted(os.listdir(Path(directory, "step-000000000007"))) == ["manifest.json", "rank-0.npz"]
+    assert sorted(os.listdir(Path(directory, "step-000000000007"))) == [
+        "manifest.json",
+        "rank-0.npz",
+    ]
     assert not list(Path(directory).glob("unfinished*"))
-    with np.load(Path(directory, "step-000000000007", "rank-0.npz")) as opened:  # by other programs, too
+    # by other programs, too
+    with np.load(Path(directory, "step-000000000007", "rank-0.npz")) as opened:
         np.testing.assert_array_equal(opened["['big']"], tree["big"])
 
 
@@ -108,7 +135,9 @@ def test_the_last_ones_are_kept():
     jaxmpi.barrier()
     assert steps() == [3, 4]
     jaxmpi.save(directory, 4, {"x": jnp.full(3, 40)}, keep=2, background=False)  # once more
-    assert steps() == [3, 4] and int(jaxmpi.restore(directory, {"x": jnp.zeros(3, int)})["x"][0]) == 40
+    assert (
+        steps() == [3, 4] and int(jaxmpi.restore(directory, {"x": jnp.zeros(3, int)})["x"][0]) == 40
+    )
     jaxmpi.save(directory, 1, {"x": jnp.full(3, 1)}, keep=1, background=False)
     assert steps() == [1]  # the others are of a run that went further, and was left
     jaxmpi.save(directory, 5, {"x": jnp.full(3, 5)}, keep=None, background=False)
@@ -118,7 +147,9 @@ def test_the_last_ones_are_kept():
     assert [name[:26] for name in aside] == ["abandoned-step-00000000000"] * 2
 
 
-STEPS = {  # what a job restores first, what it saves: what is there then, after steps 10, 20, 30 of an earlier one
+# what a job restores first, what it saves: what is there then, after steps 10, 20, 30 of an earlier
+# one
+STEPS = {
     "goes on": (None, [40], [10, 20, 30, 40]),
     "goes back": (10, [15], [10, 15]),
     "goes back, later steps": (10, [25, 35], [10, 25, 35]),
@@ -138,7 +169,9 @@ def test_no_job_goes_on_from_an_abandoned_run():
         if restored != "fresh":
             jaxmpi.restore(directory, like, step=restored)
         for step in saved:
-            jaxmpi.save(directory, step, {"x": jnp.full(2, -step)}, keep=None, background=step % 2 == 0)
+            jaxmpi.save(
+                directory, step, {"x": jnp.full(2, -step)}, keep=None, background=step % 2 == 0
+            )
         assert jaxmpi.latest(directory) == saved[-1], name
         assert int(jaxmpi.restore(directory, like)["x"][0]) == -saved[-1], name
         assert sorted(map(folders.step_of, folders.found(directory))) == there, name
@@ -159,7 +192,10 @@ def test_abandoned_checkpoints_are_named_and_can_be_had_again(tmp_path, capfd):
         jaxmpi.save(tmp_path, 2, {"x": -2}, background=False)
     jaxmpi.save(tmp_path, 1, {"x": -1}, background=False)
     err = capfd.readouterr().err
-    assert err.count("save: the checkpoints of steps 2 in") == 3 and "are of another run than step 1." in err
+    assert (
+        err.count("save: the checkpoints of steps 2 in") == 3
+        and "are of another run than step 1." in err
+    )
     assert len(list(tmp_path.glob("abandoned-*"))) == 3
     assert jaxmpi.latest(tmp_path) == 1
     (tmp_path / "abandoned-step-000000000002").rename(tmp_path / "step-000000000002")
@@ -194,7 +230,18 @@ def test_an_automatic_restart_in_a_used_folder_goes_on_with_its_own_run(tmp_path
         jaxmpi.save(tmp_path / "run", s, {"w": jnp.float32(s), "lr": 0.1}, background=False)
     script = tmp_path / "script.py"
     script.write_text(RESTARTS)
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", "--restarts", "1", str(script), str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        "2",
+        "--restarts",
+        "1",
+        str(script),
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("from")]
@@ -252,11 +299,18 @@ def test_a_part_is_restored_by_name_and_the_rest_is_named():
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     params = {"body": jnp.arange(5.0) + 1, "head": jnp.arange(3.0) + 7}
     tx = jaxmpi.sharded(optax.adam(0.1))
-    run = {"params": params, "state": tx.init(params), "own": jaxmpi.PerRankState(jaxmpi.rank()), "step": 4}
+    run = {
+        "params": params,
+        "state": tx.init(params),
+        "own": jaxmpi.PerRankState(jaxmpi.rank()),
+        "step": 4,
+    }
     jaxmpi.save(directory, 4, run)
     empty = jax.tree.map(jnp.zeros_like, params)
     first = jaxmpi.rank() == 0
-    warned = lambda match: pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
+    warned = lambda match: (
+        pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
+    )
     # parameters for an evaluation
     with warned(r"left out of the checkpoint: .*'state'"):
         assert_same(jaxmpi.restore(directory, {"params": empty}, partial=True), {"params": params})
@@ -265,16 +319,27 @@ def test_a_part_is_restored_by_name_and_the_rest_is_named():
     with warned(r"left out .*\['params'\]\['head'\].*; kept from `like`: \['params'\]\['head2'\]"):
         got = jaxmpi.restore(directory, new, partial=True)
     assert_same(got, {"params": {"body": params["body"], "head2": jnp.full(9, 3.0)}, "step": 4})
-    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['params'\]\['head'\] is float32\[3\] in it, and .*Take it out"):
-        jaxmpi.restore(directory, {"params": {"body": empty["body"], "head": jnp.zeros(9)}}, partial=True)
-    # all of it says nothing; it must be asked for; and it cannot be nothing, or a shape without values
+    with pytest.raises(
+        jaxmpi.CheckpointError,
+        match=r"leaf \['params'\]\['head'\] is float32\[3\] in it, and .*Take it out",
+    ):
+        jaxmpi.restore(
+            directory, {"params": {"body": empty["body"], "head": jnp.zeros(9)}}, partial=True
+        )
+    # all of it says nothing; it must be asked for; and it cannot be nothing, or a shape without
+    # values
     assert_same(jaxmpi.restore(directory, run, partial=True), run)
-    with pytest.raises(jaxmpi.CheckpointError, match=r"is in it, and not in `like`\. .*partial=True"):
+    with pytest.raises(
+        jaxmpi.CheckpointError, match=r"is in it, and not in `like`\. .*partial=True"
+    ):
         jaxmpi.restore(directory, {"params": empty})
     with pytest.raises(jaxmpi.CheckpointError, match="has no leaf of `like`"):
         jaxmpi.restore(directory, {"weights": empty}, partial=True)
     shape = {"params": {**empty, "new": jax.ShapeDtypeStruct((2,), jnp.float32)}}
-    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['params'\]\['new'\] is not in it, and `like` has only its"):
+    with pytest.raises(
+        jaxmpi.CheckpointError,
+        match=r"leaf \['params'\]\['new'\] is not in it, and `like` has only its",
+    ):
         jaxmpi.restore(directory, shape, partial=True)
     if jaxmpi.size() > 1:
         with pytest.raises(jaxmpi.RankMismatchError, match="partial"):
@@ -290,7 +355,9 @@ def state_of(optimizer, seed):
     """Parameters and a state full of numbers, the same for any number of ranks."""
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 100, x.dtype)
-    params = {name: draw(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for name, shape in PARAMS.items()}
+    params = {
+        name: draw(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for name, shape in PARAMS.items()
+    }
     inner = optax.chain(optax.adam(0.1), optax.trace(0.9))
     if optimizer == "distributed":
         return params, jax.tree.map(draw, jaxmpi.distributed(inner).init(params))
@@ -326,7 +393,9 @@ def same_run(kind, seed):
     rng = np.random.default_rng(seed)
     shapes = {"w": (5, 3), "b": (7,), "s": (), "layers": {"w": (4, 3, 5), "s": (4,)}}
     draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    params, mu, nu = (jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3))
+    params, mu, nu = (
+        jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3)
+    )
     adam = optax.adam(0.1)
     state = adam.init(params)
     state = (state[0]._replace(count=jnp.int32(seed), mu=mu, nu=nu), *state[1:])
@@ -336,7 +405,9 @@ def same_run(kind, seed):
     if kind == "distributed":
         return params, state
     whole = jaxmpi.unshard(jaxmpi.sharded(adam).init(params))
-    return params, jaxmpi.reshard(jax.tree.unflatten(jax.tree.structure(whole), jax.tree.leaves(state)))
+    return params, jaxmpi.reshard(
+        jax.tree.unflatten(jax.tree.structure(whole), jax.tree.leaves(state))
+    )
 
 
 SAMPLES, BATCH_SIZE = np.arange(240), 60  # which 1 to 5 ranks divide
@@ -347,23 +418,31 @@ def save_kinds(directory):
     for kind in KINDS:
         batches = jaxmpi.batches(SAMPLES, BATCH_SIZE, **EPOCH)
         next(iter(batches))
-        jaxmpi.save(f"{directory}/{kind}", 3, {"run": same_run(kind, 0), "position": batches.position})
+        jaxmpi.save(
+            f"{directory}/{kind}", 3, {"run": same_run(kind, 0), "position": batches.position}
+        )
         jaxmpi.latest(f"{directory}/{kind}")
 
 
 def restore_kinds(directory):
-    left = list(Batches(SAMPLES, BATCH_SIZE, rank=0, size=1, start=BATCH_SIZE, remainder="drop", **EPOCH))
+    left = list(
+        Batches(SAMPLES, BATCH_SIZE, rank=0, size=1, start=BATCH_SIZE, remainder="drop", **EPOCH)
+    )
     for kind in KINDS:
         like, want = same_run(kind, 1), jaxmpi.local(same_run(kind, 0))
         for folder in sorted(Path(directory).glob("*/*")):
             restored = jaxmpi.restore(folder, {"run": like, "position": 0})
             assert_same(jaxmpi.local(restored["run"]), want)
-            next_ones = list(jaxmpi.batches(SAMPLES, BATCH_SIZE, start=restored["position"], **EPOCH))
+            next_ones = list(
+                jaxmpi.batches(SAMPLES, BATCH_SIZE, start=restored["position"], **EPOCH)
+            )
             assert len(next_ones) == len(left) == 3
             for batch, whole in zip(next_ones, left, strict=True):
                 parts = np.split(whole, jaxmpi.size())
                 mine = parts if isinstance(batch, jaxmpi.PerRank) else [parts[jaxmpi.rank()]]
-                np.testing.assert_array_equal(np.concatenate(jax.tree.leaves(batch)).reshape(-1), np.concatenate(mine))
+                np.testing.assert_array_equal(
+                    np.concatenate(jax.tree.leaves(batch)).reshape(-1), np.concatenate(mine)
+                )
 
 
 def run(function, ranks, backend, directory):
@@ -379,20 +458,41 @@ def test_saved_in_one_way_and_restored_in_another(tmp_path):
     """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:
         run(save_kinds, n, backend, str(tmp_path / f"{backend}-{n}"))
-    for m, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (2, "xla"), (3, "simulate")]:
+    for m, backend in [
+        (1, "auto"),
+        (2, "auto"),
+        (3, "auto"),
+        (4, "auto"),
+        (2, "xla"),
+        (3, "simulate"),
+    ]:
         run(restore_kinds, m, backend, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):
     """For n and m from 1 to 4, and on all backends: bit by bit what these ranks would have had themselves."""
-    for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (2, "xla"), (5, "simulate")]:
+    for n, backend in [
+        (1, "auto"),
+        (2, "auto"),
+        (3, "auto"),
+        (4, "auto"),
+        (2, "xla"),
+        (5, "simulate"),
+    ]:
         run(save_states, n, backend, str(tmp_path / f"{backend}-{n}"))
     assert sorted(os.listdir(tmp_path / "auto-3" / "sharded" / "step-000000000003")) == [
         "manifest.json",
         *(f"rank-{r}.npz" for r in range(3)),
     ]
-    for m, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (2, "xla"), (5, "simulate")]:
+    for m, backend in [
+        (1, "auto"),
+        (2, "auto"),
+        (3, "auto"),
+        (4, "auto"),
+        (2, "xla"),
+        (5, "simulate"),
+    ]:
         run(restore_states, m, backend, str(tmp_path))
 
 
@@ -407,7 +507,9 @@ def save_own(directory):
 
 def restore_own(directory):
     tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(0.1)), 2)
-    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \.sums\[0\] is each rank's own and was saved by 2"):
+    with pytest.raises(
+        jaxmpi.CheckpointError, match=r"leaf \.sums\[0\] is each rank's own and was saved by 2"
+    ):
         jaxmpi.restore(directory, tx.init(jnp.ones(3)))
 
 
@@ -436,12 +538,16 @@ def test_a_save_does_not_wait_for_the_guards_next_look():
 
 
 @run_ranks(1, 2)
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "manifest", "foreign", "emptied"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "flipped", "missing", "manifest", "foreign", "emptied"]
+)
 def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     tree = {"a": jnp.arange(1000.0), "b": jnp.ones(3)}
     for step in (1, 2):
-        jaxmpi.save(directory, step, jax.tree.map(lambda x, step=step: x * step, tree), background=False)
+        jaxmpi.save(
+            directory, step, jax.tree.map(lambda x, step=step: x * step, tree), background=False
+        )
     jaxmpi.barrier()
     folder = Path(directory, "step-000000000002")
     if jaxmpi.rank() == 0:
@@ -449,11 +555,17 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     jaxmpi.barrier()
     names = {"manifest": "manifest.json", "foreign": "manifest.json"}.get(how, "rank-0.npz")
     with pytest.raises(jaxmpi.CheckpointError, match=names) as raised:
-        jaxmpi.restore(directory, tree, step=2) if jaxmpi.rank() else warned(jaxmpi.restore, directory, tree, step=2)
+        jaxmpi.restore(directory, tree, step=2) if jaxmpi.rank() else warned(
+            jaxmpi.restore, directory, tree, step=2
+        )
     if how == "flipped":
         assert "['a']" in str(raised.value)
     assert (jaxmpi.latest(directory) if jaxmpi.rank() else warned(jaxmpi.latest, directory)) == 1
-    got = jaxmpi.restore(directory, tree) if jaxmpi.rank() else warned(jaxmpi.restore, directory, tree)
+    got = (
+        jaxmpi.restore(directory, tree)
+        if jaxmpi.rank()
+        else warned(jaxmpi.restore, directory, tree)
+    )
     assert_same(got, tree)
 
 
@@ -483,13 +595,22 @@ def spoil(folder, how):
 @pytest.mark.parametrize(
     ("like", "words"),
     [
-        ({"w": np.zeros(3, np.float32)}, r"leaf \['b'\] \(float32\[2\]\) is in it, and not in `like`"),
+        (
+            {"w": np.zeros(3, np.float32)},
+            r"leaf \['b'\] \(float32\[2\]\) is in it, and not in `like`",
+        ),
         (
             {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32), "c": 1},
             r"leaf \['c'\] \(int\) of `like` is not in it",
         ),
-        ({"w": np.zeros(4, np.float32), "b": np.zeros(2, np.float32)}, r"leaf \['w'\] is float32\[3\] in it, and float32\[4\]"),
-        ({"w": np.zeros(3, np.int32), "b": np.zeros(2, np.float32)}, r"leaf \['w'\] is float32\[3\] in it, and int32\[3\]"),
+        (
+            {"w": np.zeros(4, np.float32), "b": np.zeros(2, np.float32)},
+            r"leaf \['w'\] is float32\[3\] in it, and float32\[4\]",
+        ),
+        (
+            {"w": np.zeros(3, np.int32), "b": np.zeros(2, np.float32)},
+            r"leaf \['w'\] is float32\[3\] in it, and int32\[3\]",
+        ),
     ],
 )
 def test_another_tree_is_named(like, words):
@@ -505,7 +626,9 @@ def test_bad_arguments():
         jaxmpi.save("nowhere", -1, {})
     with pytest.raises(TypeError, match="float"):
         jaxmpi.save("nowhere", 1.0, {})
-    with pytest.raises(TypeError, match=r"leaf \['s'\] is a ShapeDtypeStruct, which holds no numbers"):
+    with pytest.raises(
+        TypeError, match=r"leaf \['s'\] is a ShapeDtypeStruct, which holds no numbers"
+    ):
         jaxmpi.save("nowhere", 1, {"s": jax.ShapeDtypeStruct((), jnp.float32)})
     with pytest.raises(TypeError, match=r"leaf \['s'\] has dtype <U1"):
         jaxmpi.save("nowhere", 1, {"s": np.array(["a"])})
@@ -554,7 +677,8 @@ def test_a_save_that_fails_on_one_rank_is_raised_by_the_next_call_on_all(error):
 @run_ranks(2)
 def test_numbers_that_differ_are_no_checkpoint():
     with pytest.raises(
-        jaxmpi.RankMismatchError, match=r"leaf \['t'\] is not equal on all ranks: rank 1 has other values \(1.5, and 0.5"
+        jaxmpi.RankMismatchError,
+        match=r"leaf \['t'\] is not equal on all ranks: rank 1 has other values \(1.5, and 0.5",
     ):
         jaxmpi.save("nowhere", 1, {"t": jaxmpi.rank() + 0.5})
 
@@ -596,7 +720,9 @@ def test_a_save_that_fails_at_the_end_of_the_script_fails_the_job(tmp_path, rank
     script = tmp_path / "script.py"
     script.write_text(FAILS)
     launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launch, script, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *launch, script, tmp_path], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode and "CheckpointError: save: step 1: " in done.stderr
 
 
@@ -615,7 +741,9 @@ for step in range(2, 10_000):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, seed):
     delay = str(np.random.default_rng(seed).uniform(0, 0.3))
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, delay], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, delay], capture_output=True, timeout=60
+    )
     assert done.returncode == -9, done.stderr
     step = jaxmpi.latest(tmp_path)  # without a warning: no half one has the name of a checkpoint
     got = jaxmpi.restore(tmp_path, {"x": jnp.zeros(1 << 20, jnp.int32)})
@@ -673,10 +801,17 @@ def test_a_train_state_fits_a_fresh_one():
     from flax.training.train_state import TrainState
 
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
-    fresh = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=jaxmpi.distributed(optax.adam(0.1)))
-    step = jaxmpi.jit(lambda state, x: state.apply_gradients(grads={"w": x * state.params["w"]}), replicated_argnums=0)
+    fresh = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(3)}, tx=jaxmpi.distributed(optax.adam(0.1))
+    )
+    step = jaxmpi.jit(
+        lambda state, x: state.apply_gradients(grads={"w": x * state.params["w"]}),
+        replicated_argnums=0,
+    )
     trained = step(step(fresh, jnp.float32(jaxmpi.rank())), jnp.float32(1))
-    for number, (saved, like) in enumerate([(fresh, trained), (trained, fresh), (trained, trained)]):
+    for number, (saved, like) in enumerate(
+        [(fresh, trained), (trained, fresh), (trained, trained)]
+    ):
         jaxmpi.save(directory, number, saved)
         got = jaxmpi.restore(directory, like)
         assert type(got.step) is type(jaxmpi.local(like.step)) and int(got.step) == int(saved.step)
@@ -719,8 +854,14 @@ def test_two_leaves_of_one_name_are_refused():
         (jaxmpi.PerRankState(alike), r"\['a'\]\.x"),
         (OneName(jaxmpi.PerRankState(1), 2), r"\.x"),
     ]:
-        for call in (lambda tree: jaxmpi.save("nowhere", 1, tree), lambda tree: jaxmpi.restore("nowhere", tree)):
-            with pytest.raises(ValueError, match=f"two leaves of the tree are called {name}, and one would overwrite"):
+        for call in (
+            lambda tree: jaxmpi.save("nowhere", 1, tree),
+            lambda tree: jaxmpi.restore("nowhere", tree),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=f"two leaves of the tree are called {name}, and one would overwrite",
+            ):
                 call(tree)
 
 
@@ -732,7 +873,9 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all():
         ({"f": 1}, -1 if last else 1, 3),
         ({"f": 1}, 1, 0 if last else 3),
     ]:
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"TypeError: leaf|ValueError: save: step is"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError, match=r"TypeError: leaf|ValueError: save: step is"
+        ):
             jaxmpi.save("nowhere", step, tree, keep=keep)
 
 
@@ -759,13 +902,18 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
         os.utime(path, (1, 1))
     (tmp_path / "removed-0").mkdir()
     jaxmpi.save(tmp_path, 1, {"x": 1}, background=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000001", "unfinished-new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000000000001",
+        "unfinished-new",
+    ]
 
 
 def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
     """And what another machine has made without one stays for an hour."""
     made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
-    made += "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
+    made += (
+        "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
+    )
     assert subprocess.run([sys.executable, "-c", made, tmp_path]).returncode == -9
     (left,) = tmp_path.iterdir()
     elsewhere = left.with_name(left.name.replace(folders._machine(), "0" * 8))
@@ -796,7 +944,10 @@ for step in range(first, first + 60, 2):
 @pytest.mark.slow
 def test_two_jobs_save_into_one_folder(tmp_path):
     command = [sys.executable, "-c", BESIDE, tmp_path]
-    jobs = [subprocess.Popen([*command, str(i)], stdin=-1, stdout=-1, stderr=-1, text=True) for i in range(2)]
+    jobs = [
+        subprocess.Popen([*command, str(i)], stdin=-1, stdout=-1, stderr=-1, text=True)
+        for i in range(2)
+    ]
     for job in jobs:
         assert job.stdout.readline() == "ready\n"
     for job in jobs:
@@ -824,12 +975,18 @@ def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path
 
 @pytest.mark.parametrize(
     ("code", "advice"),
-    [(errno.ENOSPC, "Free some space"), (errno.EACCES, "Save to a folder that"), (errno.EIO, "Look at the disk")],
+    [
+        (errno.ENOSPC, "Free some space"),
+        (errno.EACCES, "Save to a folder that"),
+        (errno.EIO, "Look at the disk"),
+    ],
 )
 def test_an_error_says_what_to_do(tmp_path, monkeypatch, code, advice):
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(code, "no")))
     for tree in ({"x": jnp.ones(3)}, {"x": 1}):
-        with pytest.raises(jaxmpi.CheckpointError, match=rf"save: step 1: .* could not be written: .*no\. {advice}"):
+        with pytest.raises(
+            jaxmpi.CheckpointError, match=rf"save: step 1: .* could not be written: .*no\. {advice}"
+        ):
             jaxmpi.save(tmp_path, 1, tree, background=False)
 
 
@@ -842,7 +999,8 @@ def test_a_folder_that_is_removed_while_it_is_written_is_said(tmp_path, monkeypa
 
     monkeypatch.setattr(array_files, "write", removed)
     with pytest.raises(
-        jaxmpi.CheckpointError, match=r"No such file .* Something has removed it meanwhile: look for what cleans"
+        jaxmpi.CheckpointError,
+        match=r"No such file .* Something has removed it meanwhile: look for what cleans",
     ):
         jaxmpi.save(tmp_path, 1, {"x": jnp.ones(3)}, background=False)
 
@@ -854,7 +1012,9 @@ def test_files_have_the_modes_of_the_umask_and_nothing_is_written_through_links(
     finally:
         os.umask(before)
     folder = tmp_path / "step-000000000001"
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())} == {
+    assert {
+        path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())
+    } == {
         folder.name: "0o750",
         "manifest.json": "0o640",
         "rank-0.npz": "0o640",

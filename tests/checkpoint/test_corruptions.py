@@ -32,7 +32,24 @@ CORRUPTIONS = 1000 if os.environ.get("JAXMPI_SOAK") == "1" else 100
 RANKS = 2
 NUMBERS = 60_000  # of float32 in the largest leaf: there are two, and the state of Adam for one
 SLACK_BYTES = 4 << 20  # for what is no array, beside twice the checkpoint
-JUNK = (None, True, -1, 0.5, 2**70, "x", "", [], [1], {}, {"a": 1}, [[]], "../rank-0.npz", "object", "V8", "float32,float32")
+JUNK = (
+    None,
+    True,
+    -1,
+    0.5,
+    2**70,
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[]],
+    "../rank-0.npz",
+    "object",
+    "V8",
+    "float32,float32",
+)
 
 
 def tree_of(step, ranks=RANKS):
@@ -57,7 +74,10 @@ def fingerprint(tree):
     """Of all numbers."""
     is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     tree = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x).tobytes()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +120,11 @@ def limited(directory, seconds=20):
     def late(*_):
         raise Waits
 
-    size = sum(path.stat().st_size for path in Path(directory).rglob("*") if path.is_file() and not path.is_symlink())
+    size = sum(
+        path.stat().st_size
+        for path in Path(directory).rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     tracemalloc.start()
@@ -189,7 +213,9 @@ def older_folder_renamed(directory, rng):
 def arrays_swapped(directory, rng):
     """In place: the headers and the archive are right."""
     path = folder_of(directory) / "rank-0.npz"
-    (a, length, _), (b, other, _) = (members(folder_of(directory))[name] for name in ("['a']", "['b']"))
+    (a, length, _), (b, other, _) = (
+        members(folder_of(directory))[name] for name in ("['a']", "['b']")
+    )
     data = bytearray(path.read_bytes())
     assert length == other
     data[a : a + length], data[b : b + length] = data[b : b + length], data[a : a + length]
@@ -202,7 +228,9 @@ def archive_rewritten(directory, rng):
     size = path.stat().st_size
     with np.load(path) as opened:
         arrays = {name: opened[name] for name in opened.files}
-    same = [(a, b) for a in arrays for b in arrays if a < b and arrays[a].nbytes == arrays[b].nbytes]
+    same = [
+        (a, b) for a in arrays for b in arrays if a < b and arrays[a].nbytes == arrays[b].nbytes
+    ]
     a, b = same[rng.integers(len(same))]
     arrays[a], arrays[b] = arrays[b], arrays[a]
     packed = io.BytesIO()
@@ -230,7 +258,9 @@ def hostile_npy_header(directory, rng):
 def hostile_zip_header(directory, rng):
     path = folder_of(directory) / "rank-0.npz"
     place = [m.start() for m in re.finditer(b"PK(\1\2|\3\4|\5\6)", path.read_bytes())]
-    patch(path, place[rng.integers(len(place))] + 4 + rng.integers(20), rng.bytes(rng.integers(1, 12)))
+    patch(
+        path, place[rng.integers(len(place))] + 4 + rng.integers(20), rng.bytes(rng.integers(1, 12))
+    )
 
 
 def patch(path, start, data):
@@ -269,7 +299,9 @@ def bytes_zeroed(directory, rng):
 def bytes_inserted_or_cut(directory, rng):
     path = some_file(directory, rng)
     data, at, count = path.read_bytes(), some_place(path, rng), int(rng.integers(1, 100))
-    path.write_bytes(data[:at] + (data[at + count :] if rng.integers(2) else rng.bytes(count) + data[at:]))
+    path.write_bytes(
+        data[:at] + (data[at + count :] if rng.integers(2) else rng.bytes(count) + data[at:])
+    )
 
 
 def truncated(directory, rng):
@@ -292,9 +324,16 @@ def replaced(directory, rng):
     path = some_file(directory, rng)
     moved = directory / f"moved-{path.name}"
     path.rename(moved)
-    kind = ("fifo", "directory", "socket", "device", moved, folder_of(directory, 1) / path.name, "nowhere", path)[
-        rng.integers(8)
-    ]
+    kind = (
+        "fifo",
+        "directory",
+        "socket",
+        "device",
+        moved,
+        folder_of(directory, 1) / path.name,
+        "nowhere",
+        path,
+    )[rng.integers(8)]
     if kind == "fifo":
         os.mkfifo(path)
     elif kind == "directory":
@@ -331,8 +370,23 @@ def junk_in_the_manifest(directory, rng):
     rewrite_manifest(folder_of(directory), change)
 
 
-FOUND = [steps_exchanged, ranks_exchanged, one_ranks_file_for_both, older_file, folders_exchanged, older_folder_renamed]
-FOUND += [arrays_swapped, archive_rewritten, zip_bomb, truncated, grown, removed, hostile_npy_header]
+FOUND = [
+    steps_exchanged,
+    ranks_exchanged,
+    one_ranks_file_for_both,
+    older_file,
+    folders_exchanged,
+    older_folder_renamed,
+]
+FOUND += [
+    arrays_swapped,
+    archive_rewritten,
+    zip_bomb,
+    truncated,
+    grown,
+    removed,
+    hostile_npy_header,
+]
 RANDOM = [
     bit_flipped,
     bytes_overwritten,
@@ -360,12 +414,24 @@ def test_random_corruptions(made, tmp_path, first):
         directory = tmp_path / str(seed)
         shutil.copytree(made.directory, directory)
         names = []
-        some = [table[rng.integers(len(table))] for table in (FOUND, RANDOM, RANDOM) if rng.integers(2)] or [bit_flipped]
-        for corrupt in sorted(some, key=lambda corrupt: corrupt is replaced):  # the others would wait for a FIFO
+        some = [
+            table[rng.integers(len(table))] for table in (FOUND, RANDOM, RANDOM) if rng.integers(2)
+        ] or [bit_flipped]
+        # the others would wait for a FIFO
+        for corrupt in sorted(some, key=lambda corrupt: corrupt is replaced):
             try:
                 corrupt(directory, rng)
                 names.append(corrupt.__name__)
-            except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError, AssertionError, IndexError):
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                zipfile.BadZipFile,
+                EOFError,
+                AssertionError,
+                IndexError,
+            ):
                 continue  # one of the others has left nothing to corrupt
         try:
             seen.append(outcome(directory, made, step=(None, 2)[rng.integers(2)]))
@@ -376,7 +442,9 @@ def test_random_corruptions(made, tmp_path, first):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.npz"])
-@pytest.mark.parametrize("kind", ["fifo", "directory", "socket", "link", "link to a device", "link to nothing"])
+@pytest.mark.parametrize(
+    "kind", ["fifo", "directory", "socket", "link", "link to a device", "link to nothing"]
+)
 def test_only_regular_files_are_read(copied, made, name, kind):
     path = folder_of(copied) / name
     good = path.rename(copied / "good")
@@ -392,7 +460,12 @@ def test_only_regular_files_are_read(copied, made, name, kind):
 @pytest.mark.parametrize("kind", ["fifo", "file", "link to nothing", "empty"])
 def test_what_has_the_name_of_a_checkpoint_and_is_none(copied, made, kind):
     path = folder_of(copied, 3)
-    {"fifo": os.mkfifo, "file": Path.touch, "link to nothing": lambda p: p.symlink_to("nothing"), "empty": os.mkdir}[kind](path)
+    {
+        "fifo": os.mkfifo,
+        "file": Path.touch,
+        "link to nothing": lambda p: p.symlink_to("nothing"),
+        "empty": os.mkdir,
+    }[kind](path)
     assert outcome(copied, made) in ("harmless", "passed over")
     with jaxmpi.simulate(RANKS), warnings.catch_warnings():
         jaxmpi.save(copied, 3, made.like, background=False)  # beside it, or in its place
@@ -416,7 +489,9 @@ WRONG = {  # with the right checksum
     "a huge shape": lambda about: about["leaves"][0].__setitem__(3, [2**40, 2**40]),
     "a value beside numbers": lambda about: about["leaves"][0].__setitem__(4, 5),
     "no files": lambda about: about.update(files={}),
-    "a file elsewhere": lambda about: about.update(files={"../rank-0.npz": about["files"]["rank-0.npz"]}),
+    "a file elsewhere": lambda about: about.update(
+        files={"../rank-0.npz": about["files"]["rank-0.npz"]}
+    ),
     "too many ranks": lambda about: about.update(ranks=2**40),
     "ranks are true": lambda about: about.update(ranks=True),
     "a step of text": lambda about: about.update(step="2"),
@@ -424,11 +499,19 @@ WRONG = {  # with the right checksum
     "another rank": lambda about: about["files"]["rank-0.npz"].update(rank=1),
     "no arrays": lambda about: about["files"]["rank-0.npz"].update(arrays={}),
     "bytes are missing": lambda about: about["files"]["rank-0.npz"].pop("bytes"),
-    "before the file": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(0, -1),
-    "behind the file": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(0, 10**9),
+    "before the file": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(
+        0, -1
+    ),
+    "behind the file": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(
+        0, 10**9
+    ),
     "no length": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(1, 0),
-    "a length of 3 TB": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(1, 3 * 10**12),
-    "a checksum of text": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(2, "1"),
+    "a length of 3 TB": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(
+        1, 3 * 10**12
+    ),
+    "a checksum of text": lambda about: about["files"]["rank-0.npz"]["arrays"]["['a']"].__setitem__(
+        2, "1"
+    ),
 }
 
 
@@ -460,7 +543,10 @@ def test_a_large_manifest_is_not_read(copied, made):
     path = folder_of(copied) / "manifest.json"
     text = path.read_bytes()
     os.truncate(path, 3 << 30)  # a hole
-    with limited(copied / "nowhere"), pytest.raises(jaxmpi.CheckpointError, match=r"manifest\.json is no manifest"):
+    with (
+        limited(copied / "nowhere"),
+        pytest.raises(jaxmpi.CheckpointError, match=r"manifest\.json is no manifest"),
+    ):
         folders.read_manifest(folder_of(copied))
     path.write_text('{"checksum": 1,\n' + "[" * 100_000)
     assert outcome(copied, made, step=2) == "found"
@@ -485,9 +571,15 @@ def test_nothing_is_unpickled(tmp_path):
     folder = folder_of(tmp_path, 1)
     (folder / "rank-0.npz").write_bytes(packed)
     at = {"['x']": [start, 200, zlib.crc32(packed[start : start + 200])]}
-    rewrite_manifest(folder, lambda about: about["files"]["rank-0.npz"].update(bytes=len(packed), arrays=at))
+    rewrite_manifest(
+        folder, lambda about: about["files"]["rank-0.npz"].update(bytes=len(packed), arrays=at)
+    )
     got = jaxmpi.restore(tmp_path, {"x": jnp.zeros(20)})["x"]
-    assert got.tobytes() == packed[start + 120 : start + 200] if hasattr(got, "tobytes") else got.shape == (20,)
+    assert (
+        got.tobytes() == packed[start + 120 : start + 200]
+        if hasattr(got, "tobytes")
+        else got.shape == (20,)
+    )
 
 
 def test_large_arrays_are_read_in_pieces(tmp_path, monkeypatch):

@@ -30,7 +30,13 @@ def directory(tmp_path):
 
 
 def saved(directory, step, value=None, **options):
-    jaxmpi.save(directory, step, {"x": jnp.full(3, step if value is None else value)}, background=False, **options)
+    jaxmpi.save(
+        directory,
+        step,
+        {"x": jnp.full(3, step if value is None else value)},
+        background=False,
+        **options,
+    )
 
 
 def restored(directory, step=None):
@@ -73,7 +79,9 @@ def test_where_the_disk_has_the_newer_one_it_is_restored(directory):
     kept.rename(aside)  # as on a host that had the job before
     saved(directory, 9)
     aside.rename(kept)
-    assert jaxmpi.latest(directory) == 9 and restored(directory) == 9 and restored(directory, 5) == 5
+    assert (
+        jaxmpi.latest(directory) == 9 and restored(directory) == 9 and restored(directory, 5) == 5
+    )
     saved(directory, 10)
     assert memory.existing(directory) is None
 
@@ -92,7 +100,9 @@ def test_a_damaged_one_in_memory_is_passed_over(directory):
     saved(directory, 6, in_memory=True)
     (file,) = memory.existing(directory).glob("step-*/rank-0.npz")
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="a checkpoint is passed over: /dev/shm/checkpoints-.*rank-0.npz"):
+    with pytest.warns(
+        UserWarning, match="a checkpoint is passed over: /dev/shm/checkpoints-.*rank-0.npz"
+    ):
         assert jaxmpi.latest(directory) == 5
     with pytest.warns(UserWarning, match="a checkpoint is passed over"):
         assert restored(directory) == 5
@@ -112,7 +122,8 @@ def test_runs_do_not_mix(tmp_path, directory):
     assert jaxmpi.latest(directory) is None
     saved(directory, 1, in_memory=True)
     assert jaxmpi.latest(directory) == 1 and memory.existing(directory) != first
-    assert first.exists()  # another container may have such a path; until nobody has written for an hour
+    # another container may have such a path; until nobody has written for an hour
+    assert first.exists()
     os.utime(first, (1, 1))
     saved(directory, 2, in_memory=True)
     assert not first.exists()
@@ -137,8 +148,20 @@ def test_no_job_goes_on_from_an_abandoned_run_in_the_other_folder(later_in_memor
 def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
     saved(directory, 5)
     saved(tmp_path / "other", 9)
-    prefix, kept, other = memory._prefix(directory), memory.begin(directory), f"../..{tmp_path}/other"
-    for name in (other[5:], other, f"{kept.name}/../{other}", f"{prefix}{'0' * 16}/..", "", "\0", "x" * 10**6):
+    prefix, kept, other = (
+        memory._prefix(directory),
+        memory.begin(directory),
+        f"../..{tmp_path}/other",
+    )
+    for name in (
+        other[5:],
+        other,
+        f"{kept.name}/../{other}",
+        f"{prefix}{'0' * 16}/..",
+        "",
+        "\0",
+        "x" * 10**6,
+    ):
         (directory / "in-memory").write_text(name)
         assert jaxmpi.latest(directory) == 5
     link = memory.MEMORY / f"{prefix}{secrets.token_hex(8)}"
@@ -146,7 +169,10 @@ def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
     (directory / "in-memory").write_text(link.name)
     try:
         assert jaxmpi.latest(directory) == 5
-        with pytest.raises(jaxmpi.CheckpointError, match=r"there can be no folder in /dev/shm .*Save without in_memory=True"):
+        with pytest.raises(
+            jaxmpi.CheckpointError,
+            match=r"there can be no folder in /dev/shm .*Save without in_memory=True",
+        ):
             saved(directory, 6, in_memory=True)
     finally:
         link.unlink()
@@ -156,7 +182,10 @@ def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
 
 def test_without_shared_memory_the_error_says_so(directory, monkeypatch):
     monkeypatch.setattr(memory, "MEMORY", Path("/nowhere"))
-    with pytest.raises(jaxmpi.CheckpointError, match=r"there can be no folder in /nowhere for .*Save without in_memory=True"):
+    with pytest.raises(
+        jaxmpi.CheckpointError,
+        match=r"there can be no folder in /nowhere for .*Save without in_memory=True",
+    ):
         saved(directory, 1, in_memory=True)
     saved(directory, 1)
     assert jaxmpi.latest(directory) == 1
@@ -227,8 +256,19 @@ def test_a_job_that_is_killed_goes_on_from_memory_and_leaves_nothing(ranks, tmp_
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def job(name, ending, *options):
-        words = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *options, str(tmp_path / "script.py")]
-        done = subprocess.run([*words, str(tmp_path / name), ending], capture_output=True, text=True, timeout=200)
+        words = [
+            sys.executable,
+            "-m",
+            "jaxmpi",
+            "run",
+            "-n",
+            str(ranks),
+            *options,
+            str(tmp_path / "script.py"),
+        ]
+        done = subprocess.run(
+            [*words, str(tmp_path / name), ending], capture_output=True, text=True, timeout=200
+        )
         return done.returncode, done.stdout + done.stderr
 
     code, output = job("killed", "kill", "--restarts", "1")
@@ -237,7 +277,9 @@ def test_a_job_that_is_killed_goes_on_from_memory_and_leaves_nothing(ranks, tmp_
     code, whole = job("whole", "end")
     assert code == 0 and memory.existing(tmp_path / "whole") is None, whole
     assert not [*memory.MEMORY.glob(f"{memory._prefix(tmp_path / 'killed')}*")]
-    assert len({*re.findall("weights (.*)", output), *re.findall("weights (.*)", whole)}) == 1, output + whole
+    assert len({*re.findall("weights (.*)", output), *re.findall("weights (.*)", whole)}) == 1, (
+        output + whole
+    )
     # one that ends with an error leaves what the next one needs
     code, output = job("stopped", "stop")
     assert code == 3 and steps_in(memory.existing(tmp_path / "stopped")) == [25], output

@@ -28,7 +28,14 @@ def marked(rank, scale=1):
         "params": jnp.arange(4.0) * scale,
         "key": PerRankState(jax.random.fold_in(jax.random.key(scale), rank)),
         "stats": PerRankState(nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.BatchStat)),
-        "env": PerRankState({"board": jnp.full((2, 3), x, jnp.int8), "score": x / 3, "moves": x + 10**20, "name": "z" * x}),
+        "env": PerRankState(
+            {
+                "board": jnp.full((2, 3), x, jnp.int8),
+                "score": x / 3,
+                "moves": x + 10**20,
+                "name": "z" * x,
+            }
+        ),
         "host": PerRankState([np.arange(3) * x, np.float64(x), x % 2 == 0]),
         "step": 7 * scale,
     }
@@ -97,15 +104,21 @@ def test_an_unmarked_leaf_that_differs_is_an_error_on_all_ranks():
     jaxmpi.barrier()
     assert [path.name for path in directory.iterdir()] == ["step-000000000001"]
     with pytest.raises(
-        jaxmpi.RankMismatchError, match=r"leaf \['a'\] .* rank [12] has other values \(1, and 0 elsewhere\), and 1 m"
+        jaxmpi.RankMismatchError,
+        match=r"leaf \['a'\] .* rank [12] has other values \(1, and 0 elsewhere\), and 1 m",
     ):
-        jaxmpi.save(directory, 1, {"a": int(jaxmpi.rank() == last), "b": jnp.arange(2) * jaxmpi.rank()})
+        jaxmpi.save(
+            directory, 1, {"a": int(jaxmpi.rank() == last), "b": jnp.arange(2) * jaxmpi.rank()}
+        )
 
 
 def test_simulated_ranks_that_differ_are_the_same_error(tmp_path):
     with jaxmpi.simulate(3):
         differs, same = jaxmpi.PerRank(jnp.arange(3.0)), jaxmpi.PerRank(jnp.ones(3))
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['x'\] is not equal on all ranks: ranks 1, 2 have other"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=r"leaf \['x'\] is not equal on all ranks: ranks 1, 2 have other",
+        ):
             jaxmpi.save(tmp_path, 1, {"x": differs})
         jaxmpi.save(tmp_path, 1, {"x": same, "own": PerRankState(differs)})
         got = jaxmpi.restore(tmp_path, {"x": jnp.zeros(()), "own": PerRankState(jnp.zeros(()))})
@@ -124,11 +137,20 @@ def test_simulated_keys_and_numbers_of_each_rank(tmp_path):
             "n": PerRankState(4),
         }
         jaxmpi.save(tmp_path, 1, run)
-        for like in (run, {"key": PerRankState(jax.random.key(0)), "host": PerRankState(np.int16(0)), "n": PerRankState(0)}):
+        for like in (
+            run,
+            {
+                "key": PerRankState(jax.random.key(0)),
+                "host": PerRankState(np.int16(0)),
+                "n": PerRankState(0),
+            },
+        ):
             got = jaxmpi.restore(tmp_path, like)
             assert got["n"].per_rank == 4
             np.testing.assert_array_equal(got["host"].per_rank, [0, 1])
-            np.testing.assert_array_equal(jax.random.key_data(got["key"].per_rank.stack), jax.random.key_data(keys.stack))
+            np.testing.assert_array_equal(
+                jax.random.key_data(got["key"].per_rank.stack), jax.random.key_data(keys.stack)
+            )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -136,18 +158,27 @@ def test_on_another_number_of_ranks(tmp_path, ranks):
     """What differs needs as many ranks, or is left out; what is equal, or sharded, does not."""
     tx = jaxmpi.sharded(optax.trace(0.9))
     with jaxmpi.simulate(3):
-        state = jaxmpi.jit(tx.update)({"w": jnp.arange(5.0)}, tx.init({"w": jnp.ones(5)}), {"w": jnp.ones(5)})[1]
+        state = jaxmpi.jit(tx.update)(
+            {"w": jnp.arange(5.0)}, tx.init({"w": jnp.ones(5)}), {"w": jnp.ones(5)}
+        )[1]
         env = {"board": jaxmpi.PerRank(np.arange(6.0).reshape(3, 2)), "level": 5}
-        jaxmpi.save(tmp_path, 1, {"state": state, "env": PerRankState(env), "same": PerRankState(jnp.ones(2))})
+        jaxmpi.save(
+            tmp_path,
+            1,
+            {"state": state, "env": PerRankState(env), "same": PerRankState(jnp.ones(2))},
+        )
     with jaxmpi.simulate(ranks):
         like = {"state": tx.init({"w": jnp.ones(5)}), "same": PerRankState(jnp.zeros(2))}
         mine = PerRankState({"board": np.zeros(2), "level": 0})
         if ranks == 3:
             got = jaxmpi.restore(tmp_path, like | {"env": mine})
-            np.testing.assert_array_equal(got["env"].per_rank["board"], np.arange(6.0).reshape(3, 2))
+            np.testing.assert_array_equal(
+                got["env"].per_rank["board"], np.arange(6.0).reshape(3, 2)
+            )
         else:
             with pytest.raises(
-                jaxmpi.CheckpointError, match=r"leaf \['env'\]\['board'\] is each rank's own and was saved by 3"
+                jaxmpi.CheckpointError,
+                match=r"leaf \['env'\]\['board'\] is each rank's own and was saved by 3",
             ):
                 jaxmpi.restore(tmp_path, like | {"env": mine})
             got = jaxmpi.restore(tmp_path, like | {"env": PerRankState(None)})
@@ -155,19 +186,28 @@ def test_on_another_number_of_ranks(tmp_path, ranks):
         assert jax.tree.leaves(got["same"])[0].tolist() == [1, 1]
         trace = jaxmpi.unshard(got["state"]).inner.trace["w"]
         np.testing.assert_array_equal(
-            np.asarray(trace.stack[0] if isinstance(trace, jaxmpi.PerRank) else trace), np.arange(5.0)
+            np.asarray(trace.stack[0] if isinstance(trace, jaxmpi.PerRank) else trace),
+            np.arange(5.0),
         )
         for out in ({"env": ()}, {}):  # which is no way to leave something out
-            with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['env'\]\['board'\] .* is in it, and not in `like`"):
+            with pytest.raises(
+                jaxmpi.CheckpointError,
+                match=r"leaf \['env'\]\['board'\] .* is in it, and not in `like`",
+            ):
                 jaxmpi.restore(tmp_path, like | out)
         if ranks != 1:
-            with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['env'\]\['board'\] .* in a PerRankState"):  # unmarked
+            # unmarked
+            with pytest.raises(
+                jaxmpi.CheckpointError, match=r"leaf \['env'\]\['board'\] .* in a PerRankState"
+            ):
                 jaxmpi.restore(tmp_path, like | {"env": mine.per_rank})
 
 
 def test_only_what_is_marked_can_be_left_out(tmp_path):
     jaxmpi.save(tmp_path, 1, {"a": jnp.ones(2), "ab": PerRankState(1)})
-    with pytest.raises(jaxmpi.CheckpointError, match=r"leaf \['a'\] .* is in it, and not in `like`"):
+    with pytest.raises(
+        jaxmpi.CheckpointError, match=r"leaf \['a'\] .* is in it, and not in `like`"
+    ):
         jaxmpi.restore(tmp_path, {"a": PerRankState(None), "ab": PerRankState(0)})
 
 
@@ -190,11 +230,17 @@ def test_a_step_and_its_checks_let_what_is_marked_differ():
         patch.setenv("JAXMPI_CHECK", "1")
         checked = jaxmpi.jit(step, replicated_argnums=0, replicated_outnums=0)
         got = checked(checked(run))
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"argument 0\['mean'\]: .* is not equal on all ranks: rank"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=r"argument 0\['mean'\]: .* is not equal on all ranks: rank",
+        ):
             checked(run | {"mean": jnp.full(2, float(r))})
     np.testing.assert_array_equal(got["own"].per_rank, np.full(2, r + 2.0))
     np.testing.assert_array_equal(got["mean"], np.full(2, (n - 1) / 2 + 1))
-    with pytest.raises(ValueError, match=r"output \['mean'\]\.per_rank of <lambda> is declared replicated but may differ"):
+    with pytest.raises(
+        ValueError,
+        match=r"output \['mean'\]\.per_rank of <lambda> is declared replicated but may differ",
+    ):
         jaxmpi.jit(lambda x: {"mean": OfOthers(x)}, replicated_outnums=0)(jnp.ones(2))
     with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \.per_rank is not equal"):
         jaxmpi.save("nowhere", 1, OfOthers(r))
@@ -210,5 +256,8 @@ def test_watch_replicas_does_not_compare_what_is_marked():
     jaxmpi.check_replicas(state, params)
     drifted = params | {"c": jnp.full(3, float(r == last))}
     _, state = update(drifted, state, drifted)
-    with pytest.raises(jaxmpi.RankMismatchError, match=rf"leaf \['c'\] of the parameters on rank {1 if last == 1 else 2}"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=rf"leaf \['c'\] of the parameters on rank {1 if last == 1 else 2}",
+    ):
         jaxmpi.check_replicas(state, params)

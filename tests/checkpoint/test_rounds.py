@@ -19,7 +19,15 @@ from jaxmpi._checkpoint import array_files, saving
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
-ROUNDS = ("allgather_object", "broadcast_object", "broadcast_buffer", "extremes", "barrier", "gather_details", "start_vote")
+ROUNDS = (
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_buffer",
+    "extremes",
+    "barrier",
+    "gather_details",
+    "start_vote",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +57,17 @@ def noted(call, name, names):
 def of_rank(step):
     """Of all layouts: replicated, sharded, per rank; arrays and Python numbers."""
     w = jnp.arange(5.0) + step
-    own = {"key": np.full(2, jaxmpi.rank() + step), "score": jaxmpi.rank() / 3, "name": "x" * (jaxmpi.rank() + 1)}
-    return {"w": w, "step": step, "state": jaxmpi.sharded(optax.adam(0.1)).init({"w": w}), "own": jaxmpi.PerRankState(own)}
+    own = {
+        "key": np.full(2, jaxmpi.rank() + step),
+        "score": jaxmpi.rank() / 3,
+        "name": "x" * (jaxmpi.rank() + 1),
+    }
+    return {
+        "w": w,
+        "step": step,
+        "state": jaxmpi.sharded(optax.adam(0.1)).init({"w": w}),
+        "own": jaxmpi.PerRankState(own),
+    }
 
 
 def count_rounds():
@@ -63,7 +80,8 @@ def count_rounds():
     with counted() as names:
         jaxmpi.save(directory, 2, trees[2])
     assert names[:3] == [*two, "allgather_object"]  # whether all ranks see the folder
-    written = [] if session.monitor() is not None else ["allgather_object"]  # where MPI allows no threads
+    # where MPI allows no threads
+    written = [] if session.monitor() is not None else ["allgather_object"]
     with counted() as names:
         jaxmpi.save(directory, 3, trees[3])
     assert names == [*two, *written]
@@ -93,12 +111,20 @@ def test_save_takes_two_rounds_on_xla():
 def test_save_names_the_rank_that_does_not_see_the_folder(in_memory):
     """As far as one host can show it: the last rank looks elsewhere."""
     directory, last = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.size() - 1
-    advice = "save without in_memory=True" if in_memory else "gather the state with jaxmpi.unshard first"
+    advice = (
+        "save without in_memory=True" if in_memory else "gather the state with jaxmpi.unshard first"
+    )
     exists = Path.exists
     with pytest.MonkeyPatch.context() as patch:
         if jaxmpi.rank() == last:
-            patch.setattr(Path, "exists", lambda path: not path.name.startswith("unfinished-") and exists(path))
-        with pytest.raises(jaxmpi.CheckpointError, match=f"save: rank {last} on .* does not see .*{advice}"):
+            patch.setattr(
+                Path,
+                "exists",
+                lambda path: not path.name.startswith("unfinished-") and exists(path),
+            )
+        with pytest.raises(
+            jaxmpi.CheckpointError, match=f"save: rank {last} on .* does not see .*{advice}"
+        ):
             jaxmpi.save(directory, 1, of_rank(1), in_memory=in_memory)
     assert jaxmpi.latest(directory) is None
     jaxmpi.save(directory, 2, of_rank(2), in_memory=in_memory)
@@ -108,7 +134,10 @@ def test_save_names_the_rank_that_does_not_see_the_folder(in_memory):
 
 @run_ranks(1, 2, 3)
 def test_save_raises_the_error_of_a_copy_on_all_ranks_and_keeps_that_of_the_save_before():
-    directory, last = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.rank() == jaxmpi.size() - 1
+    directory, last = (
+        jaxmpi.broadcast_object(tempfile.mkdtemp()),
+        jaxmpi.rank() == jaxmpi.size() - 1,
+    )
     tree = of_rank(1)
 
     def refuse(*args, **kwargs):
@@ -143,7 +172,10 @@ def test_save_beside_another_call_is_a_mismatch_with_both():
             with pytest.raises(jaxmpi.RankMismatchError) as caught:
                 call() if rank == odd else jaxmpi.save(directory, 1, {"x": rank})
             text = str(caught.value)
-            assert re.search(r"called save at .*test_rounds\.py:\d+", text) and f"called {name}" in text, text
+            assert (
+                re.search(r"called save at .*test_rounds\.py:\d+", text)
+                and f"called {name}" in text
+            ), text
     assert jaxmpi.latest(directory) is None
     assert not os.listdir(directory)
 

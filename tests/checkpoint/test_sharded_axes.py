@@ -27,7 +27,9 @@ SHAPES = {"w": (5, 3), "b": (7,), "one": (1,), "s": (), "none": (0, 2)}
 
 def parameters(seed=0):
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
 
 
 def run_of(axis, differ, shapes=SHAPES):
@@ -41,7 +43,9 @@ def run_of(axis, differ, shapes=SHAPES):
     structure = jax.tree.structure(jaxmpi.unshard(tx.init(params)), is_leaf=is_stack)
     zero = jaxmpi.reshard(structure.unflatten(jax.tree.leaves((inner, masters))))
     layers = {"w": jnp.arange(20.0).reshape(4, 5), "s": jnp.arange(4.0)} if len(shapes) > 1 else {}
-    fsdp = jaxmpi.fully_shard({"flat": params, "layers": layers}, axis=axis, stacked={"flat": False, "layers": True})
+    fsdp = jaxmpi.fully_shard(
+        {"flat": params, "layers": layers}, axis=axis, stacked={"flat": False, "layers": True}
+    )
     tree = jaxmpi.local({"zero": zero, "fsdp": fsdp, "local": jaxmpi.PerRankState(zero)})
     return jax.tree.map(of_island, tree, is_leaf=is_stack) if differ else tree
 
@@ -54,7 +58,9 @@ def of_island(x):
     """Other numbers in the second island of GRID."""
     if jaxmpi.init().backend != "simulate":
         return x * (1 + jaxmpi.rank() // 2)
-    return jaxmpi.PerRank(jnp.stack([(x[r] if is_stack(x) else x) * (1 + r // 2) for r in range(4)]))
+    return jaxmpi.PerRank(
+        jnp.stack([(x[r] if is_stack(x) else x) * (1 + r // 2) for r in range(4)])
+    )
 
 
 def simulated(axes):
@@ -96,7 +102,11 @@ def test_equal_groups_are_restored_on_other_axes(tmp_path, axes, axis):
         want_grid = rows(run_of("member", False), 4)
     with simulated(axes) as world:
         want = run_of(axis, False)
-        like = jax.tree.map(lambda x: x * 0 if not is_stack(x) else jaxmpi.PerRank(x.stack * 0), want, is_leaf=is_stack)
+        like = jax.tree.map(
+            lambda x: x * 0 if not is_stack(x) else jaxmpi.PerRank(x.stack * 0),
+            want,
+            is_leaf=is_stack,
+        )
         assert rows(jaxmpi.restore(tmp_path / "grid", like), world.size) == rows(want, world.size)
         jaxmpi.save(tmp_path / "other", 1, want)
         jaxmpi.latest(tmp_path)
@@ -133,7 +143,9 @@ def check_on_ranks(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_on_ranks(tmp_path, backend):
-    pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_on_ranks", {"directory": str(tmp_path)}, 120.0))
+    pool(4, backend, IDLE_SECONDS, GRID).run(
+        Task(__file__, "check_on_ranks", {"directory": str(tmp_path)}, 120.0)
+    )
 
 
 def test_states_of_axes_that_the_ranks_do_not_have(tmp_path):

@@ -48,10 +48,31 @@ def test_where_all_is_well():
     said = lines(output)
     assert code == 0 and "jaxmpi works here." in output, output
     assert list(said) == [
-        *("Python", "system", "jaxmpi", "jax", "dtypes", "cores", "shared memory", "compiled programs", "devices"),
-        *("mpi4py", "launcher", "mpi4jax", "CUDA in MPI", "transport", "a job", "latency", "bandwidth"),
+        *(
+            "Python",
+            "system",
+            "jaxmpi",
+            "jax",
+            "dtypes",
+            "cores",
+            "shared memory",
+            "compiled programs",
+            "devices",
+        ),
+        *(
+            "mpi4py",
+            "launcher",
+            "mpi4jax",
+            "CUDA in MPI",
+            "transport",
+            "a job",
+            "latency",
+            "bandwidth",
+        ),
     ]
-    assert {said[topic][0] for topic in ("mpi4py", "launcher", "mpi4jax", "a job", "devices")} == {"ok"}
+    assert {said[topic][0] for topic in ("mpi4py", "launcher", "mpi4jax", "a job", "devices")} == {
+        "ok"
+    }
     assert re.search(r"[\d.]+ times a memcpy", said["bandwidth"][1])
 
 
@@ -59,10 +80,17 @@ def test_where_all_is_well():
 def test_a_report_says_what_is_installed(monkeypatch, tmp_path):
     _, output = doctor("--report", "-n", "1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     said = lines(output)
-    assert output.startswith("<details><summary>jaxmpi doctor</summary><pre>\n") and output.endswith("</pre></details>\n")
-    assert re.search(r"(editable|built here from source|a binary wheel) \(cp3\w+-", said["jaxmpi"][1])
+    assert output.startswith(
+        "<details><summary>jaxmpi doctor</summary><pre>\n"
+    ) and output.endswith("</pre></details>\n")
+    assert re.search(
+        r"(editable|built here from source|a binary wheel) \(cp3\w+-", said["jaxmpi"][1]
+    )
     assert re.search(r"the extension by \S.* XLA FFI 0\.\d", said["jaxmpi"][1])
-    assert said["dtypes"] == ("ok", "14 dtypes, float64 among them") and str(tmp_path / "cache") in said["compiled programs"][1]
+    assert (
+        said["dtypes"] == ("ok", "14 dtypes, float64 among them")
+        and str(tmp_path / "cache") in said["compiled programs"][1]
+    )
     assert re.match(r"(yes|no); ", said["CUDA in MPI"][1])
 
 
@@ -70,7 +98,10 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/proc/nowhere/cache")
     assert checks.compiled().verdict == ("ok" if os.access("/proc", os.W_OK) else "slow")
     monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
-    assert checks.compiled().verdict == "slow" and "JAX_COMPILATION_CACHE_DIR" in checks.compiled().advice
+    assert (
+        checks.compiled().verdict == "slow"
+        and "JAX_COMPILATION_CACHE_DIR" in checks.compiled().advice
+    )
 
 
 @pytest.mark.exhaustive
@@ -81,21 +112,31 @@ def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
         (tmp_path / name / "__init__.py").write_text("raise ImportError('the sources')")
     command = [os.path.join(os.path.dirname(sys.executable), "jaxmpi"), "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-    assert done.returncode == 0 and "jaxmpi works here." in done.stdout and "the sources" not in done.stdout, done.stdout
+    assert (
+        done.returncode == 0
+        and "jaxmpi works here." in done.stdout
+        and "the sources" not in done.stdout
+    ), done.stdout
 
 
 @pytest.mark.slow
 def test_without_mpi4py(tmp_path):
-    code, output = doctor(PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")"))
+    code, output = doctor(
+        PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")")
+    )
     assert code == 1 and "Something is broken" in output
     verdict, text = lines(output)["mpi4py"]
-    assert verdict == "broken" and "mpi4py is not installed" in text and "pip install mpi4py" in text
+    assert (
+        verdict == "broken" and "mpi4py is not installed" in text and "pip install mpi4py" in text
+    )
     assert "a job" not in lines(output)
 
 
 @pytest.mark.exhaustive
 def test_with_the_launcher_of_another_mpi(tmp_path):
-    code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, "echo 'HYDRA build details, Version: 4.2'"))
+    code, output = doctor(
+        JAXMPI_MPIEXEC=fake_launcher(tmp_path, "echo 'HYDRA build details, Version: 4.2'")
+    )
     verdict, text = lines(output)["launcher"]
     if "Open MPI" in lines(output)["mpi4py"][1]:
         assert (
@@ -110,7 +151,12 @@ def test_with_the_launcher_of_another_mpi(tmp_path):
 def test_without_a_launcher():
     code, output = doctor(JAXMPI_MPIEXEC="/nowhere/mpirun")
     verdict, text = lines(output)["launcher"]
-    assert code == 1 and verdict == "broken" and "/nowhere/mpirun is not a program" in text and "-> Give --mpiexec" in text
+    assert (
+        code == 1
+        and verdict == "broken"
+        and "/nowhere/mpirun is not a program" in text
+        and "-> Give --mpiexec" in text
+    )
 
 
 OLD = """
@@ -121,10 +167,14 @@ sys.modules["jaxmpi._native"] = types.SimpleNamespace(interface=0, __file__="/ol
 
 @pytest.mark.exhaustive
 def test_with_the_extension_of_another_version(tmp_path):
-    code, output = doctor("-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", OLD), JAXMPI_TRANSPORT="auto")
+    code, output = doctor(
+        "-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", OLD), JAXMPI_TRANSPORT="auto"
+    )
     verdict, text = lines(output)["transport"]
     assert code == 1 and verdict == "broken", output
-    assert "/old/_native.so has interface 0" in text and "-> Install jaxmpi again: pip install" in text
+    assert (
+        "/old/_native.so has interface 0" in text and "-> Install jaxmpi again: pip install" in text
+    )
 
 
 @pytest.mark.exhaustive
@@ -142,7 +192,11 @@ def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, error, code, ve
     ended, output = doctor(PYTHONPATH=path, JAXMPI_TRANSPORT=transport)
     said, text = lines(output)["mpi4jax"]
     assert (ended, said) == (code, verdict), output
-    assert ("The native transport does without it" in text) == ("a job" in lines(output)) == (code == 0)
+    assert (
+        ("The native transport does without it" in text)
+        == ("a job" in lines(output))
+        == (code == 0)
+    )
     if verdict != "ok":
         assert error in text and "-> Build mpi4jax" in text and "pip install --no-build" in text
 
@@ -175,15 +229,28 @@ def test_without_the_extension_and_without_mpi4jax(tmp_path):
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE + "sys.modules['mpi4jax'] = None\n")
     code, output = doctor("-n", "2", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     said = lines(output)
-    assert code == 1 and said["transport"][0] == said["mpi4jax"][0] == "broken" and "a job" not in said, output
-    assert "neither the native one nor mpi4jax can be used. the extension is not built" in said["transport"][1]
-    assert "-> Build it with a C++ compiler" in said["transport"][1] and "pip install -v --no-deps" in said["transport"][1]
-    assert "-> Best build the native transport, which does without it: see below." in said["mpi4jax"][1]
+    assert (
+        code == 1 and said["transport"][0] == said["mpi4jax"][0] == "broken" and "a job" not in said
+    ), output
+    assert (
+        "neither the native one nor mpi4jax can be used. the extension is not built"
+        in said["transport"][1]
+    )
+    assert (
+        "-> Build it with a C++ compiler" in said["transport"][1]
+        and "pip install -v --no-deps" in said["transport"][1]
+    )
+    assert (
+        "-> Best build the native transport, which does without it: see below."
+        in said["mpi4jax"][1]
+    )
 
 
 @pytest.mark.exhaustive
 def test_with_ranks_that_do_not_start(tmp_path):
-    text = "case $1 in --version) echo 'mpirun (Open MPI) 5.0';; *) echo 'no slots' >&2; exit 7;; esac"
+    text = (
+        "case $1 in --version) echo 'mpirun (Open MPI) 5.0';; *) echo 'no slots' >&2; exit 7;; esac"
+    )
     code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, text))
     if "Open MPI" in lines(output)["mpi4py"][1]:
         verdict, text = lines(output)["a job"]
@@ -193,13 +260,21 @@ def test_with_ranks_that_do_not_start(tmp_path):
 def test_with_one_gpu_for_four_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(_devices, "visible", lambda devices=None, dev=None: ["0"])
     finding = checks.devices(4, tmp_path)
-    assert finding.verdict == "slow" and "1 for 4 ranks" in finding.text and "Start 1 ranks" in finding.advice
+    assert (
+        finding.verdict == "slow"
+        and "1 for 4 ranks" in finding.text
+        and "Start 1 ranks" in finding.advice
+    )
 
 
 def test_with_gpus_that_jax_does_not_use(tmp_path):
     (tmp_path / "nvidia0").touch()
     finding = checks.devices(1, tmp_path)
-    assert finding.verdict == "slow" and "1 NVIDIA devices" in finding.text and "jax[cuda" in finding.advice
+    assert (
+        finding.verdict == "slow"
+        and "1 NVIDIA devices" in finding.text
+        and "jax[cuda" in finding.advice
+    )
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"])
@@ -209,11 +284,14 @@ def test_with_gpus_that_are_hidden(monkeypatch, tmp_path, name):
     monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}[name])
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
     finding = checks.devices(1, tmp_path)
-    assert finding.verdict == "ok" and f"1 NVIDIA devices, hidden by {name}=" in finding.text, finding
+    assert finding.verdict == "ok" and f"1 NVIDIA devices, hidden by {name}=" in finding.text, (
+        finding
+    )
 
 
 @pytest.mark.parametrize(
-    ("quota", "ranks", "words"), [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")]
+    ("quota", "ranks", "words"),
+    [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")],
 )
 def test_of_the_cores(monkeypatch, quota, ranks, words):
     monkeypatch.setattr(checks.processor, "quota", lambda: quota)

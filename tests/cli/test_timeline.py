@@ -63,12 +63,18 @@ def test_malformed(tmp_path, capsys, what):
     (tmp_path / "rank-0.json").write_bytes(content)
     assert timeline.run([str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert not said.out and said.err.startswith(f"jaxmpi timeline: {tmp_path}/rank-0.json is no flight record of jaxmpi: ")
-    assert said.err.count("\n") == 1 and len(said.err) < 400 and not list(tmp_path.glob("timeline*"))
+    assert not said.out and said.err.startswith(
+        f"jaxmpi timeline: {tmp_path}/rank-0.json is no flight record of jaxmpi: "
+    )
+    assert (
+        said.err.count("\n") == 1 and len(said.err) < 400 and not list(tmp_path.glob("timeline*"))
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "folder", "device"]
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "folder", "device"],
 )
 def test_no_file(tmp_path, capsys, make):
     make(tmp_path / "rank-0.json")
@@ -77,7 +83,9 @@ def test_no_file(tmp_path, capsys, make):
 
 
 def write(folder, **changes):
-    (folder / f"rank-{changes.get('name', changes.get('rank', 0))}.json").write_text(json.dumps({**RECORD, **changes}))
+    (folder / f"rank-{changes.get('name', changes.get('rank', 0))}.json").write_text(
+        json.dumps({**RECORD, **changes})
+    )
 
 
 def test_two_files_of_one_rank(tmp_path, capsys):
@@ -118,7 +126,9 @@ def test_times_that_run_backwards_are_spans_of_nothing(tmp_path):
     write(tmp_path, events=[[0, "x", 1, 3.0, 2.0, 1.0]])
     assert timeline.run([str(tmp_path)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert [event["dur"] for event in events if event["ph"] == "X" and event["cat"] != "program"] == [0, 0]
+    assert [
+        event["dur"] for event in events if event["ph"] == "X" and event["cat"] != "program"
+    ] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -147,14 +157,23 @@ def test_the_output_follows_no_link(tmp_path):
     for name in ("timeline.json", "timeline.svg"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     assert timeline.run([str(tmp_path)]) == 0
-    assert (tmp_path / "precious").read_text() == "precious" and "svg" in (tmp_path / "timeline.svg").read_text()
+    assert (tmp_path / "precious").read_text() == "precious" and "svg" in (
+        tmp_path / "timeline.svg"
+    ).read_text()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
     write(tmp_path)
-    monkeypatch.setattr(os, "rename", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(
+        os,
+        "rename",
+        lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
+    )
     assert timeline.run([str(tmp_path)]) == 2
-    assert f"{tmp_path} cannot be written to: Permission denied. Copy the records" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} cannot be written to: Permission denied. Copy the records"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_good_record(tmp_path):

@@ -30,10 +30,33 @@ MS = 1_000_000
 def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
     """That of one of two ranks, of messages one every `step_ms`; `waits` are the milliseconds until the other had come."""
     ends = [(i + 1) * step_ms * MS for i in range(len(waits))]
-    events = [(i, 7, 100, end - wait * MS - MS, end - MS, end) for i, (end, wait) in enumerate(zip(ends, waits, strict=True))]
-    now = {"now_ns": ends[-1], "written_ns": ends[-1], "since_ns": ends[-1], "events": events, "entered": len(events)}
-    place = {"job": "1@node", "rank": rank, "size": 2, "host": "node", "hosts": ["node"], "pid": 10 + rank}
-    rest = {"inside": False, "doing": "", "busy": False, "state": "runs", "samples_per_second": None, "waits": None}
+    events = [
+        (i, 7, 100, end - wait * MS - MS, end - MS, end)
+        for i, (end, wait) in enumerate(zip(ends, waits, strict=True))
+    ]
+    now = {
+        "now_ns": ends[-1],
+        "written_ns": ends[-1],
+        "since_ns": ends[-1],
+        "events": events,
+        "entered": len(events),
+    }
+    place = {
+        "job": "1@node",
+        "rank": rank,
+        "size": 2,
+        "host": "node",
+        "hosts": ["node"],
+        "pid": 10 + rank,
+    }
+    rest = {
+        "inside": False,
+        "doing": "",
+        "busy": False,
+        "state": "runs",
+        "samples_per_second": None,
+        "waits": None,
+    }
     return {**place, **now, **rest, "memory_bytes": 1, "gpu_bytes": None, **changed}
 
 
@@ -41,7 +64,9 @@ def test_rates_follow_from_the_events():
     first, second = rank_rates.rows([look(1, (0,) * 20), look(0)])
     assert (first.rank, second.rank) == (0, 1)
     assert first.steps_per_second == pytest.approx(100)
-    assert first.communication == pytest.approx(20 * 6 / 196) and second.communication == pytest.approx(20 / 191)
+    assert first.communication == pytest.approx(
+        20 * 6 / 196
+    ) and second.communication == pytest.approx(20 / 191)
     assert (first.last, second.last) == (0, 1)
     assert (first.verdict, second.verdict) == ("", "slow")
 
@@ -62,12 +87,17 @@ def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
 )
 def test_a_rank_that_others_wait_for(changed, verdict):
     waiting = look(0, inside=True, entered=21, since_ns=200 * MS - 4_000 * MS)
-    assert [row.verdict for row in rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])] == ["", verdict]
+    assert [row.verdict for row in rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])] == [
+        "",
+        verdict,
+    ]
 
 
 def test_without_events_there_are_dashes():
     rows = rank_rates.rows([look(0, events=[]), look(1, events=[])])
-    assert {(row.steps_per_second, row.communication, row.last) for row in rows} == {(None, None, None)}
+    assert {(row.steps_per_second, row.communication, row.last) for row in rows} == {
+        (None, None, None)
+    }
     assert "jaxmpi_last{" not in top_view.as_prometheus(rows)
 
 
@@ -90,7 +120,9 @@ def test_a_record_is_read_by_another_process():
 def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
     """As through ssh: it gets the host and a command, and runs it."""
     agent = tmp_path / "agent"
-    agent.write_text('#!/bin/sh\n[ "$1" = node2 ] && shift && exec sh -c "$*"\necho cannot reach "$1" >&2\n')
+    agent.write_text(
+        '#!/bin/sh\n[ "$1" = node2 ] && shift && exec sh -c "$*"\necho cannot reach "$1" >&2\n'
+    )
     agent.chmod(0o755)
     writer = live_record.Writer()
     of_reader = ("events", "now_ns", "state", "memory_bytes", "gpu_bytes")
@@ -101,9 +133,9 @@ def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
         deadline = time.monotonic() + 60
         while not (near.look() and far.error) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [(a["pid"], a["host"], a["state"]) for a in near.look() if a["pid"] == os.getpid()] == [
-            (os.getpid(), "node2", "runs")
-        ]
+        assert [
+            (a["pid"], a["host"], a["state"]) for a in near.look() if a["pid"] == os.getpid()
+        ] == [(os.getpid(), "node2", "runs")]
         assert not near.error and far.error == "cannot reach node3"
     finally:
         near.close()
@@ -113,7 +145,9 @@ def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
 
 def top(*arguments):
     command = [sys.executable, "-m", "jaxmpi", "top", *arguments]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
 
 
 def until(script, right, seconds):
@@ -133,7 +167,8 @@ def test_a_slow_and_a_stopped_rank_are_named(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             slow = lambda ranks: (
-                [r["verdict"] for r in ranks] == ["", "slow", "", ""] and all(r["samples_per_second"] for r in ranks)
+                [r["verdict"] for r in ranks] == ["", "slow", "", ""]
+                and all(r["samples_per_second"] for r in ranks)
             )
             ranks = until(script.name, slow, 120)
             assert slow(ranks) and all((r["last"] > 0.5) == (r["rank"] == 1) for r in ranks), ranks

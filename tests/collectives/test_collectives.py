@@ -18,7 +18,18 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 RANKS = (1, 2, 3, 4)
-INTEGERS = ["int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+INTEGERS = [
+    "int4",
+    "uint4",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+]
 FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 COMBINE = {"mean": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
@@ -55,7 +66,8 @@ def expected(inputs, op):
         out = out // len(inputs) if jnp.issubdtype(dtype, jnp.integer) else out / len(inputs)
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jnp.iinfo(dtype).bits
-        out = np.asarray(out).astype(np.int64) & ((1 << bits) - 1) if bits < 64 else out  # wrap as the dtype does
+        # wrap as the dtype does
+        out = np.asarray(out).astype(np.int64) & ((1 << bits) - 1) if bits < 64 else out
         if bits < 64 and jnp.iinfo(dtype).min < 0:
             out = np.where(out >= 1 << (bits - 1), out - (1 << bits), out)
     return np.asarray(out).astype(dtype)
@@ -63,7 +75,12 @@ def expected(inputs, op):
 
 def check(got, want):
     got = np.asarray(got)
-    assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, got.shape, want.dtype, want.shape)
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        got.dtype,
+        got.shape,
+        want.dtype,
+        want.shape,
+    )
     np.testing.assert_allclose(got.astype(np.complex128), want.astype(np.complex128), rtol=1e-6)
 
 
@@ -75,7 +92,11 @@ def test_allreduce_every_dtype(op, jit):
     dtypes = INTEGERS + FLOATS
     dtypes = [*dtypes, "bool"] if op in ("max", "min") else dtypes + COMPLEX
     with jax.enable_x64(True):
-        inputs = {f"{dtype}{shape}": stack(dtype, shape, n) for dtype in dtypes for shape in [(), (3,), (2, 0), (2, 3)]}
+        inputs = {
+            f"{dtype}{shape}": stack(dtype, shape, n)
+            for dtype in dtypes
+            for shape in [(), (3,), (2, 0), (2, 3)]
+        }
         mine = {name: jnp.asarray(x[r]) for name, x in inputs.items()}
         allreduce = lambda tree: jaxmpi.tree_allreduce(tree, op)
         got = (jax.jit(allreduce) if jit else allreduce)(mine)
@@ -91,11 +112,16 @@ def test_moves_every_dtype(jit):
     root = n - 1
     with jax.enable_x64(True):
         for shape in [(), (3,), (2, 0), (2, 3)]:
-            inputs = {dtype: stack(dtype, shape, n) for dtype in [*INTEGERS, *FLOATS, *COMPLEX, "bool"]}
+            inputs = {
+                dtype: stack(dtype, shape, n) for dtype in [*INTEGERS, *FLOATS, *COMPLEX, "bool"]
+            }
             mine = {dtype: jnp.asarray(x[r]) for dtype, x in inputs.items()}
             bcast = maybe_jit(lambda t: jaxmpi.tree_bcast(t, root))(mine)
             gathered = maybe_jit(jaxmpi.tree_allgather)(mine)
-            rows = {dtype: jnp.asarray(np.stack([x[(r + q) % n] for q in range(n)])) for dtype, x in inputs.items()}
+            rows = {
+                dtype: jnp.asarray(np.stack([x[(r + q) % n] for q in range(n)]))
+                for dtype, x in inputs.items()
+            }
             swapped = maybe_jit(jaxmpi.tree_alltoall)(rows)
             for dtype, x in inputs.items():
                 check(bcast[dtype], x[root])
@@ -107,12 +133,19 @@ def check_tiled_allgather():
     """Eagerly and in a step, with the gradient: as `lax.all_gather(tiled=True)`."""
     r = jaxmpi.rank()
     key = jax.random.split(jax.random.key(r), 2)
-    tree = {"w": jnp.arange(6.0).reshape(2, 3) + r, "none": jnp.zeros((0, 3)), "flags": jnp.array([r > 0]), "key": key}
+    tree = {
+        "w": jnp.arange(6.0).reshape(2, 3) + r,
+        "none": jnp.zeros((0, 3)),
+        "flags": jnp.array([r > 0]),
+        "key": key,
+    }
     of_lax = jaxmpi.jit(lambda tree: lax.all_gather(tree, jaxmpi.AXIS, tiled=True))(tree)
     tiled = lambda tree: jaxmpi.tree_allgather(tree, tiled=True)
     for got in (tiled(tree), jaxmpi.jit(tiled)(tree)):
         for name, want in of_lax.items():
-            assert got[name].shape == want.shape == (jaxmpi.size() * len(tree[name]), *want.shape[1:])
+            assert (
+                got[name].shape == want.shape == (jaxmpi.size() * len(tree[name]), *want.shape[1:])
+            )
             numbers = jax.random.key_data if name == "key" else np.asarray
             np.testing.assert_array_equal(numbers(got[name]), numbers(want))
 
@@ -121,11 +154,15 @@ def check_tiled_allgather():
         return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size).reshape(y.shape) + jaxmpi.rank()))
 
     gathers = (tiled, lambda w: lax.all_gather(w, jaxmpi.AXIS, tiled=True))
-    got, want = (jaxmpi.jit(jax.grad(functools.partial(loss, gather)))(tree["w"]) for gather in gathers)
+    got, want = (
+        jaxmpi.jit(jax.grad(functools.partial(loss, gather)))(tree["w"]) for gather in gathers
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)
     for leaf in (np.float32(1), jax.random.key(0)):
         for call in (tiled, jaxmpi.jit(tiled)):
-            with pytest.raises(ValueError, match=r"tree_allgather: leaf \['x'\] has no axis.*Leave out tiled"):
+            with pytest.raises(
+                ValueError, match=r"tree_allgather: leaf \['x'\] has no axis.*Leave out tiled"
+            ):
                 call({"x": leaf})
 
 
@@ -145,7 +182,10 @@ def test_tiled_allgather_of_simulated_ranks():
         with jaxmpi.simulate(3):
             got = run(lambda x: jaxmpi.tree_allgather({"x": x}, tiled=True))(jaxmpi.PerRank(rows))
         np.testing.assert_array_equal(got["x"], rows.reshape(6, 2))
-    with jaxmpi.simulate(3), pytest.raises(ValueError, match=r"tree_allgather: leaf \['x'\] has no axis"):
+    with (
+        jaxmpi.simulate(3),
+        pytest.raises(ValueError, match=r"tree_allgather: leaf \['x'\] has no axis"),
+    ):
         jaxmpi.tree_allgather({"x": jaxmpi.PerRank(np.arange(3.0))}, tiled=True)
 
 
@@ -160,13 +200,19 @@ def test_ranks_that_differ_in_tiled_are_told():
 @pytest.mark.parametrize("op", list(COMBINE))
 def test_reduce_scatter_then_allgather_is_allreduce(op):
     r, n = jaxmpi.rank(), jaxmpi.size()
-    tree = {d: jnp.asarray(stack(d, (n, 2), n)[r]) for d in ["int32", "uint8", "bfloat16", "float16", "float32", "complex64"]}
+    tree = {
+        d: jnp.asarray(stack(d, (n, 2), n)[r])
+        for d in ["int32", "uint8", "bfloat16", "float16", "float32", "complex64"]
+    }
     if op in ("max", "min"):
         del tree["complex64"]
     scattered = jaxmpi.tree_reduce_scatter(tree, op)
     for name, x in jaxmpi.tree_allgather(scattered).items():
         check(x, np.asarray(jaxmpi.tree_allreduce(tree, op)[name]))
-        check(scattered[name], expected(stack(name, (n, 2), n), op)[r] if n > 1 else stack(name, (n, 2), n)[0][0])
+        check(
+            scattered[name],
+            expected(stack(name, (n, 2), n), op)[r] if n > 1 else stack(name, (n, 2), n)[0][0],
+        )
 
 
 @run_ranks(*RANKS)
@@ -225,9 +271,13 @@ def test_prng_keys_move_and_do_not_reduce():
     r, n = jaxmpi.rank(), jaxmpi.size()
     key = jax.random.split(jax.random.key(r + 5), 2)
     root = n - 1
-    assert (jaxmpi.tree_bcast({"k": key}, root)["k"] == jax.random.split(jax.random.key(root + 5), 2)).all()
+    assert (
+        jaxmpi.tree_bcast({"k": key}, root)["k"] == jax.random.split(jax.random.key(root + 5), 2)
+    ).all()
     gathered = jax.jit(jaxmpi.tree_allgather)(key)
-    assert gathered.shape == (n, 2) and (gathered[0] == jax.random.split(jax.random.key(5), 2)).all()
+    assert (
+        gathered.shape == (n, 2) and (gathered[0] == jax.random.split(jax.random.key(5), 2)).all()
+    )
     with pytest.raises(TypeError, match=r"tree_allreduce: leaf \['k'\] is a PRNG key"):
         jaxmpi.tree_allreduce({"k": key})
 
@@ -250,13 +300,19 @@ def test_allreduce_in_scan_cond_while_and_vmap():
     np.testing.assert_allclose(both(True, 1.0 * r), ranks.mean(), rtol=1e-6)
     np.testing.assert_allclose(both(False, 1.0 * r), 2 * ranks.mean(), rtol=1e-6)
 
-    power = jax.jit(lambda x: jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (mean(s[0]) + r, s[1] + 1), (x, 0))[0])
+    power = jax.jit(
+        lambda x: jax.lax.while_loop(
+            lambda s: s[1] < 3, lambda s: (mean(s[0]) + r, s[1] + 1), (x, 0)
+        )[0]
+    )
     np.testing.assert_allclose(power(1.0 * r), 3 * ranks.mean() + r, rtol=1e-6)
 
     batch = jnp.arange(6.0).reshape(3, 2) * (r + 1)
     for axis in (0, 1):
         np.testing.assert_allclose(
-            jax.vmap(mean, axis, axis)(batch), np.arange(6).reshape(3, 2) * (ranks + 1).mean(), rtol=1e-6
+            jax.vmap(mean, axis, axis)(batch),
+            np.arange(6).reshape(3, 2) * (ranks + 1).mean(),
+            rtol=1e-6,
         )
     stacked = jax.vmap(jaxmpi.tree_allgather, 0, 1)(batch)
     np.testing.assert_allclose(stacked, np.arange(6).reshape(3, 2) * (ranks + 1)[:, None, None])
@@ -276,7 +332,9 @@ def test_vmap_sends_one_message():
 @run_ranks(2, 3)
 def test_rank_and_size_are_constants_of_a_loss():
     loss = lambda x: (jaxmpi.rank() + 1) * jnp.sum(x**2) / jaxmpi.size()
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(3.0), 6.0 * (jaxmpi.rank() + 1) / jaxmpi.size(), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(loss))(3.0), 6.0 * (jaxmpi.rank() + 1) / jaxmpi.size(), rtol=1e-6
+    )
 
 
 @run_ranks(1, 2, 3)
@@ -292,7 +350,9 @@ def test_donated_arguments_are_reduced_and_gone():
 def test_eager_calls_compile_once_per_signature():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+        lambda event, *_, **__: (
+            compiled.append(event) if event.endswith("backend_compile_duration") else None
+        )
     )
     tree = {"a": jnp.arange(3.0), "b": jnp.float32(jaxmpi.rank())}
     for op in ("mean", "max"):
@@ -311,7 +371,10 @@ def test_collectives_without_data_between_them_keep_their_order():
 
     def step(x):  # 20 independent collectives, the ranks busy for different times before each
         work = [jnp.sum(jnp.sin(jnp.outer(x + i, x))) * 0 for i in range((r + 1) * 3)]
-        return [jaxmpi.tree_allreduce(x[i] * (r + 1) + (work[i % len(work)]), "sum" if i % 2 else "max") for i in range(20)]
+        return [
+            jaxmpi.tree_allreduce(x[i] * (r + 1) + (work[i % len(work)]), "sum" if i % 2 else "max")
+            for i in range(20)
+        ]
 
     f = jax.jit(step)
     for repeat in range(20):
@@ -324,7 +387,9 @@ def test_collectives_without_data_between_them_keep_their_order():
 @run_ranks(2)
 def test_programs_run_in_the_order_of_their_dispatch():
     r = jaxmpi.rank()
-    slow = jax.jit(lambda x: jaxmpi.tree_allreduce(jnp.sum(jnp.sin(jnp.outer(x, x))) * 0 + x[0] + r, "sum"))
+    slow = jax.jit(
+        lambda x: jaxmpi.tree_allreduce(jnp.sum(jnp.sin(jnp.outer(x, x))) * 0 + x[0] + r, "sum")
+    )
     fast = jax.jit(lambda y: jaxmpi.tree_allreduce(y * 10 + r, "max"))
     x = jnp.arange(400.0) + 1
     for i in range(30):
@@ -339,17 +404,32 @@ def test_max_and_min_let_no_nan_pass_unseen(dtype):
     with jax.enable_x64(True):
         for op, sign in [("max", 1), ("min", -1)]:
             for bad in range(n):
-                nan = jnp.array([jnp.nan if r == bad else 1.0, -0.0 if r == bad else 0.0, sign * (r - 1.5), -1.0 * r], dtype)
+                nan = jnp.array(
+                    [
+                        jnp.nan if r == bad else 1.0,
+                        -0.0 if r == bad else 0.0,
+                        sign * (r - 1.5),
+                        -1.0 * r,
+                    ],
+                    dtype,
+                )
                 got = np.asarray(jaxmpi.tree_allreduce(nan, op)).astype(float)
                 assert np.isnan(got[0])
-                np.testing.assert_array_equal(got[1:], [0.0, sign * (n - 2.5), 0.0 if op == "max" else 1.0 - n])
+                np.testing.assert_array_equal(
+                    got[1:], [0.0, sign * (n - 2.5), 0.0 if op == "max" else 1.0 - n]
+                )
                 rows = jaxmpi.tree_reduce_scatter(jnp.stack([nan] * n), op)
                 assert np.isnan(np.asarray(rows).astype(float)[0])
         if dtype in ("float32", "float64"):
             edge = jnp.array([jnp.inf, -jnp.inf, 5e-324, -3.4e38], dtype) * (r + 1)
             np.testing.assert_array_equal(
                 jaxmpi.tree_allreduce(edge, "max"),
-                [np.inf, -np.inf, n * edge[2] / (r + 1), -3.4e38 if dtype == "float64" else np.float32(-3.4e38)],
+                [
+                    np.inf,
+                    -np.inf,
+                    n * edge[2] / (r + 1),
+                    -3.4e38 if dtype == "float64" else np.float32(-3.4e38),
+                ],
             )
 
 
@@ -369,7 +449,9 @@ def test_weak_types_stay_weak():
 
 @run_ranks(2)
 def test_numbers_in_the_other_byte_order():
-    np.testing.assert_array_equal(jaxmpi.tree_allreduce(np.arange(3, dtype=">f4") * (jaxmpi.rank() + 1), "sum"), [0, 3, 6])
+    np.testing.assert_array_equal(
+        jaxmpi.tree_allreduce(np.arange(3, dtype=">f4") * (jaxmpi.rank() + 1), "sum"), [0, 3, 6]
+    )
 
 
 # bad input
@@ -381,7 +463,11 @@ def test_bad_input_raises_before_anything_is_sent():
     one = {"w": jnp.ones(2)}
     bools = {"mask": jnp.array([True])}
     cases = [
-        (lambda: jaxmpi.tree_allreduce(one, "avg"), ValueError, "tree_allreduce: op 'avg' is unknown"),
+        (
+            lambda: jaxmpi.tree_allreduce(one, "avg"),
+            ValueError,
+            "tree_allreduce: op 'avg' is unknown",
+        ),
         (lambda: jaxmpi.tree_reduce(one, "avg"), ValueError, "tree_reduce: op 'avg' is unknown"),
         (lambda: jaxmpi.tree_allreduce(one, None), ValueError, "op None is unknown"),
         (
@@ -389,24 +475,60 @@ def test_bad_input_raises_before_anything_is_sent():
             OverflowError,
             r"tree_allreduce: leaf \['n'\] is 1099511627776, which int32 cannot hold",
         ),
-        (lambda: jaxmpi.tree_bcast(one, n), ValueError, f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}"),
+        (
+            lambda: jaxmpi.tree_bcast(one, n),
+            ValueError,
+            f"tree_bcast: root is {n}, and the ranks are 0 to {n - 1}",
+        ),
         (lambda: jaxmpi.tree_bcast(one, -1), ValueError, "root is -1"),
         (lambda: jaxmpi.tree_bcast(one, 0.0), TypeError, "root is a float"),
         (lambda: jaxmpi.tree_bcast(one, [0]), TypeError, "root is a list"),
-        (lambda: jax.jit(lambda r: jaxmpi.tree_bcast(one, r))(0), TypeError, "must be a Python int"),
-        (lambda: jaxmpi.tree_allreduce(bools, "sum"), TypeError, r"leaf \['mask'\] is bool, which has no sum"),
-        (lambda: jaxmpi.tree_allreduce(bools), TypeError, r"leaf \['mask'\] is bool, which has no mean"),
+        (
+            lambda: jax.jit(lambda r: jaxmpi.tree_bcast(one, r))(0),
+            TypeError,
+            "must be a Python int",
+        ),
+        (
+            lambda: jaxmpi.tree_allreduce(bools, "sum"),
+            TypeError,
+            r"leaf \['mask'\] is bool, which has no sum",
+        ),
+        (
+            lambda: jaxmpi.tree_allreduce(bools),
+            TypeError,
+            r"leaf \['mask'\] is bool, which has no mean",
+        ),
         (lambda: jax.jit(jaxmpi.tree_allreduce)(bools), TypeError, r"leaf \['mask'\] is bool"),
         (lambda: jaxmpi.tree_allreduce({"c": 1j}, "max"), TypeError, "which has no order"),
         (lambda: jaxmpi.tree_allreduce({"a": "text"}), TypeError, r"leaf \['a'\] is a str"),
         (lambda: jaxmpi.tree_allreduce({"a": object()}), TypeError, r"leaf \['a'\] is a object"),
-        (lambda: jaxmpi.tree_allreduce({"a": np.array([None])}), TypeError, r"leaf \['a'\] has dtype object"),
-        (lambda: jaxmpi.tree_allreduce({"a": np.array(["x"])}), TypeError, r"leaf \['a'\] has dtype <U1"),
-        (lambda: jaxmpi.tree_alltoall({"a": jnp.ones((n + 1, 2))}), ValueError, rf"leaf \['a'\] has shape \[{n + 1}, 2\]"),
+        (
+            lambda: jaxmpi.tree_allreduce({"a": np.array([None])}),
+            TypeError,
+            r"leaf \['a'\] has dtype object",
+        ),
+        (
+            lambda: jaxmpi.tree_allreduce({"a": np.array(["x"])}),
+            TypeError,
+            r"leaf \['a'\] has dtype <U1",
+        ),
+        (
+            lambda: jaxmpi.tree_alltoall({"a": jnp.ones((n + 1, 2))}),
+            ValueError,
+            rf"leaf \['a'\] has shape \[{n + 1}, 2\]",
+        ),
         (lambda: jaxmpi.tree_reduce_scatter(jnp.ones(())), ValueError, "the argument has shape"),
         (lambda: jaxmpi.broadcast_object(1, n), ValueError, "broadcast_object: root"),
-        (lambda: jax.jit(lambda x: jaxmpi.synchronize(x))(1.0), RuntimeError, "inside a traced function"),
-        (lambda: jax.jit(lambda x: jaxmpi.broadcast_object(x))(1.0), RuntimeError, "inside a traced function"),
+        (
+            lambda: jax.jit(lambda x: jaxmpi.synchronize(x))(1.0),
+            RuntimeError,
+            "inside a traced function",
+        ),
+        (
+            lambda: jax.jit(lambda x: jaxmpi.broadcast_object(x))(1.0),
+            RuntimeError,
+            "inside a traced function",
+        ),
         (lambda: jaxmpi.distributed(optax.sgd(1.0), op="avg"), ValueError, "distributed: op 'avg'"),
         (lambda: jaxmpi.distributed(lambda g: g), TypeError, "inner is a function"),
     ]

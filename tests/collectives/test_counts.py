@@ -18,7 +18,16 @@ MOVES = {
     "tree_reduce": lambda x: jaxmpi.tree_reduce(x, "min"),
     "fully_shard": jaxmpi.fully_shard,
 }
-TOO_LARGE = [LARGE, -LARGE, np.int64(LARGE), np.uint64(LARGE * 2), np.asarray([1, LARGE]), np.float64(1e300), 1e300, 2**70]
+TOO_LARGE = [
+    LARGE,
+    -LARGE,
+    np.int64(LARGE),
+    np.uint64(LARGE * 2),
+    np.asarray([1, LARGE]),
+    np.float64(1e300),
+    1e300,
+    2**70,
+]
 
 
 def rank_sum(f):
@@ -34,13 +43,18 @@ def test_numbers_beyond_32_bits_are_refused_with_leaf_and_value(function):
             MOVES[function]({"n": x})
         assert str(caught.value).startswith(f"{function}: leaf ['n'] is {number}, which ")
         assert "jax_enable_x64" in str(caught.value)
-    assert float(jaxmpi.tree_allreduce(jaxmpi.rank() + 1.0, "sum")) == rank_sum(lambda rank: rank + 1)
+    assert float(jaxmpi.tree_allreduce(jaxmpi.rank() + 1.0, "sum")) == rank_sum(
+        lambda rank: rank + 1
+    )
 
 
 @run_ranks(2, 3)
 def test_a_number_that_one_rank_cannot_send_is_an_error_on_all():
     last = jaxmpi.size() - 1
-    for call in (lambda x: jaxmpi.tree_allgather({"n": x}), lambda x: jaxmpi.average_metrics({"n": x})):
+    for call in (
+        lambda x: jaxmpi.tree_allgather({"n": x}),
+        lambda x: jaxmpi.average_metrics({"n": x}),
+    ):
         if jaxmpi.rank() == last:
             with pytest.raises(OverflowError, match=r"leaf \['n'\] is 1e\+300"):
                 call(1e300)
@@ -55,13 +69,25 @@ def test_numbers_beyond_32_bits_keep_their_value_with_x64():
     with jax.enable_x64(True):
         rank = jaxmpi.rank()
         assert int(jaxmpi.tree_allreduce(LARGE + rank, "max")) == LARGE + jaxmpi.size() - 1
-        assert int(jaxmpi.tree_allreduce(np.int64(LARGE) * (rank + 1), "sum")) == rank_sum(lambda r: LARGE * (r + 1))
-        assert int(jaxmpi.tree_allreduce(2**62 + rank)) == 2**62 + rank_sum(lambda r: r) // jaxmpi.size()
+        assert int(jaxmpi.tree_allreduce(np.int64(LARGE) * (rank + 1), "sum")) == rank_sum(
+            lambda r: LARGE * (r + 1)
+        )
+        assert (
+            int(jaxmpi.tree_allreduce(2**62 + rank))
+            == 2**62 + rank_sum(lambda r: r) // jaxmpi.size()
+        )
         assert float(jaxmpi.tree_allreduce(np.float64(1e300), "max")) == 1e300
         got = jaxmpi.average_metrics({"a": 2**40 + 1, "b": np.float64(16777217.0), "c": 16777217.0})
-        assert {name: float(x) for name, x in got.items()} == {"a": 2**40 + 1, "b": 16777217.0, "c": 16777217.0}
+        assert {name: float(x) for name, x in got.items()} == {
+            "a": 2**40 + 1,
+            "b": 16777217.0,
+            "c": 16777217.0,
+        }
         if jaxmpi.size() > 1:
-            with pytest.raises(OverflowError, match=r"the sum of leaf .* over the ranks is .*, which int64 cannot hold"):
+            with pytest.raises(
+                OverflowError,
+                match=r"the sum of leaf .* over the ranks is .*, which int64 cannot hold",
+            ):
                 jaxmpi.tree_allreduce(2**62, "sum")
 
 
@@ -69,9 +95,13 @@ def test_numbers_beyond_32_bits_keep_their_value_with_x64():
 def test_sums_and_means_of_python_and_numpy_integers_are_exact_or_refused():
     rank, size = jaxmpi.rank(), jaxmpi.size()
     each = lambda r: (2**31 - 1) * (-1) ** r - r * (-1) ** r  # large, of both signs: the sum fits
-    mean = jaxmpi.tree_allreduce({"python": each(rank), "numpy": np.asarray([each(rank), -5 - rank]), "float": rank + 0.5})
+    mean = jaxmpi.tree_allreduce(
+        {"python": each(rank), "numpy": np.asarray([each(rank), -5 - rank]), "float": rank + 0.5}
+    )
     assert int(mean["python"]) == rank_sum(each) // size and mean["python"].weak_type
-    np.testing.assert_array_equal(mean["numpy"], [rank_sum(each) // size, rank_sum(lambda r: -5 - r) // size])
+    np.testing.assert_array_equal(
+        mean["numpy"], [rank_sum(each) // size, rank_sum(lambda r: -5 - r) // size]
+    )
     assert float(mean["float"]) == rank_sum(lambda r: r + 0.5) / size
     assert mean["numpy"].dtype == mean["python"].dtype == jnp.int32
     assert int(jaxmpi.tree_allreduce(2_000_000_000)) == 2_000_000_000
@@ -83,14 +113,19 @@ def test_sums_and_means_of_python_and_numpy_integers_are_exact_or_refused():
         largest = np.iinfo(dtype).max
         assert int(jaxmpi.tree_allreduce(np.asarray(largest, dtype))) == largest
         if size > 1:
-            with pytest.raises(OverflowError, match=rf"tree_allreduce: the sum of leaf \['n'\] .* is {largest * size}, which"):
+            with pytest.raises(
+                OverflowError,
+                match=rf"tree_allreduce: the sum of leaf \['n'\] .* is {largest * size}, which",
+            ):
                 jaxmpi.tree_allreduce({"n": np.asarray(largest, dtype)}, "sum")
     assert int(jaxmpi.tree_reduce(rank + 1, "sum", root=size - 1)) == (
         rank_sum(lambda r: r + 1) if rank == size - 1 else rank + 1
     )
     rows = np.arange(2 * size).reshape(size, 2) * (rank + 1)
     got = jaxmpi.tree_reduce_scatter(rows, "sum")
-    np.testing.assert_array_equal(got, rank_sum(lambda r: np.arange(2 * size).reshape(size, 2) * (r + 1))[rank])
+    np.testing.assert_array_equal(
+        got, rank_sum(lambda r: np.arange(2 * size).reshape(size, 2) * (r + 1))[rank]
+    )
 
 
 @run_ranks(2)
@@ -98,7 +133,10 @@ def test_sums_of_integers_compare_what_they_are_for():
     rank = jaxmpi.rank()
     for first, second in (
         (lambda: jaxmpi.tree_allreduce(1, "sum"), lambda: jaxmpi.tree_allreduce(1, "mean")),
-        (lambda: jaxmpi.tree_reduce(1, "sum", root=0), lambda: jaxmpi.tree_reduce(1, "sum", root=1)),
+        (
+            lambda: jaxmpi.tree_reduce(1, "sum", root=0),
+            lambda: jaxmpi.tree_reduce(1, "sum", root=1),
+        ),
         (lambda: jaxmpi.tree_allreduce(1, "sum"), lambda: jaxmpi.tree_reduce(1, "sum")),
     ):
         with pytest.raises(jaxmpi.RankMismatchError):
@@ -117,10 +155,18 @@ def test_average_metrics_of_numbers_beyond_32_bits():
     for kind in (int, np.int64, np.uint64, np.float64, float):
         got = jaxmpi.average_metrics({"n": kind(LARGE * (rank + 1))})["n"]
         np.testing.assert_allclose(got, rank_sum(lambda r: LARGE * (r + 1)) / size, rtol=3e-7)
-    for weight in (LARGE * (rank + 1), np.int64(2**32) * (rank + 1), np.uint64(2**33) * np.uint64(rank + 1)):
+    for weight in (
+        LARGE * (rank + 1),
+        np.int64(2**32) * (rank + 1),
+        np.uint64(2**33) * np.uint64(rank + 1),
+    ):
         got = jaxmpi.average_metrics(float(rank), weight=weight)
-        np.testing.assert_allclose(got, rank_sum(lambda r: r * (r + 1)) / rank_sum(lambda r: r + 1), rtol=1e-6, atol=1e-7)
-    with pytest.raises(OverflowError, match=r"average_metrics: leaf \['n'\] is 1e\+300, which float32 cannot hold"):
+        np.testing.assert_allclose(
+            got, rank_sum(lambda r: r * (r + 1)) / rank_sum(lambda r: r + 1), rtol=1e-6, atol=1e-7
+        )
+    with pytest.raises(
+        OverflowError, match=r"average_metrics: leaf \['n'\] is 1e\+300, which float32 cannot hold"
+    ):
         jaxmpi.average_metrics({"n": np.float64(1e300)})
     with pytest.raises(ValueError, match="average_metrics: weight"):
         jaxmpi.average_metrics(1.0, weight=10**400)
@@ -135,11 +181,15 @@ def test_any_rank_of_numbers_that_32_bits_make_zero_of():
 def test_simulated_ranks_refuse_sums_beyond_32_bits():
     with jaxmpi.simulate(3):
         assert int(jaxmpi.tree_allreduce(7, "sum")) == 21
-        with pytest.raises(OverflowError, match="the sum of leaf the argument over the ranks is 6000000000"):
+        with pytest.raises(
+            OverflowError, match="the sum of leaf the argument over the ranks is 6000000000"
+        ):
             jaxmpi.tree_allreduce(2_000_000_000, "sum")
         with pytest.raises(OverflowError, match=f"leaf .* is {LARGE}"):
             jaxmpi.tree_allgather(jaxmpi.PerRank(np.asarray([1, 2, LARGE])))
-        np.testing.assert_allclose(jaxmpi.average_metrics(jaxmpi.PerRank(np.asarray([LARGE, 0, 0]))), LARGE / 3)
+        np.testing.assert_allclose(
+            jaxmpi.average_metrics(jaxmpi.PerRank(np.asarray([LARGE, 0, 0]))), LARGE / 3
+        )
 
 
 MOST = 2**31 - 1
@@ -184,7 +234,10 @@ def test_sums_are_those_of_exact_integers(name):
                 np.testing.assert_array_equal(out, wanted[rank].astype(stack.dtype))
                 assert out.dtype == stack.dtype
                 continue
-            with pytest.raises(OverflowError, match=rf"{name}: the sum of leaf \['n'\] over the ranks is {too_large}, which"):
+            with pytest.raises(
+                OverflowError,
+                match=rf"{name}: the sum of leaf \['n'\] over the ranks is {too_large}, which",
+            ):
                 REDUCTIONS[name]({"n": passed[rank]}, op)
 
 
@@ -203,7 +256,9 @@ def test_sums_of_simulated_ranks_are_those_of_exact_integers(name):
                         np.testing.assert_array_equal(n[rank], wanted[rank].astype(stack.dtype))
                         assert n[rank].dtype == stack.dtype
                     continue
-                with pytest.raises(OverflowError, match=rf"{name}: the sum of leaf .* is {too_large}, which"):
+                with pytest.raises(
+                    OverflowError, match=rf"{name}: the sum of leaf .* is {too_large}, which"
+                ):
                     REDUCTIONS[name]({"n": n}, op)
         assert jaxmpi.tree_allreduce(np.int32(2**30), "mean") == 2**30
         with pytest.raises(OverflowError, match="is -2147483650, which int32"):
@@ -213,9 +268,14 @@ def test_sums_of_simulated_ranks_are_those_of_exact_integers(name):
 @run_ranks(2)
 def test_ranks_that_differ_in_an_integer_are_told_leaf_and_op():
     rank = jaxmpi.rank()
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 0: .*integers of Python.*, \['n'\], op mean\"\]: int32\[2\]"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=r"rank 0: .*integers of Python.*, \['n'\], op mean\"\]: int32\[2\]",
+    ):
         jaxmpi.tree_allreduce({"n": 5}, "sum" if rank else "mean")
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 1: .*integers of Python or NumPy, \['n'\], op sum"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"rank 1: .*integers of Python or NumPy, \['n'\], op sum"
+    ):
         jaxmpi.tree_allreduce({"n": 5 if rank else jnp.asarray(5)}, "sum")
     assert int(jaxmpi.tree_allreduce({"n": 5}, "sum")["n"]) == 10
 
@@ -223,7 +283,9 @@ def test_ranks_that_differ_in_an_integer_are_told_leaf_and_op():
 def test_metrics_log_keeps_integers(tmp_path):
     jaxmpi.init()
     log = jaxmpi.MetricsLog(tmp_path)
-    log.write(5_000_000_000, {"tokens": 2**53 + 1, "n": np.int64(-(2**60) - 1), "loss": 0.5, "small": 3})
+    log.write(
+        5_000_000_000, {"tokens": 2**53 + 1, "n": np.int64(-(2**60) - 1), "loss": 0.5, "small": 3}
+    )
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {name: rows[0][name] for name in ("step", "tokens", "n", "loss", "small")} == {

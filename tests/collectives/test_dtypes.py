@@ -2,9 +2,9 @@
 
     python tests/collectives/test_dtypes.py     prints the table
 
-The expected values are NumPy's, with the dtypes of ml_dtypes. What only moves keeps its bits; floats below 32 bits are
-reduced in float32 and rounded once; integers wrap. Arrays have odd lengths, so that dtypes of which several share a byte
-end in the middle of one.
+The expected values are NumPy's, with the dtypes of ml_dtypes. What only moves keeps its bits;
+floats below 32 bits are reduced in float32 and rounded once; integers wrap. Arrays have odd
+lengths, so that dtypes of which several share a byte end in the middle of one.
 """
 
 import os
@@ -33,15 +33,45 @@ from jaxmpi.testing import IDLE_SECONDS, run_ranks
 LENGTHS = {"jit": (0, 7), "eager": (0, 1, 3)}
 QUICKLY = {"xla_backend_optimization_level": 0}  # is how these programs are to be compiled
 
-BITS = ("bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64")
+BITS = (
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+)
 FLOATS = (
-    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16", "float32", "float64"),
+    *(
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+    ),
+    *(
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+    ),
 )
 COMPLEX = ("complex64", "complex128")
 KEYS = ("threefry2x32", "rbg", "unsafe_rbg")  # by their implementations
 DTYPES = (*BITS, *FLOATS, *COMPLEX, *KEYS, "float0")
-NOT_OF_JAX = ("float6_e2m3fn", "float6_e3m2fn", "int1", "uint1")  # names of jax.numpy that XLA on CPUs does not hold
+# names of jax.numpy that XLA on CPUs does not hold
+NOT_OF_JAX = ("float6_e2m3fn", "float6_e3m2fn", "int1", "uint1")
 
 
 class Use(NamedTuple):
@@ -76,7 +106,9 @@ def reduced(stack, op, *, of_lax=False):
         return counts if op == "sum" else quotient(counts, np.dtype(np.int32), n)
     if jnp.issubdtype(dtype, jnp.integer):
         if op in ("max", "min"):
-            return getattr(np, op)(stack.astype(object), 0, initial=None if stack.size else 0).astype(dtype)
+            return getattr(np, op)(
+                stack.astype(object), 0, initial=None if stack.size else 0
+            ).astype(dtype)
         exact = (np.prod if op == "prod" else np.sum)(stack.astype(object), 0)
         if op != "mean":
             return wrapped(exact, dtype)
@@ -84,7 +116,11 @@ def reduced(stack, op, *, of_lax=False):
             return quotient(wrapped(exact, dtype), dtype, n)
         wide = np.dtype(f"{'' if jnp.iinfo(dtype).min else 'u'}int{max(jnp.iinfo(dtype).bits, 32)}")
         return (wrapped(exact, wide) // n).astype(dtype)
-    wide = np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+    wide = (
+        np.dtype(np.float32)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+        else dtype
+    )
     with np.errstate(all="ignore"):
         if op in ("max", "min") and np.iscomplexobj(stack):  # by real part, then by imaginary part
             order = np.argsort(stack, 0, kind="stable")
@@ -151,12 +187,20 @@ for op in ("mean", "sum", "max", "min", "prod"):
         op,
         rows=True,
     )
-USES["tree_bcast"] = Use(lambda x, axis: jaxmpi.tree_bcast(x, root=last(axis), axis=axis), lambda s: everyone(s[-1], len(s)))
-USES["tree_allgather"] = Use(lambda x, axis: jaxmpi.tree_allgather(x, axis=axis), lambda s: everyone(s, len(s)))
-USES["tree_allgather tiled"] = Use(
-    lambda x, axis: jaxmpi.tree_allgather(x, axis=axis, tiled=True), lambda s: everyone(s.reshape(-1), len(s))
+USES["tree_bcast"] = Use(
+    lambda x, axis: jaxmpi.tree_bcast(x, root=last(axis), axis=axis),
+    lambda s: everyone(s[-1], len(s)),
 )
-USES["tree_alltoall"] = Use(lambda x, axis: jaxmpi.tree_alltoall(x, axis=axis), lambda s: s.swapaxes(0, 1), rows=True)
+USES["tree_allgather"] = Use(
+    lambda x, axis: jaxmpi.tree_allgather(x, axis=axis), lambda s: everyone(s, len(s))
+)
+USES["tree_allgather tiled"] = Use(
+    lambda x, axis: jaxmpi.tree_allgather(x, axis=axis, tiled=True),
+    lambda s: everyone(s.reshape(-1), len(s)),
+)
+USES["tree_alltoall"] = Use(
+    lambda x, axis: jaxmpi.tree_alltoall(x, axis=axis), lambda s: s.swapaxes(0, 1), rows=True
+)
 inside = partial(Use, outside=False)
 for op, fun in {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}.items():
     USES[f"lax.p{op}" if op != "sum" else "lax.psum"] = inside(
@@ -173,18 +217,27 @@ USES["lax.psum_scatter tiled"] = inside(
     "sum",
     rows=True,
 )
-USES["lax.all_to_all"] = inside(lambda x, axis: lax.all_to_all(x, axis, 0, 1), lambda s: np.moveaxis(s, 0, 2), rows=True)
+USES["lax.all_to_all"] = inside(
+    lambda x, axis: lax.all_to_all(x, axis, 0, 1), lambda s: np.moveaxis(s, 0, 2), rows=True
+)
 USES["lax.all_to_all tiled"] = inside(
     lambda x, axis: lax.all_to_all(x, axis, 0, 1, tiled=True),
     lambda s: s.swapaxes(0, 1).reshape(len(s), 1, -1),
     rows=True,
 )
-USES["lax.ppermute"] = inside(lambda x, axis: lax.ppermute(x, axis, ring(size(axis))), lambda s: moved(s, ring(len(s))))
-USES["lax.ppermute to some"] = inside(
-    lambda x, axis: lax.ppermute(x, axis, ring(size(axis))[:-1]), lambda s: moved(s, ring(len(s))[:-1])
+USES["lax.ppermute"] = inside(
+    lambda x, axis: lax.ppermute(x, axis, ring(size(axis))), lambda s: moved(s, ring(len(s)))
 )
-USES["lax.pshuffle"] = inside(lambda x, axis: lax.pshuffle(x, axis, [*range(1, size(axis)), 0]), lambda s: np.roll(s, -1, 0))
-USES["lax.pbroadcast"] = inside(lambda x, axis: lax.pbroadcast(x, (axis,), size(axis) - 1), lambda s: everyone(s[-1], len(s)))
+USES["lax.ppermute to some"] = inside(
+    lambda x, axis: lax.ppermute(x, axis, ring(size(axis))[:-1]),
+    lambda s: moved(s, ring(len(s))[:-1]),
+)
+USES["lax.pshuffle"] = inside(
+    lambda x, axis: lax.pshuffle(x, axis, [*range(1, size(axis)), 0]), lambda s: np.roll(s, -1, 0)
+)
+USES["lax.pbroadcast"] = inside(
+    lambda x, axis: lax.pbroadcast(x, (axis,), size(axis) - 1), lambda s: everyone(s[-1], len(s))
+)
 USES["average_gradients"] = Use(
     lambda x, axis: jaxmpi.average_gradients(axis=axis).update(x, optax.EmptyState())[0],
     lambda s: everyone(reduced(s, "mean"), len(s)),
@@ -202,7 +255,12 @@ def refusal(dtype, name):
     if dtype == "float0" and of_lax:
         return TypeError, function, "float0", "Take them out of the tree"
     if dtype == "float8_e8m0fnu" and name == "lax.ppermute to some":
-        return TypeError, function, "zero, which float8_e8m0fnu does not have", "Name a source for every rank"
+        return (
+            TypeError,
+            function,
+            "zero, which float8_e8m0fnu does not have",
+            "Name a source for every rank",
+        )
     if dtype in KEYS and op:
         return TypeError, function, "PRNG key", "which cannot be reduced"
     if dtype == "bool" and op in ("mean", "sum", "prod") and not of_lax:
@@ -218,7 +276,9 @@ def table():
     lines = [f"| | {' | '.join(USES)} |", "|---|" + "---|" * len(USES)]
     for dtype in DTYPES:
         cells = [refusal(dtype, name) for name in USES]
-        lines.append(f"| {dtype} | {' | '.join('right' if c is None else c[0].__name__ for c in cells)} |")
+        lines.append(
+            f"| {dtype} | {' | '.join('right' if c is None else c[0].__name__ for c in cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -232,7 +292,9 @@ def bits(dtype, shape, rng):
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        return rng.integers(int(info.min), int(info.max), shape, np.uint64 if info.min == 0 else np.int64, True).astype(dtype)
+        return rng.integers(
+            int(info.min), int(info.max), shape, np.uint64 if info.min == 0 else np.int64, True
+        ).astype(dtype)
     if dtype == "float4_e2m1fn":
         return rng.integers(0, 16, shape, np.uint8).view(dtype)
     if shape[-1] == 0:
@@ -253,7 +315,8 @@ def numbers(dtype, shape, rng):
         x = 2.0 ** rng.integers(-3, 4, shape)
     x = x.astype(dtype)
     if shape[-1] == 7:
-        largest = float(jnp.finfo(dtype).max)  # whose sum is infinite, and whose mean is not: where float32 holds both
+        # whose sum is infinite, and whose mean is not: where float32 holds both
+        largest = float(jnp.finfo(dtype).max)
         x[..., 1] = largest if largest < 1e30 else 1
         if dtype != "float4_e2m1fn":
             x[0, ..., 0] = np.nan  # of the first rank
@@ -269,7 +332,9 @@ def stacks(dtype, use, n, group, lengths):
             yield np.zeros(shape, jax.dtypes.float0)
         elif dtype in KEYS:
             words = jax.random.key_data(jax.random.key(0, impl=dtype)).shape
-            yield jax.random.wrap_key_data(rng.integers(0, 2**32, (*shape, *words), np.uint32), impl=dtype)
+            yield jax.random.wrap_key_data(
+                rng.integers(0, 2**32, (*shape, *words), np.uint32), impl=dtype
+            )
         else:
             yield (numbers if use.op else bits)(dtype, shape, rng)
 
@@ -346,8 +411,12 @@ def wide(dtype):
 def check_dtype(dtype, axis=jaxmpi.AXIS):
     """All cells of a dtype in jaxmpi.jit: one program of those that are right, and by itself each that is refused."""
     ranks = Ranks(axis)
-    held = {name: ranks.stacks(dtype, use) for name, use in USES.items() if not refusal(dtype, name)}
-    program = lambda args: {name: [USES[name].fun(x, axis) for x in xs] for name, xs in args.items()}
+    held = {
+        name: ranks.stacks(dtype, use) for name, use in USES.items() if not refusal(dtype, name)
+    }
+    program = lambda args: {
+        name: [USES[name].fun(x, axis) for x in xs] for name, xs in args.items()
+    }
     with wide(dtype), quiet():
         got = jaxmpi.jit(program, compiler_options=QUICKLY)(jax.tree.map(ranks.mine, held))
         wrong = []
@@ -357,7 +426,9 @@ def check_dtype(dtype, axis=jaxmpi.AXIS):
         for name, use in USES.items():
             if error := refusal(dtype, name):
                 x = ranks.mine(ranks.stacks(dtype, use)[-1])
-                wrong += not_refused(dtype, name, error, jaxmpi.jit(lambda x, use=use: use.fun(x, axis)), x)
+                wrong += not_refused(
+                    dtype, name, error, jaxmpi.jit(lambda x, use=use: use.fun(x, axis)), x
+                )
                 if use.outside:
                     wrong += not_refused(dtype, name, error, lambda x, use=use: use.fun(x, axis), x)
     assert not wrong, "\n".join(wrong)
@@ -366,17 +437,22 @@ def check_dtype(dtype, axis=jaxmpi.AXIS):
 def check_eager(name, narrow, axis=jaxmpi.AXIS):
     """All cells of a collective outside of jaxmpi.jit, in one call: arrays of each dtype that it does not refuse."""
     ranks, use, wrong = Ranks(axis), USES[name], []
-    dtypes = [d for d in DTYPES if isinstance(wide(d), nullcontext) == narrow and not refusal(d, name)]
+    dtypes = [
+        d for d in DTYPES if isinstance(wide(d), nullcontext) == narrow and not refusal(d, name)
+    ]
     stacks = {dtype: ranks.stacks(dtype, use, "eager") for dtype in dtypes}
     with nullcontext() if narrow else jax.enable_x64(True), quiet():
-        # of JAX: sums of NumPy's integers do not wrap outside of jaxmpi.jit, which tests of its own have
+        # of JAX: sums of NumPy's integers do not wrap outside of jaxmpi.jit, which tests of its own
+        # have
         args = {}
         for dtype, xs in stacks.items():
             args[dtype] = [ranks.mine(x if dtype == "float0" else jnp.asarray(x)) for x in xs]
         got = use.fun(args, axis)
         for dtype, xs in stacks.items():
             for x, y in zip(xs, got[dtype], strict=True):
-                wrong += [f"{dtype} {name} eagerly: {text}" for text in ranks.differences(use, y, x)]
+                wrong += [
+                    f"{dtype} {name} eagerly: {text}" for text in ranks.differences(use, y, x)
+                ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -402,11 +478,16 @@ ROWS = {
     **{f"{n} simulated": ("simulate", n, None) for n in (1, 2, 3)},
     "6 simulated in groups of 3": ("simulate", 6, {"pair": 2, "triple": 3}),
     "one rank": ("single", 1, None),
-    **{f"{transport} on {n}": (transport, n, None) for transport in ("native", "mpi4jax", "xla") for n in (2, 3)},
+    **{
+        f"{transport} on {n}": (transport, n, None)
+        for transport in ("native", "mpi4jax", "xla")
+        for n in (2, 3)
+    },
     "native on 4 in groups of 2": ("native", 4, {"row": 2, "column": 2}),
     "xla on 4 in groups of 2": ("xla", 4, {"row": 2, "column": 2}),
 }
-ACROSS = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "uint64", "rbg", "float0")  # of the quick tests
+# of the quick tests
+ACROSS = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "uint64", "rbg", "float0")
 QUICK_ROWS = ("2 simulated", "one rank", "native on 3")
 # what the rows before them show on fewer ranks, or on another transport
 EXHAUSTIVE_ROWS = (
@@ -443,13 +524,19 @@ def run_on(row, check, jobs, **kwargs):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("JAXMPI_TRANSPORT", "mpi4jax")
             jobs[n] = Pool(n, "mpi")
-    job = jobs[n] if transport == "mpi4jax" else pool(n, "xla" if transport == "xla" else "auto", IDLE_SECONDS, axes)
+    job = (
+        jobs[n]
+        if transport == "mpi4jax"
+        else pool(n, "xla" if transport == "xla" else "auto", IDLE_SECONDS, axes)
+    )
     job.run(Task(__file__, check.__name__, kwargs, 300.0))
 
 
 def parts():
     """The table in tests: a row of ranks, and a dtype in jaxmpi.jit or a collective outside of it."""
-    keys = [(dtype, "") for dtype in DTYPES] + [("", name) for name, use in USES.items() if use.outside]
+    keys = [(dtype, "") for dtype in DTYPES] + [
+        ("", name) for name, use in USES.items() if use.outside
+    ]
     for row in ROWS:
         for dtype, name in keys:
             marks = () if row in QUICK_ROWS and dtype in ACROSS else (pytest.mark.slow,)
@@ -472,7 +559,10 @@ def test_the_table_has_every_dtype_and_collective():
     types = {name for name in dir(jnp) if isinstance(getattr(jnp, name), type(jnp.float32))}
     names = {jnp.dtype(getattr(jnp, name)).name for name in types if name not in NOT_OF_JAX}
     assert names <= {*DTYPES}, "a dtype of JAX is not in the table"
-    functions = {f"tree_{name}" for name in ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")}
+    functions = {
+        f"tree_{name}"
+        for name in ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall")
+    }
     assert functions == {name for name in jaxmpi.__all__ if name.startswith("tree_")}
     assert functions < {name.split()[0] for name in USES}
 
@@ -500,7 +590,10 @@ def test_every_dtype_in_objects_and_checkpoints():
     trees = [{dtype: array(dtype, r, n) for dtype in DTYPES} for r in range(n)]
     with jax.enable_x64(True):
         mine = trees[rank]
-        for made in (mine, {dtype: x if dtype == "float0" else jnp.asarray(x) for dtype, x in mine.items()}):
+        for made in (
+            mine,
+            {dtype: x if dtype == "float0" else jnp.asarray(x) for dtype, x in mine.items()},
+        ):
             same = jaxmpi.synchronize(made, root=n - 1)
             assert not all_equal(same, trees[n - 1])
             assert all(type(same[dtype]) is type(made[dtype]) for dtype in DTYPES)
@@ -536,7 +629,9 @@ def test_every_dtype_in_comparisons_of_the_ranks():
                 params = {**same, dtype: array(dtype, rank, n)}
                 state = step(tx.init(same), params)
                 assert (int(state.found), int(state.leaf)) == (0, number), dtype
-                with pytest.raises(jaxmpi.RankMismatchError, match=rf"\['{dtype}'\]: .* is not equal"):
+                with pytest.raises(
+                    jaxmpi.RankMismatchError, match=rf"\['{dtype}'\]: .* is not equal"
+                ):
                     checked(tx.init(same), params)
 
 

@@ -37,7 +37,8 @@ def partitions(axes):
     }  # fmt: skip
 
 
-# of x [n, 2 n, 3] of n ranks in a group: what JAX makes of one rank's, and NumPy of `[n, ...]`, in the order of the group
+# of x [n, 2 n, 3] of n ranks in a group: what JAX makes of one rank's, and NumPy of `[n, ...]`, in
+# the order of the group
 
 OPERATIONS = {
     "psum": (lambda x, **of: lax.psum(x, **of), lambda xs: [xs.sum(0)] * len(xs)),
@@ -55,13 +56,20 @@ OPERATIONS = {
     ),
     "all_to_all": (
         lambda x, **of: lax.all_to_all(x, split_axis=0, concat_axis=1, tiled=True, **of),
-        lambda xs: [jnp.concatenate([jnp.split(x, len(xs))[i] for x in xs], 1) for i in range(len(xs))],
+        lambda xs: [
+            jnp.concatenate([jnp.split(x, len(xs))[i] for x in xs], 1) for i in range(len(xs))
+        ],
     ),
     "ppermute": (
-        lambda x, axis_name: lax.ppermute(x, axis_name, [(i, i + 1) for i in range(lax.axis_size(axis_name) - 1)]),
+        lambda x, axis_name: lax.ppermute(
+            x, axis_name, [(i, i + 1) for i in range(lax.axis_size(axis_name) - 1)]
+        ),
         lambda xs: [xs[0] * 0, *xs[:-1]],
     ),
-    "axis_index": (lambda x, axis_name: x[0] + lax.axis_index(axis_name), lambda xs: [x[0] + i for i, x in enumerate(xs)]),
+    "axis_index": (
+        lambda x, axis_name: x[0] + lax.axis_index(axis_name),
+        lambda xs: [x[0] + i for i, x in enumerate(xs)],
+    ),
 }
 NONLINEAR = ("pmax", "pmin")
 
@@ -72,7 +80,12 @@ def cases(axes):
         for name, (operation, expected) in OPERATIONS.items():
             if "axis_index_groups" in of and name in ("ppermute", "axis_index"):
                 continue  # which take none
-            yield f"{name} over {partition}", name, partial(operation, **of), partial(whole, groups, expected)
+            yield (
+                f"{name} over {partition}",
+                name,
+                partial(operation, **of),
+                partial(whole, groups, expected),
+            )
 
 
 def whole(groups, expected, xs):
@@ -89,7 +102,9 @@ def here(operation, name, x, weight):
         outs["grad"] = jax.grad(lambda x: jnp.vdot(operation(x), weight))(x)
     if not name.startswith("all_to_all"):  # JAX has no rule for one in groups
         outs["vmap"] = jax.vmap(operation, in_axes=2, out_axes=-1)(jnp.stack([x, -2 * x], 2))
-    outs["scan"] = lax.scan(lambda c, y: (c + operation(y).sum(), operation(y - c)), 0.0, jnp.stack([x, 3 * x]))
+    outs["scan"] = lax.scan(
+        lambda c, y: (c + operation(y).sum(), operation(y - c)), 0.0, jnp.stack([x, 3 * x])
+    )
     return outs
 
 
@@ -120,9 +135,13 @@ def weights_of(function, xs):
 def expectations(axes):
     with jax.enable_x64(True):
         xs = values(axes)
-        both = {title: (name, function, weights_of(function, xs)) for title, name, _, function in cases(axes)}
+        both = {
+            title: (name, function, weights_of(function, xs))
+            for title, name, _, function in cases(axes)
+        }
         program = lambda xs, weights: {
-            title: everywhere(function, name, xs, weights[title]) for title, (name, function, _) in both.items()
+            title: everywhere(function, name, xs, weights[title])
+            for title, (name, function, _) in both.items()
         }
         weights = {title: w for title, (_, _, w) in both.items()}
         return weights, jax.device_get(jax.jit(program, compiler_options=QUICKLY)(xs, weights))
@@ -130,7 +149,9 @@ def expectations(axes):
 
 def run_cases(axes, x, weights):
     """All of them in one program."""
-    program = lambda x, weights: {title: here(operation, name, x, weights[title]) for title, name, operation, _ in cases(axes)}
+    program = lambda x, weights: {
+        title: here(operation, name, x, weights[title]) for title, name, operation, _ in cases(axes)
+    }
     return jaxmpi.jit(program, compiler_options=QUICKLY)(x, weights)
 
 
@@ -151,7 +172,10 @@ def compare(got, want):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"island": 2, "member": 2}, pytest.param({"island": 2, "member": 3}, marks=pytest.mark.exhaustive)],
+    [
+        {"island": 2, "member": 2},
+        pytest.param({"island": 2, "member": 3}, marks=pytest.mark.exhaustive),
+    ],
     ids=["2x2", "2x3"],
 )
 def test_all_collectives_simulated(axes):
@@ -160,7 +184,9 @@ def test_all_collectives_simulated(axes):
         got = run_cases(axes, jaxmpi.PerRank(values(axes)), jax.tree.map(jaxmpi.PerRank, weights))
     is_stack = lambda x: isinstance(x, jaxmpi.PerRank)
     n = len(values(axes))
-    got = jax.tree.map(lambda x: x.stack if is_stack(x) else np.stack([np.asarray(x)] * n), got, is_leaf=is_stack)
+    got = jax.tree.map(
+        lambda x: x.stack if is_stack(x) else np.stack([np.asarray(x)] * n), got, is_leaf=is_stack
+    )
     compare(got, want)
 
 
@@ -174,7 +200,9 @@ def mpi4jax_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["native", "mpi4jax", pytest.param("xla", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "row", ["native", "mpi4jax", pytest.param("xla", marks=pytest.mark.exhaustive)]
+)
 def test_all_collectives(row, request):
     weights, want = expectations(AXES)
     ranks = (
@@ -182,7 +210,9 @@ def test_all_collectives(row, request):
         if row == "mpi4jax"
         else pool(4, "xla" if row == "xla" else "auto", IDLE_SECONDS, AXES)
     )
-    ranks.run(Task(__file__, "check_on_ranks", {"axes": AXES, "weights": weights, "want": want}, 120.0))
+    ranks.run(
+        Task(__file__, "check_on_ranks", {"axes": AXES, "weights": weights, "want": want}, 120.0)
+    )
 
 
 def test_named_axes_are_those_of_vmap():
@@ -203,7 +233,9 @@ def test_named_axes_are_those_of_vmap():
         got = jaxmpi.jit(step)(jaxmpi.PerRank(xs))
     for x, y in zip(got, want, strict=True):
         y = np.asarray(y).reshape(4, *np.shape(y)[2:])
-        np.testing.assert_allclose(np.asarray(x) if isinstance(x, jaxmpi.PerRank) else np.stack([x] * 4), y, 1e-5, 1e-6)
+        np.testing.assert_allclose(
+            np.asarray(x) if isinstance(x, jaxmpi.PerRank) else np.stack([x] * 4), y, 1e-5, 1e-6
+        )
 
 
 # jaxmpi's own functions
@@ -216,7 +248,10 @@ def along_axes(x, kinds=("island", "member", ("member",), ("member", "island")))
         n = int(np.prod([AXES[name] for name in jaxmpi._axis.names(axis)]))
         rows = jnp.stack([x + q for q in range(n)])
         trees[axis] = {
-            **{op: jaxmpi.tree_allreduce(x, op, axis=axis) for op in ("mean", "sum", "max", "min", "prod")},
+            **{
+                op: jaxmpi.tree_allreduce(x, op, axis=axis)
+                for op in ("mean", "sum", "max", "min", "prod")
+            },
             "bcast": jaxmpi.tree_bcast(x, n - 1, axis=axis),
             "reduce": jaxmpi.tree_reduce(x, "sum", 1, axis=axis),
             "allgather": jaxmpi.tree_allgather(x, axis=axis),
@@ -290,7 +325,8 @@ def check_distributed():
     np.testing.assert_allclose(between_islands, -XS[[rank % 2, rank % 2 + 2]].mean(0), 1e-6)
     np.testing.assert_allclose(of_all, -XS.mean(0), 1e-6)
     np.testing.assert_allclose(weighted_mean, -(island[0] + 2 * island[1]) / 3, 1e-6)
-    np.testing.assert_allclose(step(of_island, gradient, weight=1 + rank % 2), weighted_mean, 1e-6)  # eagerly
+    # eagerly
+    np.testing.assert_allclose(step(of_island, gradient, weight=1 + rank % 2), weighted_mean, 1e-6)
 
 
 def check_bad_weight():
@@ -317,7 +353,8 @@ def test_functions_with_an_axis_simulated():
         got = jaxmpi.jit(along_axes)(jaxmpi.PerRank(XS.astype(np.float32)))
     is_stack = lambda x: isinstance(x, jaxmpi.PerRank)
     for rank, want in enumerate(along_axes_in_numpy(XS)):
-        compare_trees(jax.tree.map(lambda x: x[rank] if is_stack(x) else x, got, is_leaf=is_stack), want)  # noqa: B023
+        of_rank = lambda x, rank=rank: x[rank] if is_stack(x) else x
+        compare_trees(jax.tree.map(of_rank, got, is_leaf=is_stack), want)
 
 
 # what is refused
@@ -333,8 +370,16 @@ def test_functions_with_an_axis_simulated():
         ({"i": 2.0}, TypeError, "the size of axis 'i' is 2.0"),
         ({"i": 0}, ValueError, "the size of axis 'i' is 0"),
         ({"i": -1, "j": -1}, ValueError, "the sizes of axes 'i', 'j' are -1, and only one may be"),
-        ({"i": 2}, ValueError, "axes are {'i': 2}, which are 2 ranks together, and there are 4 ranks"),
-        ({"i": 3, "j": -1}, ValueError, "which are a multiple of 3 ranks together, and there are 4 ranks"),
+        (
+            {"i": 2},
+            ValueError,
+            "axes are {'i': 2}, which are 2 ranks together, and there are 4 ranks",
+        ),
+        (
+            {"i": 3, "j": -1},
+            ValueError,
+            "which are a multiple of 3 ranks together, and there are 4 ranks",
+        ),
     ],
 )
 def test_axes_that_the_ranks_cannot_have(axes, error, text):
@@ -345,10 +390,26 @@ def test_axes_that_the_ranks_cannot_have(axes, error, text):
 @pytest.mark.parametrize(
     ("fun", "error", "text"),
     [
-        (lambda x: lax.psum(x, "nobody"), NameError, "the axis 'nobody', which nothing binds.* or one of 'island', 'member'"),
-        (lambda x: lax.psum(x, (R, "member")), ValueError, "is over 'ranks', 'member', and names some of the ranks twice"),
-        (lambda x: lax.ppermute(x, "member", [(0, 2)]), ValueError, r"has pairs \[\(0, 2\)\] on 2 ranks"),
-        (lambda x: lax.psum(x, R, axis_index_groups=[[0], [1, 2, 3]]), ValueError, "all groups of the same size"),
+        (
+            lambda x: lax.psum(x, "nobody"),
+            NameError,
+            "the axis 'nobody', which nothing binds.* or one of 'island', 'member'",
+        ),
+        (
+            lambda x: lax.psum(x, (R, "member")),
+            ValueError,
+            "is over 'ranks', 'member', and names some of the ranks twice",
+        ),
+        (
+            lambda x: lax.ppermute(x, "member", [(0, 2)]),
+            ValueError,
+            r"has pairs \[\(0, 2\)\] on 2 ranks",
+        ),
+        (
+            lambda x: lax.psum(x, R, axis_index_groups=[[0], [1, 2, 3]]),
+            ValueError,
+            "all groups of the same size",
+        ),
         (lambda x: lax.psum(x, R, axis_index_groups=[[0, 1]]), ValueError, "must be in one group"),
         (
             jax.vmap(lambda x: lax.all_to_all(x, R, 0, 0, axis_index_groups=[[*range(3)]])),
@@ -357,9 +418,21 @@ def test_axes_that_the_ranks_cannot_have(axes, error, text):
         ),
         (lambda x: jaxmpi.tree_allreduce(x, axis="nobody"), ValueError, "axis 'nobody' is unknown"),
         (lambda x: jaxmpi.tree_allreduce(x, axis=["member"]), TypeError, r"axis is \['member'\]"),
-        (lambda x: jaxmpi.tree_allreduce(x, axis=(R, "member")), ValueError, "names some of the ranks twice"),
-        (lambda x: jaxmpi.tree_bcast(x, 2, axis="member"), ValueError, "root is 2, and the ranks are 0 to 1"),
-        (lambda x: jaxmpi.tree_alltoall(x, axis="member"), ValueError, "its first axis must be the 2 ranks"),
+        (
+            lambda x: jaxmpi.tree_allreduce(x, axis=(R, "member")),
+            ValueError,
+            "names some of the ranks twice",
+        ),
+        (
+            lambda x: jaxmpi.tree_bcast(x, 2, axis="member"),
+            ValueError,
+            "root is 2, and the ranks are 0 to 1",
+        ),
+        (
+            lambda x: jaxmpi.tree_alltoall(x, axis="member"),
+            ValueError,
+            "its first axis must be the 2 ranks",
+        ),
     ],
 )
 def test_collectives_over_axes_that_the_ranks_do_not_have(fun, error, text):
@@ -369,7 +442,9 @@ def test_collectives_over_axes_that_the_ranks_do_not_have(fun, error, text):
 
 def test_a_branch_that_only_some_ranks_of_a_group_take_is_refused():
     def step(x, axis):
-        return lax.cond(lax.psum(x, axis).sum() > 0, lambda x: lax.psum(x, "member"), lambda x: x, x)
+        return lax.cond(
+            lax.psum(x, axis).sum() > 0, lambda x: lax.psum(x, "member"), lambda x: x, x
+        )
 
     with jaxmpi.simulate(4, axes=AXES):
         with pytest.raises(ValueError, match=r"cond at .* contains a collective"):
@@ -387,13 +462,19 @@ def test_what_is_equal_within_groups_is_equal_after_the_other_axis():
 
 def test_explain_names_the_axis():
     with jaxmpi.simulate(4, axes=AXES):
-        text = str(jaxmpi.explain(jaxmpi.jit(lambda x: (lax.psum(x, "member"), lax.all_gather(x, "island"))), XS))
+        text = str(
+            jaxmpi.explain(
+                jaxmpi.jit(lambda x: (lax.psum(x, "member"), lax.all_gather(x, "island"))), XS
+            )
+        )
     assert "allreduce sum over member" in text and "allgather over island" in text
 
 
 def check_data():
     data, rank = np.arange(8.0), jaxmpi.rank()
-    np.testing.assert_array_equal(jaxmpi.shard(data, axis="island")[:], np.split(data, 2)[rank // 2])
+    np.testing.assert_array_equal(
+        jaxmpi.shard(data, axis="island")[:], np.split(data, 2)[rank // 2]
+    )
     first, second = jaxmpi.batches(data, 4, axis="member")
     np.testing.assert_array_equal(np.stack([first, second]), data.reshape(2, 2, 2)[:, rank % 2])
     with pytest.raises(ValueError, match="batches: axis 'nobody' is unknown"):
@@ -416,7 +497,10 @@ def check_mismatch():
     if rank < 2:
         np.testing.assert_array_equal(program(jnp.ones(2)), [2.0, 2.0])
     else:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"rank 2 called .* over member of .*, and rank 3 called"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"rank 2 called .* over member of .*, and rank 3 called",
+        ):
             program(jnp.ones(rank))
     assert jaxmpi.tree_allreduce(1.0, "sum") == 4.0
 
@@ -446,7 +530,8 @@ def check_programs_are_compared_by_all():
     """A program whose collectives are all within groups is compared with those of the other groups, too."""
     axis = "island" if jaxmpi.rank() == 3 else "member"
     with pytest.raises(
-        jaxmpi.RankMismatchError, match=r"ranks 0, 1, 2 and rank 3 do not agree(.|\n)*over member(.|\n)*over island"
+        jaxmpi.RankMismatchError,
+        match=r"ranks 0, 1, 2 and rank 3 do not agree(.|\n)*over member(.|\n)*over island",
     ):
         jaxmpi.jit(lambda x: lax.psum(x, axis))(XS[jaxmpi.rank()])
     assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
@@ -456,18 +541,24 @@ def check_later_calls_are_compared_by_all():
     """At every call: or a rank would wait for its group, and another one of that for all ranks."""
     x = XS[jaxmpi.rank()]
     over = {axis: jaxmpi.jit(partial(lax.psum, axis_name=axis)) for axis in AXES}
-    branch = jaxmpi.jit(lambda x, k: lax.cond(k > 0, lambda: lax.psum(x, "member"), lambda: x), replicated_argnums=1)
+    branch = jaxmpi.jit(
+        lambda x, k: lax.cond(k > 0, lambda: lax.psum(x, "member"), lambda: x), replicated_argnums=1
+    )
     calls = [*(partial(f, x) for f in over.values()), partial(branch, x, 0), jaxmpi.barrier]
     for mine, others in itertools.permutations(calls, 2):
         for call in calls:
             call()
-        with pytest.raises((jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError), match=r"do not agree|called"):
+        with pytest.raises(
+            (jaxmpi.RankMismatchError, jax.errors.JaxRuntimeError), match=r"do not agree|called"
+        ):
             jax.block_until_ready(others() if jaxmpi.rank() == 3 else mine())
         assert jaxmpi.tree_allreduce(1.0, "sum", axis="member") == 2.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["check_programs_are_compared_by_all", "check_later_calls_are_compared_by_all"])
+@pytest.mark.parametrize(
+    "check", ["check_programs_are_compared_by_all", "check_later_calls_are_compared_by_all"]
+)
 @pytest.mark.parametrize("row", ["auto", "xla"])
 def test_programs_are_compared_by_all(row, check):
     pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
@@ -484,19 +575,26 @@ def test_batch_norm_over_an_axis():
     with jaxmpi.simulate(4, axes=AXES):
         got = jaxmpi.jit(step)(jaxmpi.PerRank(batches))
     islands = batches.reshape(2, 8, 3)
-    want = (islands - islands.mean(1, keepdims=True)) / np.sqrt(islands.var(1, keepdims=True) + 1e-5)
+    want = (islands - islands.mean(1, keepdims=True)) / np.sqrt(
+        islands.var(1, keepdims=True) + 1e-5
+    )
     np.testing.assert_allclose(got, want.reshape(4, 4, 3), 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize("transform", [jaxmpi.distributed, partial(jaxmpi.local_sgd, every=2)])
 def test_a_codec_for_another_axis_is_refused(transform):
     for axis, other in (("member", jaxmpi.AXIS), (jaxmpi.AXIS, "member")):
-        with pytest.raises(ValueError, match=f"the mean is along axis '{axis}', and the codec's along '{other}'"):
+        with pytest.raises(
+            ValueError, match=f"the mean is along axis '{axis}', and the codec's along '{other}'"
+        ):
             transform(optax.sgd(1.0), codec=jaxmpi.codecs.int8(axis=other), axis=axis)
 
 
 def test_functions_of_update_do_not_go_together_with_an_axis():
     tx = jaxmpi.distributed(optax.lbfgs(), axis="member")
     update = lambda x: tx.update(x, tx.init(x), x, value=x.sum(), grad=x, value_fn=jnp.sum)[0]
-    with jaxmpi.simulate(4, axes=AXES), pytest.raises(ValueError, match="value_fn does not go together with axis 'member'"):
+    with (
+        jaxmpi.simulate(4, axes=AXES),
+        pytest.raises(ValueError, match="value_fn does not go together with axis 'member'"),
+    ):
         jaxmpi.jit(update)(np.ones(3))

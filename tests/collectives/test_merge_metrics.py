@@ -41,7 +41,9 @@ class F1(nnx.Metric):
         self.tp[...] += jnp.sum(keep & truth & guess)
         self.fp[...] += jnp.sum(keep & ~truth & guess)
         self.fn[...] += jnp.sum(keep & truth & ~guess)
-        self.largest[...] = jnp.maximum(self.largest[...], jnp.max(jnp.where(keep, values, -jnp.inf)))
+        self.largest[...] = jnp.maximum(
+            self.largest[...], jnp.max(jnp.where(keep, values, -jnp.inf))
+        )
 
     def compute(self):
         return jnp.stack([2 * self.tp / (2 * self.tp + self.fp + self.fn), self.largest[...]])
@@ -55,7 +57,9 @@ class Range(nnx.Metric):
 
     def update(self, *, values, **_):
         low, high = self.ends[...]
-        self.ends[...] = jnp.stack([jnp.minimum(low, values.min()), jnp.maximum(high, values.max())])
+        self.ends[...] = jnp.stack(
+            [jnp.minimum(low, values.min()), jnp.maximum(high, values.max())]
+        )
 
     def merge(self, other):
         (a, b), (c, d) = self.ends[...], other.ends[...]
@@ -66,7 +70,9 @@ class Range(nnx.Metric):
 
 
 def of_nnx():
-    return nnx.MultiMetric(loss=nnx.metrics.Average(), spread=nnx.metrics.Welford(), f1=F1(), span=Range())
+    return nnx.MultiMetric(
+        loss=nnx.metrics.Average(), spread=nnx.metrics.Welford(), f1=F1(), span=Range()
+    )
 
 
 def computed(metrics):
@@ -130,7 +136,10 @@ def test_merge_metrics_of_nnx_is_one_rank_simulated(ranks):
         stacks = [jaxmpi.PerRank(np.stack(xs)) for xs in zip(*rows, strict=True)]
         jaxmpi.nn.jit(update)(metrics, *stacks)
         compare(computed(jaxmpi.merge_metrics(metrics)), wanted(rows))
-        compare(jaxmpi.jit(lambda metrics: computed(jaxmpi.merge_metrics(metrics)))(metrics), wanted(rows))
+        compare(
+            jaxmpi.jit(lambda metrics: computed(jaxmpi.merge_metrics(metrics)))(metrics),
+            wanted(rows),
+        )
 
 
 @run_ranks(2, 3)
@@ -231,7 +240,8 @@ def check_clu():
     x = np.concatenate(rows)
     last = np.concatenate([np.array_split(x, 2)[1] for x in rows])
     np.testing.assert_allclose(out["loss"], x.mean(), rtol=1e-5)
-    squares = merged.std.sum_of_squares / merged.std.count  # compute() of clu 0.0.12 calls jnp.clip as it was
+    # compute() of clu 0.0.12 calls jnp.clip as it was
+    squares = merged.std.sum_of_squares / merged.std.count
     np.testing.assert_allclose(squares - out["loss"] ** 2, x.var(), rtol=1e-4)
     np.testing.assert_allclose(out["last"], last.mean(), rtol=1e-5)
     np.testing.assert_array_equal(out["all"]["values"], x)
@@ -256,24 +266,39 @@ class Edges(nnx.Metric):
 @run_ranks(1, 2)
 def test_merge_metrics_refuses_what_it_cannot_merge():
     r, several = jaxmpi.rank(), jaxmpi.size() > 1
-    with pytest.raises(TypeError, match=r"variable \['a'\].hits of Undeclared .*op='sum'\), or write Undeclared.merge"):
+    with pytest.raises(
+        TypeError,
+        match=r"variable \['a'\].hits of Undeclared .*op='sum'\), or write Undeclared.merge",
+    ):
         jaxmpi.merge_metrics({"a": Undeclared()})
-    with pytest.raises(ValueError, match=r"op of variable .hits is 'mean'. Use one of sum, max, min"):
+    with pytest.raises(
+        ValueError, match=r"op of variable .hits is 'mean'. Use one of sum, max, min"
+    ):
         jaxmpi.merge_metrics(Undeclared("mean"))
-    with pytest.raises(TypeError, match=r"\['f1'\] is a float, and no metric. Merge metrics before compute"):
+    with pytest.raises(
+        TypeError, match=r"\['f1'\] is a float, and no metric. Merge metrics before compute"
+    ):
         jaxmpi.merge_metrics({"f1": 0.5})
     jaxmpi.merge_metrics(Edges([0.0, 1.0]))
     if several:
         with pytest.raises(TypeError, match=r"array .edges of Edges differs between the ranks"):
             jaxmpi.merge_metrics(Edges([0.0, r]))
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"merge_metrics: rank 1 has other metrics"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError, match=r"merge_metrics: rank 1 has other metrics"
+        ):
             jaxmpi.merge_metrics(nnx.metrics.Average() if r == 0 else nnx.metrics.Welford())
         full = Undeclared("sum")
         full.hits.set_value(jnp.array(2**31 - 1))
-        with pytest.raises(ValueError, match=r"variable .hits adds up to 4294967294 over the ranks, which int32 cannot"):
+        with pytest.raises(
+            ValueError,
+            match=r"variable .hits adds up to 4294967294 over the ranks, which int32 cannot",
+        ):
             jaxmpi.merge_metrics(full)
         full.hits.set_value(jnp.array(-(2**30) - 5))
-        with pytest.raises(ValueError, match=r"variable .hits adds up to -2147483658 over the ranks, which int32 cannot"):
+        with pytest.raises(
+            ValueError,
+            match=r"variable .hits adds up to -2147483658 over the ranks, which int32 cannot",
+        ):
             jaxmpi.merge_metrics(full)
         full.hits.set_value(jnp.array(-(2**30)))
         assert int(jaxmpi.merge_metrics(full).hits[...]) == -(2**31)

@@ -54,14 +54,26 @@ def purge_step(path):
 def test_csv_and_tensorboard_hold_the_same(tmp_path):
     log = jaxmpi.MetricsLog(tmp_path / "runs", tensorboard=True)
     for step in (10, 20):
-        log.write(step, {"loss": jnp.bfloat16(0.5 * step), "accuracy": 0.25}, jaxmpi.Rate(4.0, 2.0, None))
+        log.write(
+            step, {"loss": jnp.bfloat16(0.5 * step), "accuracy": 0.25}, jaxmpi.Rate(4.0, 2.0, None)
+        )
     head, *rows = lines(tmp_path / "runs")
-    assert head == ["step", "time", "loss", "accuracy", "samples_per_second", "samples_per_second_per_rank", "communication"]
+    assert head == [
+        "step",
+        "time",
+        "loss",
+        "accuracy",
+        "samples_per_second",
+        "samples_per_second_per_rank",
+        "communication",
+    ]
     assert [(row[0], row[2]) for row in rows] == [("10", "5.0"), ("20", "10.0")]
     assert {tuple(row[3:]) for row in rows} == {("0.25", "4.0", "2.0", "nan")}
     (file,) = (tmp_path / "runs").glob("events.out.tfevents*")
     found = {(step, name.rpartition("/")[2]): value for step, name, value in scalars(file)}
-    assert found[10, "loss"] == 5 and found[20, "loss"] == 10 and found[20, "samples_per_second"] == 4
+    assert (
+        found[10, "loss"] == 5 and found[20, "loss"] == 10 and found[20, "samples_per_second"] == 4
+    )
 
 
 def test_a_job_that_goes_on_adds_lines(tmp_path):
@@ -73,7 +85,8 @@ def test_a_job_that_goes_on_adds_lines(tmp_path):
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_step_stands_once_after_a_restart(tmp_path, tensorboard):
-    for start, values in ((0, 1.0), (40, 2.0), (20, 3.0)):  # the third goes on from an older checkpoint
+    # the third goes on from an older checkpoint
+    for start, values in ((0, 1.0), (40, 2.0), (20, 3.0)):
         log = jaxmpi.MetricsLog(tmp_path, tensorboard=tensorboard)
         for step in range(start, start + 60, 10):
             log.write(step, {"loss": values})
@@ -101,7 +114,11 @@ def test_two_logs_of_one_job_keep_their_lines(tmp_path):
     train.write(20, {"loss": 0.5})
     head, *rows = lines(tmp_path)
     assert head == ["step", "time", "loss", "accuracy"]
-    assert [(row[0], *row[2:]) for row in rows] == [("10", "1.0", ""), ("10", "", "0.5"), ("20", "0.5", "")]
+    assert [(row[0], *row[2:]) for row in rows] == [
+        ("10", "1.0", ""),
+        ("10", "", "0.5"),
+        ("20", "0.5", ""),
+    ]
 
 
 def test_names_in_any_order_later_and_missing(tmp_path):
@@ -112,7 +129,12 @@ def test_names_in_any_order_later_and_missing(tmp_path):
     jaxmpi.MetricsLog(tmp_path).write(3, {"accuracy": 0.4})
     head, *rows = lines(tmp_path)
     assert head == ["step", "time", "loss", "accuracy", "grad_norm"]
-    assert [row[2:] for row in rows] == [["1.0", "0.1", ""], ["0.5", "0.2", ""], ["0.25", "", "3.0"], ["", "0.4", ""]]
+    assert [row[2:] for row in rows] == [
+        ["1.0", "0.1", ""],
+        ["0.5", "0.2", ""],
+        ["0.25", "", "3.0"],
+        ["", "0.4", ""],
+    ]
 
 
 def test_a_folder_that_is_gone_is_made_again(tmp_path):
@@ -128,7 +150,9 @@ def test_what_cannot_be_written_does_not_end_the_job(tmp_path):
     log.write(1, {"loss": 1.0})
     shutil.rmtree(tmp_path / "runs")
     (tmp_path / "runs").write_text("a file in its place")
-    with pytest.warns(UserWarning, match=r"MetricsLog.write: step 2 could not be written .* The job goes on"):
+    with pytest.warns(
+        UserWarning, match=r"MetricsLog.write: step 2 could not be written .* The job goes on"
+    ):
         log.write(2, {"loss": 0.5})
     log.write(3, {"loss": 0.5})  # is said once
     (tmp_path / "runs").unlink()

@@ -35,7 +35,13 @@ def test_synchronize_gives_roots_values_and_keeps_kinds():
             "numbers": [r, 1.5 * r, 1j * r, r % 2 == 0],
             "adam": optax.adam(0.1).init({"w": jnp.full(2, 1.0 * r)}),
             "nothing": None,
-            "same": ["text", jnp.tanh, Color.RED, lambda x: x in {"a", "b"}, frozenset({"a", "b", "c"})],
+            "same": [
+                "text",
+                jnp.tanh,
+                Color.RED,
+                lambda x: x in {"a", "b"},
+                frozenset({"a", "b", "c"}),
+            ],
         }
         mine, want = make(r), make(root)
         got = jaxmpi.synchronize(mine, root)
@@ -43,8 +49,14 @@ def test_synchronize_gives_roots_values_and_keeps_kinds():
         for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
             if "same" in str(path):
                 continue
-            assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None), path
-            if jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key) if isinstance(a, jax.Array) else False:
+            assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None), (
+                path
+            )
+            if (
+                jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key)
+                if isinstance(a, jax.Array)
+                else False
+            ):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
             assert np.array_equal(np.asarray(a), np.asarray(b)), path
         assert got["same"][:3] == mine["same"][:3]
@@ -52,7 +64,9 @@ def test_synchronize_gives_roots_values_and_keeps_kinds():
 
 @run_ranks(1, 2, 3)
 def test_synchronize_nnx_module_and_state():
-    model = nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(jaxmpi.rank())), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(
+        nnx.Linear(2, 4, rngs=nnx.Rngs(jaxmpi.rank())), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    )
     state = jaxmpi.synchronize(nnx.state(model))
     nnx.update(model, state)
     reference = nnx.Linear(2, 4, rngs=nnx.Rngs(0)).kernel[...]
@@ -70,14 +84,32 @@ DIFFERENCES = [  # rank r's tree, and what every rank reads
         lambda r, last: {"w": jnp.ones(2, jnp.int32 if r == last else jnp.float32)},
         r"leaf \['w'\] is int32 \[2\] on rank {last}",
     ),
-    (lambda r, last: {"w": 1.0} | ({"b": 2.0} if r == last else {}), r"leaf \['b'\] is on rank {last} \(number\) and missing"),
-    (lambda r, last: {"w": 1.0} | ({} if r == last else {"b": 2.0}), r"leaf \['b'\] is on rank 0 \(number\) and missing"),
-    (lambda r, last: {"w": "text" if r == last else 1.0}, r"leaf \['w'\] is str on rank {last} and number on rank 0"),
-    (lambda r, last: [1.0] if r == last else (1.0,), r"the tree is list\[None\]\(\*\) on rank {last} and tuple"),
-    (lambda r, last: {"s": f"rank{r // last}"}, r"leaf \['s'\], a str, cannot be sent and is 'rank1' on rank {last}"),
+    (
+        lambda r, last: {"w": 1.0} | ({"b": 2.0} if r == last else {}),
+        r"leaf \['b'\] is on rank {last} \(number\) and missing",
+    ),
+    (
+        lambda r, last: {"w": 1.0} | ({} if r == last else {"b": 2.0}),
+        r"leaf \['b'\] is on rank 0 \(number\) and missing",
+    ),
+    (
+        lambda r, last: {"w": "text" if r == last else 1.0},
+        r"leaf \['w'\] is str on rank {last} and number on rank 0",
+    ),
+    (
+        lambda r, last: [1.0] if r == last else (1.0,),
+        r"the tree is list\[None\]\(\*\) on rank {last} and tuple",
+    ),
+    (
+        lambda r, last: {"s": f"rank{r // last}"},
+        r"leaf \['s'\], a str, cannot be sent and is 'rank1' on rank {last}",
+    ),
     (lambda r, last: {"c": Color.BLUE if r == last else Color.RED}, r"leaf \['c'\], a Color"),
     (lambda r, last: {"f": jnp.sin if r == last else jnp.cos}, r"leaf \['f'\]"),
-    (lambda r, last: {"f": (lambda x: x + 1) if r == last else (lambda x: x + 2)}, r"leaf \['f'\], a function"),
+    (
+        lambda r, last: {"f": (lambda x: x + 1) if r == last else (lambda x: x + 2)},
+        r"leaf \['f'\], a function",
+    ),
 ]
 
 
@@ -101,7 +133,8 @@ class Tagged:
 @run_ranks(2, 3)
 def test_synchronize_compares_static_fields():
     r = jaxmpi.rank()
-    words = [f"tag{i}" for i in range(30)]  # a set of strings prints in another order in every process
+    # a set of strings prints in another order in every process
+    words = [f"tag{i}" for i in range(30)]
     fields = (frozenset(words), jnp.tanh, {"a": 1}, "text")
     assert jaxmpi.synchronize(Tagged(1.0 * r, fields)).w == 0.0
     with pytest.raises(jaxmpi.RankMismatchError, match="the tree is Tagged"):
@@ -118,7 +151,10 @@ def test_synchronize_not_strict_keeps_each_ranks_own():
 @run_ranks(1, 2, 3, 4)
 def test_objects_travel():
     r, n = jaxmpi.rank(), jaxmpi.size()
-    assert jaxmpi.broadcast_object({"from": r, "set": {1, r}}, n - 1) == {"from": n - 1, "set": {1, n - 1}}
+    assert jaxmpi.broadcast_object({"from": r, "set": {1, r}}, n - 1) == {
+        "from": n - 1,
+        "set": {1, n - 1},
+    }
     assert jaxmpi.allgather_object(("r", r)) == [("r", q) for q in range(n)]
     jaxmpi.barrier()
 
@@ -138,13 +174,23 @@ def test_synchronize_gives_simulated_ranks_the_values_of_root():
     each = jnp.arange(6.0).reshape(3, 2)
     with jaxmpi.simulate(3):
         keys = jaxmpi.rank_key(jax.random.key(0))
-        tree = {"w": jaxmpi.PerRank(each), "key": keys, "step": 3, "host": jaxmpi.PerRank(np.arange(3)), "same": jnp.ones(2)}
+        tree = {
+            "w": jaxmpi.PerRank(each),
+            "key": keys,
+            "step": 3,
+            "host": jaxmpi.PerRank(np.arange(3)),
+            "same": jnp.ones(2),
+        }
         tree["own"] = jaxmpi.PerRankState(jaxmpi.PerRank(each))
-        tree["nnx"] = nnx.State({"w": nnx.Param(jaxmpi.PerRank(each)), "mean": nnx.BatchStat(jaxmpi.PerRank(each))})
+        tree["nnx"] = nnx.State(
+            {"w": nnx.Param(jaxmpi.PerRank(each)), "mean": nnx.BatchStat(jaxmpi.PerRank(each))}
+        )
         got = jaxmpi.synchronize(tree, root=2)
-        np.testing.assert_array_equal(jaxmpi.jit(lambda x: x)(got["w"]), each[2])  # equal on all ranks, so one array
+        # equal on all ranks, so one array
+        np.testing.assert_array_equal(jaxmpi.jit(lambda x: x)(got["w"]), each[2])
     np.testing.assert_array_equal(
-        jax.random.key_data(got["key"]), jax.random.key_data(jax.random.fold_in(jax.random.key(0), 2))
+        jax.random.key_data(got["key"]),
+        jax.random.key_data(jax.random.fold_in(jax.random.key(0), 2)),
     )
     assert got["step"] == 3 and got["host"] == 2
     np.testing.assert_array_equal(got["same"], np.ones(2))

@@ -53,13 +53,48 @@ def fails(x):
 
 
 DIFFERENCES = {
-    "shape": (lambda: jaxmpi.jit(sum_of)(X), lambda: jaxmpi.jit(sum_of)(X[:3]), "float32[4]", "float32[3]"),
-    "dtype": (lambda: jaxmpi.jit(sum_of)(X), lambda: jaxmpi.jit(sum_of)(X.astype(np.int32)), "float32[4]", "int32[4]"),
-    "op": (lambda: jaxmpi.jit(sum_of)(X), lambda: jaxmpi.jit(lambda x: lax.pmax(x, R))(X), "allreduce sum", "allreduce max"),
-    "order": (lambda: jaxmpi.jit(first_sum)(X), lambda: jaxmpi.jit(first_max)(X), "first_sum", "first_max"),
-    "one more": (lambda: jaxmpi.jit(sum_of)(X), lambda: jaxmpi.jit(one_more)(X), "nothing more", "allreduce max"),
-    "length of a loop": (lambda: jaxmpi.jit(looped(3))(X), lambda: jaxmpi.jit(looped(4))(X), "scan[3]", "scan[4]"),
-    "another step": (lambda: jaxmpi.jit(sum_of)(X), lambda: jaxmpi.jit(one_more)(X), "called sum_of", "called one_more"),
+    "shape": (
+        lambda: jaxmpi.jit(sum_of)(X),
+        lambda: jaxmpi.jit(sum_of)(X[:3]),
+        "float32[4]",
+        "float32[3]",
+    ),
+    "dtype": (
+        lambda: jaxmpi.jit(sum_of)(X),
+        lambda: jaxmpi.jit(sum_of)(X.astype(np.int32)),
+        "float32[4]",
+        "int32[4]",
+    ),
+    "op": (
+        lambda: jaxmpi.jit(sum_of)(X),
+        lambda: jaxmpi.jit(lambda x: lax.pmax(x, R))(X),
+        "allreduce sum",
+        "allreduce max",
+    ),
+    "order": (
+        lambda: jaxmpi.jit(first_sum)(X),
+        lambda: jaxmpi.jit(first_max)(X),
+        "first_sum",
+        "first_max",
+    ),
+    "one more": (
+        lambda: jaxmpi.jit(sum_of)(X),
+        lambda: jaxmpi.jit(one_more)(X),
+        "nothing more",
+        "allreduce max",
+    ),
+    "length of a loop": (
+        lambda: jaxmpi.jit(looped(3))(X),
+        lambda: jaxmpi.jit(looped(4))(X),
+        "scan[3]",
+        "scan[4]",
+    ),
+    "another step": (
+        lambda: jaxmpi.jit(sum_of)(X),
+        lambda: jaxmpi.jit(one_more)(X),
+        "called sum_of",
+        "called one_more",
+    ),
     "an eager call": (
         lambda: jaxmpi.jit(sum_of)(X),
         lambda: jaxmpi.tree_allreduce(X[:2]),
@@ -78,17 +113,42 @@ DIFFERENCES = {
         "nothing more",
         "argument 0['b']: float32[4]",
     ),
-    "eager ops": (lambda: jaxmpi.tree_allreduce(X, "min"), lambda: jaxmpi.tree_allreduce(X, "max"), "e min", "allreduce max"),
+    "eager ops": (
+        lambda: jaxmpi.tree_allreduce(X, "min"),
+        lambda: jaxmpi.tree_allreduce(X, "max"),
+        "e min",
+        "allreduce max",
+    ),
     "an object": (
         lambda: jaxmpi.jit(sum_of)(X),
         lambda: jaxmpi.allgather_object(1),
         "called sum_of",
         "called allgather_object",
     ),
-    "objects": (lambda: jaxmpi.barrier(), lambda: jaxmpi.broadcast_object(1), "called barrier", "called broadcast_object"),
-    "roots": (lambda: jaxmpi.broadcast_object(1), lambda: jaxmpi.broadcast_object(1, root=1), "root=0", "root=1"),
-    "synchronize": (lambda: jaxmpi.synchronize(X), lambda: jaxmpi.tree_bcast(X), "called synchronize", "called tree_bcast"),
-    "a meter": (lambda: jaxmpi.Throughput().read(), lambda: jaxmpi.barrier(), "called Throughput.read", "called barrier"),
+    "objects": (
+        lambda: jaxmpi.barrier(),
+        lambda: jaxmpi.broadcast_object(1),
+        "called barrier",
+        "called broadcast_object",
+    ),
+    "roots": (
+        lambda: jaxmpi.broadcast_object(1),
+        lambda: jaxmpi.broadcast_object(1, root=1),
+        "root=0",
+        "root=1",
+    ),
+    "synchronize": (
+        lambda: jaxmpi.synchronize(X),
+        lambda: jaxmpi.tree_bcast(X),
+        "called synchronize",
+        "called tree_bcast",
+    ),
+    "a meter": (
+        lambda: jaxmpi.Throughput().read(),
+        lambda: jaxmpi.barrier(),
+        "called Throughput.read",
+        "called barrier",
+    ),
 }
 
 
@@ -194,7 +254,10 @@ def test_every_parameter_is_compared():
     for name, (call, one, other) in PARAMETERS.items():
         text = differ(partial(call, one), partial(call, other))
         compared = "do not agree. " in text and " by rank" in text
-        assert compared or "is not equal on all ranks" in text or re.search("called .*=", text), (name, text)
+        assert compared or "is not equal on all ranks" in text or re.search("called .*=", text), (
+            name,
+            text,
+        )
 
 
 @pytest.mark.slow
@@ -213,7 +276,8 @@ def check_difference(name):
     for word in words:
         assert word in str(caught.value)
     assert "rank 0" in str(caught.value) or "ranks 0" in str(caught.value)
-    np.testing.assert_array_equal(jaxmpi.jit(sum_of)(X), X * jaxmpi.size())  # nothing was sent: the job could go on
+    # nothing was sent: the job could go on
+    np.testing.assert_array_equal(jaxmpi.jit(sum_of)(X), X * jaxmpi.size())
     texts = jaxmpi.allgather_object(str(caught.value))
     assert len(set(texts)) == 1
 
@@ -384,12 +448,20 @@ def another_place(x, branch):
     return lax.pmax(lax.psum(x, R) * 2, R) if branch else lax.psum(lax.pmax(x, R) * 2, R)
 
 
-@pytest.mark.parametrize("fun", [one_message_or_two, which_depends, which_loop_depends, another_collective, another_place])
+@pytest.mark.parametrize(
+    "fun",
+    [one_message_or_two, which_depends, which_loop_depends, another_collective, another_place],
+)
 @run_ranks(2, 3)
 def test_branches_with_other_messages_are_refused_by_their_name(fun):
     step = jaxmpi.jit(fun, static_argnums=1)
-    text = differ(partial(step, cells(jaxmpi.rank()), False), partial(step, cells(jaxmpi.rank()), True))
-    assert "An `if` on the rank makes different programs: use jnp.where." in text and " by rank" in text, text
+    text = differ(
+        partial(step, cells(jaxmpi.rank()), False), partial(step, cells(jaxmpi.rank()), True)
+    )
+    assert (
+        "An `if` on the rank makes different programs: use jnp.where." in text
+        and " by rank" in text
+    ), text
 
 
 def masked(x, branch):
@@ -401,10 +473,15 @@ def masked(x, branch):
 def held(value):
     array = np.full(3, value, np.float32)
     large = np.full(100_000, value, np.float32)
-    return jaxmpi.jit(lambda x: lax.psum(x, R) + array), jaxmpi.jit(lambda x: lax.psum(x, R) + jnp.sum(x[0] * large))
+    return jaxmpi.jit(lambda x: lax.psum(x, R) + array), jaxmpi.jit(
+        lambda x: lax.psum(x, R) + jnp.sum(x[0] * large)
+    )
 
 
-@pytest.mark.skipif(os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax", reason="it compares programs, and not each message")
+@pytest.mark.skipif(
+    os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax",
+    reason="it compares programs, and not each message",
+)
 @run_ranks(2, 3)
 def test_a_rank_that_has_caught_an_error_in_the_middle_of_a_step_is_found():
     """Its next step begins with a message that looks like that which the others are at."""
@@ -438,28 +515,40 @@ def test_xla_runs_one_program_on_all_ranks():
     text = differ(partial(step, x, False), partial(step, x, True))
     assert branch in text and re.search(r"computed by rank 1: .* at test_agreement.py:\d+", text)
     np.testing.assert_array_equal(step(x, False), cells(0)[:3] + cells(1)[:3])
-    text = differ(partial(step.lower(x, False).compile(), x), partial(step.lower(x, True).compile(), x))
+    text = differ(
+        partial(step.lower(x, False).compile(), x), partial(step.lower(x, True).compile(), x)
+    )
     assert branch in text
     for name in ("unused", "halo", "constant"):
         fun, _ = BRANCHES[name]
         with pytest.raises(RankMismatchError, match=branch):
             jaxmpi.jit(fun)(cells(jaxmpi.rank()))
     for mine, others in zip(held(1.0), held(2.0), strict=True):
-        assert "decided by rank 1: an array from outside" in differ(partial(mine, x), partial(others, x))
+        assert "decided by rank 1: an array from outside" in differ(
+            partial(mine, x), partial(others, x)
+        )
     mean = jaxmpi.jit(lambda x: lax.psum(jnp.mean(x), R))
     text = differ(partial(mean, x), partial(mean, x[:2]))
-    assert "On the xla backend all ranks run one compiled program" in text and "argument 0: float32[2]" in text
+    assert (
+        "On the xla backend all ranks run one compiled program" in text
+        and "argument 0: float32[2]" in text
+    )
 
 
 @run_ranks(2, backend="xla")
 def test_numbers_that_are_declared_equal_are_compared_at_every_call():
     """Where the ranks compare before a program: on mpi4jax, too. On the native transport the messages show it."""
-    step = jaxmpi.jit(lambda x, i: lax.cond(i % 2 == 0, lambda: lax.psum(x, R), lambda: x), replicated_argnums=1)
+    step = jaxmpi.jit(
+        lambda x, i: lax.cond(i % 2 == 0, lambda: lax.psum(x, R), lambda: x), replicated_argnums=1
+    )
     for number in (int, np.int32):
         for i in range(3):
             np.testing.assert_array_equal(step(X, number(i)), X * (1 if i % 2 else 2))
         text = differ(partial(step, X, number(3)), partial(step, X, number(4)))
-        assert "given by rank 0: argument 1: int32[] is 3\n  given by rank 1: argument 1: int32[] is 4" in text
+        assert (
+            "given by rank 0: argument 1: int32[] is 3\n  given by rank 1: argument 1: int32[] is 4"
+            in text
+        )
     np.testing.assert_array_equal(step(X, jnp.int32(4)), X * 2)
 
 
@@ -467,7 +556,9 @@ def with_rate(rate):
     """A step whose parameters are declared to be equal on all ranks."""
 
     def train(params, x):
-        return params - rate * jnp.sqrt(2.0) * lax.pmean(jnp.mean(x) * params, R), jnp.mean(x) * rate
+        return params - rate * jnp.sqrt(2.0) * lax.pmean(jnp.mean(x) * params, R), jnp.mean(
+            x
+        ) * rate
 
     return jaxmpi.jit(train, replicated_argnums=0, replicated_outnums=0)
 
@@ -499,22 +590,33 @@ def test_what_computes_an_output_that_is_declared_equal_is_compared(make):
 
 @run_ranks(2)
 def test_what_decides_is_compared_from_the_last_reduction_on():
-    step = jaxmpi.jit(lambda x: lax.while_loop(lambda c: lax.psum(jnp.mean(x), R) > c, lambda c: c + lax.psum(1.0, R), 0.0))
-    assert float(step(np.ones(4 + jaxmpi.rank(), np.float32))) == 2.0  # the mean divides by another number on each rank
+    step = jaxmpi.jit(
+        lambda x: lax.while_loop(
+            lambda c: lax.psum(jnp.mean(x), R) > c, lambda c: c + lax.psum(1.0, R), 0.0
+        )
+    )
+    # the mean divides by another number on each rank
+    assert float(step(np.ones(4 + jaxmpi.rank(), np.float32))) == 2.0
 
 
 @run_ranks(2)
 def test_what_a_gradient_leaves_behind_costs_no_round():
     """The loss of a gradient is not used: its mean travels with that of the gradient."""
-    step = jaxmpi.jit(lambda w, x: lax.pmean(jax.grad(lambda w: lax.pmean(jnp.sum(w * x), R))(w), R))
+    step = jaxmpi.jit(
+        lambda w, x: lax.pmean(jax.grad(lambda w: lax.pmean(jnp.sum(w * x), R))(w), R)
+    )
     entries = step.program(X, X).entries
-    assert [len(entry.arrays) for entry in entries] in ([2], [1, 1]) and len({entry.path for entry in entries}) == 1
+    assert [len(entry.arrays) for entry in entries] in ([2], [1, 1]) and len(
+        {entry.path for entry in entries}
+    ) == 1
     np.testing.assert_allclose(step(X, X * jaxmpi.rank()), X / 2)
 
 
 @run_ranks(2)
 def test_notes_of_parameters_are_no_part_of_the_program():
-    step = jaxmpi.jit(lambda x: (jaxmpi.tree_allreduce(x, "sum"), jaxmpi.tree_reduce(x, "sum", root=1)))
+    step = jaxmpi.jit(
+        lambda x: (jaxmpi.tree_allreduce(x, "sum"), jaxmpi.tree_reduce(x, "sum", root=1))
+    )
     assert " name[" not in str(step.trace(X).jaxpr)
     (entry,) = step.program(X).entries
     assert len(entry.arrays) == 1  # an array that two calls reduce is sent once
@@ -525,7 +627,10 @@ def test_plain_jit_compares_what_mpi4jax_carries_on_the_native_transport():
     if session.current("test").transport != "native":
         return
     rank = jaxmpi.rank()
-    for call in (lambda: jaxmpi.tree_bcast(X, rank), lambda: jaxmpi.tree_alltoall(jnp.ones((2, 1 + rank)))):
+    for call in (
+        lambda: jaxmpi.tree_bcast(X, rank),
+        lambda: jaxmpi.tree_alltoall(jnp.ones((2, 1 + rank))),
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="RankMismatchError"):
             jax.block_until_ready(jax.jit(call)())
         jaxmpi.barrier()
@@ -545,7 +650,10 @@ def iterates_alone():
 def test_batches_are_compared_where_collectives_may_be():
     if jaxmpi.rank() == 0:
         iterates_alone()
-    text = differ(lambda: list(jaxmpi.batches(np.arange(24), 12)), lambda: list(jaxmpi.batches(np.arange(26), 12)))
+    text = differ(
+        lambda: list(jaxmpi.batches(np.arange(24), 12)),
+        lambda: list(jaxmpi.batches(np.arange(26), 12)),
+    )
     assert "given by rank 0: batches samples=24\n  given by rank 1: batches samples=26" in text
 
 
@@ -621,14 +729,18 @@ def test_a_full_check_finds_what_is_not_equal():
     try:
         step = jaxmpi.jit(one_step, replicated_argnums=0, donate_argnums=0)
         params, _ = step({"w": jnp.asarray(X)}, X * jaxmpi.rank())
-        np.testing.assert_allclose(params["w"], X - (jaxmpi.size() - 1) / 2, atol=1e-6)  # a compiler may fuse mean and step
+        # a compiler may fuse mean and step
+        np.testing.assert_allclose(params["w"], X - (jaxmpi.size() - 1) / 2, atol=1e-6)
         other = {"w": jnp.nextafter(params["w"], jnp.inf) if last else params["w"]}
         with (
             pytest.raises(
-                RankMismatchError, match=rf"one_step: argument 0\['w'\].* is not equal .*: rank {jaxmpi.size() - 1} has other"
+                RankMismatchError,
+                match=rf"one_step: argument 0\['w'\].* is not equal .*: rank {jaxmpi.size() - 1} has other",
             )
             if jaxmpi.size() > 2
-            else pytest.raises(RankMismatchError, match=r"one_step: argument 0\['w'\]: float32\[4\] is not equal")
+            else pytest.raises(
+                RankMismatchError, match=r"one_step: argument 0\['w'\]: float32\[4\] is not equal"
+            )
         ):
             step(other, X)
     finally:
@@ -659,24 +771,32 @@ def gathers():
         "tree_allgather": lambda: jaxmpi.tree_allgather(np.ones(3 + rank)),
         "of one leaf": lambda: jaxmpi.tree_allgather(mixed),
         "all_gather in a step": lambda: inside(np.ones(3 + rank)),
-        "average of predictions": lambda: jaxmpi.jit(lambda x: (jaxmpi.tree_allgather(x), jaxmpi.tree_allreduce(x.sum())))(
-            np.ones((rank + 2, 5), np.int32)
-        ),
+        "average of predictions": lambda: jaxmpi.jit(
+            lambda x: (jaxmpi.tree_allgather(x), jaxmpi.tree_allreduce(x.sum()))
+        )(np.ones((rank + 2, 5), np.int32)),
     }
 
 
 def check_gathers():
     for name, call in gathers().items():
-        with pytest.raises(RankMismatchError, match=r"A gather takes arrays of one shape") as caught:
+        with pytest.raises(
+            RankMismatchError, match=r"A gather takes arrays of one shape"
+        ) as caught:
             call()
-        assert "jaxmpi.allgather_object" in str(caught.value) and "pad the arrays" in str(caught.value), name
+        assert "jaxmpi.allgather_object" in str(caught.value) and "pad the arrays" in str(
+            caught.value
+        ), name
     others = {
-        "dtype": lambda: jaxmpi.tree_allgather(np.ones(3, np.int32 if jaxmpi.rank() else np.float32)),
+        "dtype": lambda: jaxmpi.tree_allgather(
+            np.ones(3, np.int32 if jaxmpi.rank() else np.float32)
+        ),
         "axes": lambda: jaxmpi.tree_allgather(np.ones((3,) * (1 + jaxmpi.rank()))),
         "sum": lambda: jaxmpi.tree_allreduce(np.ones(3 + jaxmpi.rank())),
     }
     for name, call in others.items():
-        with pytest.raises(RankMismatchError, match="Every rank must send the same arrays") as caught:
+        with pytest.raises(
+            RankMismatchError, match="Every rank must send the same arrays"
+        ) as caught:
             call()
         assert "allgather_object" not in str(caught.value), name
 

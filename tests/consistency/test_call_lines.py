@@ -61,7 +61,9 @@ def check_lines():
         text = str(caught.value)
         assert f" at test_call_lines.py:{line}" in text, (name, text)
         assert f" at test_call_lines.py:{line - 1}" in text, (name, text)
-        assert text.count("test_call_lines.py") == text.count(f":{line}") + text.count(f":{line - 1}"), (name, text)
+        assert text.count("test_call_lines.py") == text.count(f":{line}") + text.count(
+            f":{line - 1}"
+        ), (name, text)
     assert jaxmpi.allgather_object(rank) == [0, 1]
 
 
@@ -84,12 +86,16 @@ def test_mismatch_names_this_line_where_both_call_the_same_function():
     with pytest.raises(jaxmpi.RankMismatchError) as caught:
         jaxmpi.tree_allreduce(X, "sum" if jaxmpi.rank() else "mean")
     text = str(caught.value)
-    assert text.count(f" at test_call_lines.py:{line}") == text.count("test_call_lines.py") >= 2, text
+    assert text.count(f" at test_call_lines.py:{line}") == text.count("test_call_lines.py") >= 2, (
+        text
+    )
     line = here.f_lineno + 2
     with pytest.raises(jaxmpi.RankMismatchError, match="do not agree") as caught:
         jaxmpi.save(DIRECTORY, jaxmpi.rank(), {"w": X})
     for rank in range(2):
-        assert f"called by rank {rank} at test_call_lines.py:{line}" in str(caught.value), str(caught.value)
+        assert f"called by rank {rank} at test_call_lines.py:{line}" in str(caught.value), str(
+            caught.value
+        )
 
 
 @run_ranks(3)
@@ -105,8 +111,13 @@ def test_a_loop_over_unequal_shards_is_told_to_use_batches():
         jaxmpi.barrier()
     text = str(caught.value)
     assert f"called barrier at test_call_lines.py:{barrier}" in text, text
-    assert re.search(rf"sent by rank 2: allreduce \w+ of float32\[\] at test_call_lines.py:{line - 2}\b", text), text
-    assert f"jaxmpi.shard at test_call_lines.py:{line} has more samples on some ranks than on others" in text, text
+    assert re.search(
+        rf"sent by rank 2: allreduce \w+ of float32\[\] at test_call_lines.py:{line - 2}\b", text
+    ), text
+    assert (
+        f"jaxmpi.shard at test_call_lines.py:{line} has more samples on some ranks than on others"
+        in text
+    ), text
     assert "jaxmpi.batches" in text, text
 
 

@@ -99,7 +99,9 @@ def check_that_the_next_calls_fit():
         mean = np.arange(6) + (n - 1) / 2 + k
         np.testing.assert_allclose(jaxmpi.tree_allreduce(x() + k), mean, rtol=1e-6)
         assert jaxmpi.allgather_object((jaxmpi.rank(), k)) == [(rank, k) for rank in range(n)]
-        np.testing.assert_allclose(jaxmpi.tree_allgather(np.float32(jaxmpi.rank() + k)), np.arange(n) + k)
+        np.testing.assert_allclose(
+            jaxmpi.tree_allgather(np.float32(jaxmpi.rank() + k)), np.arange(n) + k
+        )
 
 
 def check_one_bad_call(name, bad_rank, first_ever):
@@ -113,7 +115,9 @@ def check_one_bad_call(name, bad_rank, first_ever):
         except Exception as caught:
             error = caught
         assert error is not None, (name, number, "went through on this rank")
-        assert jaxmpi.rank() == bad_rank or isinstance(error, (jaxmpi.RankMismatchError, TypeError, ValueError)), error
+        assert jaxmpi.rank() == bad_rank or isinstance(
+            error, (jaxmpi.RankMismatchError, TypeError, ValueError)
+        ), error
         check_that_the_next_calls_fit()
 
 
@@ -143,7 +147,11 @@ def test_what_all_ranks_refuse_keeps_its_own_error():
 @run_ranks(2, 3)
 def test_a_refused_argument_is_named_on_the_other_ranks():
     words = r"(?s)tree_allreduce: rank 0 and rank.*ValueError: tree_allreduce: op 'no'"
-    error, words = (ValueError, "tree_allreduce: op 'no'") if jaxmpi.rank() == 0 else (jaxmpi.RankMismatchError, words)
+    error, words = (
+        (ValueError, "tree_allreduce: op 'no'")
+        if jaxmpi.rank() == 0
+        else (jaxmpi.RankMismatchError, words)
+    )
     with pytest.raises(error, match=words):
         jaxmpi.tree_allreduce(x(), "no" if jaxmpi.rank() == 0 else "mean")
     check_that_the_next_calls_fit()
@@ -153,7 +161,10 @@ def test_a_refused_argument_is_named_on_the_other_ranks():
 @run_ranks(2, 3)
 def test_objects_that_pickle_refuses_are_one_error_on_all_ranks(function):
     last = jaxmpi.size() - 1
-    for obj, words in ((NotPickled(), r"cannot be pickled \(ValueError: not today\)"), (lambda: 0, "cannot be pickled")):
+    for obj, words in (
+        (NotPickled(), r"cannot be pickled \(ValueError: not today\)"),
+        (lambda: 0, "cannot be pickled"),
+    ):
         with pytest.raises(TypeError, match=f"_object: the object of rank {last} {words}"):
             if function == "allgather":
                 jaxmpi.allgather_object(obj if jaxmpi.rank() == last else 0)

@@ -43,7 +43,11 @@ def averaged_loss(x):
 
 
 mapped = jaxmpi.pmap(lambda x: lax.pmean(x, "batch"), axis_name="batch")
-step, averaged, nn_step = jaxmpi.jit(program), jaxmpi.jit(averaged_loss), jaxmpi.nn.jit(lambda x: lax.pmax(x, jaxmpi.AXIS))
+step, averaged, nn_step = (
+    jaxmpi.jit(program),
+    jaxmpi.jit(averaged_loss),
+    jaxmpi.nn.jit(lambda x: lax.pmax(x, jaxmpi.AXIS)),
+)
 
 CALLS = {
     "tree_allreduce": lambda: jaxmpi.tree_allreduce(X),
@@ -61,7 +65,9 @@ CALLS = {
     "unshard": lambda: jaxmpi.unshard(sharded_state()),
     "fully_shard": lambda: jaxmpi.fully_shard({"w": X}),
     "reshard": lambda: jaxmpi.reshard(whole_state()),
-    "nn.average_batch_stats": lambda: jaxmpi.nn.average_batch_stats(nnx.BatchNorm(2, rngs=nnx.Rngs(0))),
+    "nn.average_batch_stats": lambda: jaxmpi.nn.average_batch_stats(
+        nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    ),
     "nn.BatchNorm": lambda: jaxmpi.nn.BatchNorm(2, rngs=nnx.Rngs(0))(rows()),
     "merge_metrics": lambda: jaxmpi.merge_metrics(nnx.MultiMetric(loss=nnx.metrics.Average())),
     "allgather_object": lambda: jaxmpi.allgather_object(1),
@@ -74,7 +80,8 @@ CALLS = {
     "latest": lambda: jaxmpi.latest(DIRECTORY),
     "finalize": lambda: jaxmpi.finalize(),
 }
-# Collective, and nothing is sent when they are called: `init` is before, the agreement of `preempted` is between threads.
+# Collective, and nothing is sent when they are called: `init` is before, the agreement of
+# `preempted` is between threads.
 SILENT = {"init", "explain", "preempted"}
 
 
@@ -83,21 +90,40 @@ def public():
         value = getattr(jaxmpi, name)
         yield name, value
         if inspect.isclass(value):
-            yield from ((f"{name}.{method}", f) for method, f in vars(value).items() if not method.startswith("_"))
+            yield from (
+                (f"{name}.{method}", f)
+                for method, f in vars(value).items()
+                if not method.startswith("_")
+            )
     for module in (jaxmpi.nn, jaxmpi.codecs):
-        yield from ((f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name)) for name in module.__all__)
+        yield from (
+            (f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name))
+            for name in module.__all__
+        )
 
 
 def test_every_public_collective_is_in_the_table():
-    calls = ("**Collective:** every rank calls it", "**Collective:** every rank calls the", "**Collective:** as `jaxmpi.jit`")
-    found = {name for name, value in public() if any(words in (inspect.getdoc(value) or "") for words in calls)}
+    calls = (
+        "**Collective:** every rank calls it",
+        "**Collective:** every rank calls the",
+        "**Collective:** as `jaxmpi.jit`",
+    )
+    found = {
+        name
+        for name, value in public()
+        if any(words in (inspect.getdoc(value) or "") for words in calls)
+    }
     assert found == set(CALLS) | SILENT
 
 
 def pairs():
     """Each with a program, with an object function, and with two others of the table; in both orders."""
     names = [*CALLS]
-    some = [{*(name, other)} for i, name in enumerate(names) for other in ("jit", "barrier", names[i - 1], names[i - 2])]
+    some = [
+        {*(name, other)}
+        for i, name in enumerate(names)
+        for other in ("jit", "barrier", names[i - 1], names[i - 2])
+    ]
     return [pair for pair in itertools.permutations(names, 2) if {*pair} in some]
 
 
@@ -109,7 +135,10 @@ def check_pairs():
     for names in pairs():
         with pytest.raises(jaxmpi.RankMismatchError) as caught:
             CALLS[names[min(rank, 1)]]()
-        assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value), (names, str(caught.value))
+        assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value), (
+            names,
+            str(caught.value),
+        )
     assert jaxmpi.initialized() and jaxmpi.allgather_object(rank) == [0, 1]
 
 
@@ -206,9 +235,13 @@ def check_same_bytes(some):
 @run_ranks(2)
 def test_a_vote_and_a_mean_of_one_number_are_told_apart():
     mean = functools.partial(jaxmpi.tree_allreduce, NUMBER)
-    with pytest.raises(jaxmpi.RankMismatchError, match="rank 0 called any_rank, and rank 1 called tree_allreduce"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match="rank 0 called any_rank, and rank 1 called tree_allreduce"
+    ):
         jaxmpi.any_rank(True) if jaxmpi.rank() == 0 else mean()
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"(?s)tree_allreduce of \['a'\].*tree_allreduce of \['b'\]"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"(?s)tree_allreduce of \['a'\].*tree_allreduce of \['b'\]"
+    ):
         jaxmpi.tree_allreduce({"ab"[jaxmpi.rank()]: NUMBER})
     assert float(jaxmpi.tree_allreduce(jaxmpi.rank() + 1.0)) == 1.5
 
@@ -217,7 +250,9 @@ def test_a_vote_and_a_mean_of_one_number_are_told_apart():
 @run_ranks(2)
 def test_functions_that_send_the_same_bytes_are_told_apart():
     numbers = {name: i for i, name in enumerate(SAME_BYTES)}
-    check_same_bytes(lambda a, b: (numbers[a] - numbers[b]) % len(numbers) in (1, 2) or "any_rank" in (a, b))
+    check_same_bytes(
+        lambda a, b: (numbers[a] - numbers[b]) % len(numbers) in (1, 2) or "any_rank" in (a, b)
+    )
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,7 @@
 """Programs whose messages are all in branches: their later calls are compared with the next message.
 
-A law: ranks that make the same calls get the right numbers; where one of them makes others, all get a RankMismatchError, with
-the next message at the latest, and can go on.
+A law: ranks that make the same calls get the right numbers; where one of them makes others, all get
+a RankMismatchError, with the next message at the latest, and can go on.
 """
 
 import itertools
@@ -56,7 +56,9 @@ def streaming():
     tx = jaxmpi.local_sgd(optax.sgd(0.5), EVERY, fragments=2, delay=DELAY)
 
     def train(params, state, x):
-        updates, state = tx.update(jax.tree.map(lambda p: x[0] * jnp.ones_like(p), params), state, params)
+        updates, state = tx.update(
+            jax.tree.map(lambda p: x[0] * jnp.ones_like(p), params), state, params
+        )
         return optax.apply_updates(params, updates), state
 
     params = {"a": jnp.zeros(3), "b": jnp.zeros((2, 2))}
@@ -68,7 +70,9 @@ class Rank:
 
     def __init__(self, length):
         self.x = np.arange(1.0, length + 1, dtype=np.float32) * (jaxmpi.rank() + 1)
-        self.everyone = np.stack([self.x / (jaxmpi.rank() + 1) * (r + 1) for r in range(jaxmpi.size())])
+        self.everyone = np.stack(
+            [self.x / (jaxmpi.rank() + 1) * (r + 1) for r in range(jaxmpi.size())]
+        )
         self.step, self.state = streaming()
 
     def quiet(self):
@@ -150,9 +154,16 @@ def check_sequences(seeds):
         length = int(rng.integers(1, 4))
         names = [str(name) for name in rng.choice(NAMES, size=rng.integers(3, 12))]
         others, who = deviating(rng, names), int(rng.integers(jaxmpi.size()))
-        same = [name for name in names if name != "alone"] == [name for name in others if name != "alone"]
+        same = [name for name in names if name != "alone"] == [
+            name for name in others if name != "alone"
+        ]
         found = outcome(others if jaxmpi.rank() == who else names, length)
-        assert set(jaxmpi.allgather_object(found)) == {"right" if same else "refused"}, (seed, names, others, who)
+        assert set(jaxmpi.allgather_object(found)) == {"right" if same else "refused"}, (
+            seed,
+            names,
+            others,
+            who,
+        )
         assert float(jaxmpi.tree_allreduce(1.0, "sum")) == jaxmpi.size()
         counts[found] += 1
     assert min(counts.values()) > len(seeds) // 10, counts
@@ -229,7 +240,9 @@ def test_the_first_call_is_compared_at_once():
         known = Rank(4)
         for call in (known.quiet, known.loud):
             jax.block_until_ready(call()[0])
-        with pytest.raises((RankMismatchError, jax.errors.JaxRuntimeError), match=r"(?s)do not agree.*float32\[4\]"):
+        with pytest.raises(
+            (RankMismatchError, jax.errors.JaxRuntimeError), match=r"(?s)do not agree.*float32\[4\]"
+        ):
             if last:
                 jax.block_until_ready(new())
             for _ in range(messages):
@@ -251,7 +264,11 @@ def test_both_calls_are_named():
         with pytest.raises((RankMismatchError, jax.errors.JaxRuntimeError)) as caught:
             for call in calls:
                 jax.block_until_ready(call()[0])
-        (all_ranks,) = set(jaxmpi.allgather_object(str(caught.value).partition("RankMismatchError: ")[-1] or str(caught.value)))
+        (all_ranks,) = set(
+            jaxmpi.allgather_object(
+                str(caught.value).partition("RankMismatchError: ")[-1] or str(caught.value)
+            )
+        )
         return all_ranks
 
     def called(first, second):
@@ -264,7 +281,11 @@ def test_both_calls_are_named():
     found = text(rank.quiet, *([rank.quiet] if last else []), rank.loud, rank.loud)
     assert "caught an error" in found and "message 1 of the program" in found
     assert "no message yet, in another call of this program" in found
-    found = text(rank.quiet, rank.other_quiet if last else rank.quiet, *([rank.always] if last else [rank.barrier]))
+    found = text(
+        rank.quiet,
+        rank.other_quiet if last else rank.quiet,
+        *([rank.always] if last else [rank.barrier]),
+    )
     assert called("branch", "other_branch") in found, found
 
 
@@ -277,7 +298,9 @@ def test_calls_that_never_send_are_compared_in_the_end():
     for calls in ((rank.quiet, rank.always), (rank.quiet, rank.other_quiet)):
         for call in (rank.quiet, rank.other_quiet, rank.always):
             jax.block_until_ready(call()[0])
-        with pytest.raises((RankMismatchError, jax.errors.JaxRuntimeError), match="branch, and rank 1 called"):
+        with pytest.raises(
+            (RankMismatchError, jax.errors.JaxRuntimeError), match="branch, and rank 1 called"
+        ):
             for _ in range(5000):
                 jax.block_until_ready(calls[jaxmpi.rank()]()[0])
         assert float(jaxmpi.tree_allreduce(1.0, "sum")) == 2
@@ -303,15 +326,21 @@ def check_fragment_beside_other_calls():
     """A fragment is under way where another rank does something else: nobody waits for ever."""
     last = jaxmpi.rank() == jaxmpi.size() - 1
     step, state = streaming()
-    assert not native() or "jaxmpi_send_ahead" in step.lower(*state, np.ones(4, np.float32)).as_text()
-    for skipped, after in itertools.product(range(EVERY + 2), ("quiet", "always", "barrier", "streamed")):
+    assert (
+        not native() or "jaxmpi_send_ahead" in step.lower(*state, np.ones(4, np.float32)).as_text()
+    )
+    for skipped, after in itertools.product(
+        range(EVERY + 2), ("quiet", "always", "barrier", "streamed")
+    ):
         rank = Rank(4)
         for _ in range(2 * EVERY):
             rank.streamed()
         rank.quiet(), rank.always()
         jax.block_until_ready(rank.state)
         start = time.monotonic()
-        with pytest.raises((RankMismatchError, jax.errors.JaxRuntimeError), match=r"do not agree|called"):
+        with pytest.raises(
+            (RankMismatchError, jax.errors.JaxRuntimeError), match=r"do not agree|called"
+        ):
             for i in range(2 * EVERY):
                 if not (last and i == skipped):
                     rank.streamed()

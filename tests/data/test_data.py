@@ -19,8 +19,19 @@ from jaxmpi._world import session
 from jaxmpi.data import Batches, Shard, batches, rank_key, shard
 
 SIZES = range(1, 9)
-# (samples, global batch, seed): empty, shorter than a batch, exact, one over, one short, batch of one.
-PLANS = [(0, 4, 1), (3, 8, 2), (24, 8, None), (24, 8, 3), (25, 8, 4), (23, 6, 5), (7, 1, 6), (13, 5, None), (40, 12, 7)]
+# (samples, global batch, seed): empty, shorter than a batch, exact, one over, one short, batch of
+# one.
+PLANS = [
+    (0, 4, 1),
+    (3, 8, 2),
+    (24, 8, None),
+    (24, 8, 3),
+    (25, 8, 4),
+    (23, 6, 5),
+    (7, 1, 6),
+    (13, 5, None),
+    (40, 12, 7),
+]
 
 
 class Pair(NamedTuple):
@@ -106,7 +117,9 @@ source_table = pytest.mark.parametrize(("make", "as_dict"), SOURCES.values(), id
 
 def play(n, batch_size, size, **options):
     """Return the global batches that `size` ranks see together, step by step, and the position after each."""
-    ranks = [Batches(values(n), batch_size, rank=rank, size=size, **options) for rank in range(size)]
+    ranks = [
+        Batches(values(n), batch_size, rank=rank, size=size, **options) for rank in range(size)
+    ]
     global_batches, positions = [], []
     for step in zip(*ranks, strict=True):  # strict: every rank takes the same number of steps
         if options.get("remainder") == "mask":
@@ -122,7 +135,11 @@ def play_as(monkeypatch, rank, size):
     # Only the backend is a stand-in: what the functions ask of _world is the real thing.
     alike = {"extremes": lambda word, *_: (word, word)}  # the ranks agree
     backend = SimpleNamespace(
-        simulates=False, place=Place(rank=rank, size=size), axes={jaxmpi.AXIS: size}, registry=Registry(), **alike
+        simulates=False,
+        place=Place(rank=rank, size=size),
+        axes={jaxmpi.AXIS: size},
+        registry=Registry(),
+        **alike,
     )
     monkeypatch.setattr(session, "_session", session.Session(backend, None))
 
@@ -156,7 +173,9 @@ def test_shard_indexes_and_slices_as_its_list_does(make, n, rank):
     for index in range(-len(expected), len(expected)):
         assert int(part[index]) == int(part[np.int64(index)]) == expected[index]
     for index in (len(expected), -len(expected) - 1):
-        with pytest.raises(IndexError, match=rf"shard: index {index} is outside the {len(expected)} samples"):
+        with pytest.raises(
+            IndexError, match=rf"shard: index {index} is outside the {len(expected)} samples"
+        ):
             part[index]
 
 
@@ -216,7 +235,10 @@ def test_batches_mask_gives_each_sample_once_on_every_number_of_ranks(n, batch_s
     assert sorted(sample for batch in one_rank for sample in batch) == values(n).tolist()
     assert positions == [min(batch_size * (step + 1), n) for step in range(-(-n // batch_size))]
     for size in SIZES:
-        assert play(n, batch_size, size, seed=seed, epoch=2, remainder="mask") == (one_rank, positions)
+        assert play(n, batch_size, size, seed=seed, epoch=2, remainder="mask") == (
+            one_rank,
+            positions,
+        )
 
 
 def test_batches_mask_and_drop_agree_on_the_full_batches():
@@ -232,7 +254,9 @@ def test_batches_mask_shapes_are_constant_and_padding_repeats_the_step(n, batch_
         rows = -(-batch_size // size)
         one_rank, _ = play(n, batch_size, 1, seed=seed, remainder="mask")
         for rank in range(size):
-            steps = Batches(values(n), batch_size, rank=rank, size=size, seed=seed, remainder="mask")
+            steps = Batches(
+                values(n), batch_size, rank=rank, size=size, seed=seed, remainder="mask"
+            )
             for step, (batch, mask) in enumerate(steps):
                 assert type(mask) is np.ndarray and mask.dtype == bool
                 assert batch.shape == mask.shape == (rows,)
@@ -241,10 +265,14 @@ def test_batches_mask_shapes_are_constant_and_padding_repeats_the_step(n, batch_
 
 @pytest.mark.parametrize("size", SIZES)
 def test_batches_split_a_global_batch_in_rank_order_within_one(size):
-    masks = [next(iter(Batches(values(30), 10, rank=r, size=size, remainder="mask")))[1] for r in range(size)]
+    masks = [
+        next(iter(Batches(values(30), 10, rank=r, size=size, remainder="mask")))[1]
+        for r in range(size)
+    ]
     counts = [int(mask.sum()) for mask in masks]
     assert sum(counts) == 10 and max(counts) - min(counts) <= 1
-    assert all(mask.tolist() == sorted(mask.tolist(), reverse=True) for mask in masks)  # padding comes last
+    # padding comes last
+    assert all(mask.tolist() == sorted(mask.tolist(), reverse=True) for mask in masks)
 
 
 def test_batches_mask_compiles_once():
@@ -256,7 +284,10 @@ def test_batches_mask_compiles_once():
         return jnp.where(mask, batch, 0).sum()
 
     totals = [
-        sum(int(masked_sum(*step)) for step in Batches(values(26), 10, rank=r, size=3, seed=1, remainder="mask"))
+        sum(
+            int(masked_sum(*step))
+            for step in Batches(values(26), 10, rank=r, size=3, seed=1, remainder="mask")
+        )
         for r in range(3)
     ]
     assert sum(totals) == values(26).sum()
@@ -269,7 +300,9 @@ def test_batches_without_a_seed_keep_the_order():
 
 def test_batches_permutation_is_the_one_that_checkpoints_rely_on():
     # A saved position means nothing under another permutation: these numbers must not change.
-    assert [step.tolist() for step in Batches(np.arange(8), 4, rank=0, size=1, seed=3, epoch=2)] == [
+    assert [
+        step.tolist() for step in Batches(np.arange(8), 4, rank=0, size=1, seed=3, epoch=2)
+    ] == [
         [6, 5, 0, 7],
         [2, 1, 3, 4],
     ]
@@ -282,15 +315,20 @@ def test_batches_permutation_changes_with_seed_and_epoch_alone():
     }
     assert len(set(orders.values())) == 16
     assert orders[2, 3] == tuple(np.concatenate(play(40, 5, 1, seed=2, epoch=3)[0]))
-    assert all(play(40, 40, 1, epoch=epoch)[0] == [values(40).tolist()] for epoch in range(4))  # no seed, no shuffle
+    # no seed, no shuffle
+    assert all(play(40, 40, 1, epoch=epoch)[0] == [values(40).tolist()] for epoch in range(4))
 
 
 @pytest.mark.parametrize(("n", "remainder"), [(3, "drop"), (0, "drop"), (0, "mask")])
 def test_an_epoch_without_steps_is_warned_of_on_rank_0(n, remainder):
-    with pytest.warns(UserWarning, match=f"batches: an epoch of {n} samples has no step with batch_size 4. Pass a smaller"):
+    with pytest.warns(
+        UserWarning,
+        match=f"batches: an epoch of {n} samples has no step with batch_size 4. Pass a smaller",
+    ):
         assert list(Batches(values(n), 4, rank=0, size=2, remainder=remainder)) == []
     assert list(Batches(values(n), 4, rank=1, size=2, remainder=remainder)) == []
-    assert list(Batches(values(8), 4, rank=0, size=2, start=8)) == []  # the end of an epoch, resumed
+    # the end of an epoch, resumed
+    assert list(Batches(values(8), 4, rank=0, size=2, start=8)) == []
 
 
 COLUMNS = [np.ones((500, 2)), np.ones(500)]
@@ -299,7 +337,9 @@ COLUMNS = [np.ones((500, 2)), np.ones(500)]
 @pytest.mark.parametrize("call", [lambda data: jaxmpi.batches(data, 100), jaxmpi.shard])
 def test_a_list_of_columns_is_refused(call):
     jaxmpi.init()
-    with pytest.raises(TypeError, match=r"data is a list of 2 arrays with 500 rows each, .*Pass a tuple"):
+    with pytest.raises(
+        TypeError, match=r"data is a list of 2 arrays with 500 rows each, .*Pass a tuple"
+    ):
         call(COLUMNS)
     call(tuple(COLUMNS))
     call([*np.ones((40, 3))])  # forty samples
@@ -319,12 +359,17 @@ def test_batches_resume_sees_exactly_the_rest(n, batch_size, seed, remainder):
         same = play(n, batch_size, 1, seed=seed, epoch=1, start=position, remainder=remainder)
         assert same == (whole[step:], positions[step:])
         for size, other_batch_size in itertools.product((1, 2, 3, 5), (1, 7, batch_size)):
-            rest, ends = play(n, other_batch_size, size, seed=seed, epoch=1, start=position, remainder="mask")
+            rest, ends = play(
+                n, other_batch_size, size, seed=seed, epoch=1, start=position, remainder="mask"
+            )
             assert list(itertools.chain(*rest)) == order[position:]
             assert (ends or [position])[-1] == n
             multiple = size * other_batch_size
             rest, _ = play(n, multiple, size, seed=seed, epoch=1, start=position)
-            assert list(itertools.chain(*rest)) == order[position : position + (n - position) // multiple * multiple]
+            assert (
+                list(itertools.chain(*rest))
+                == order[position : position + (n - position) // multiple * multiple]
+            )
 
 
 def test_batches_position_counts_the_batch_in_hand():
@@ -413,20 +458,38 @@ def test_batches_read_only_the_rows_of_the_rank():
             ValueError,
             r"leaf \['y'\] has 7 samples, and leaf \['x'\] has 9\. Give all",
         ),
-        ({"x": values(9), "n": 3}, TypeError, r"leaf \['n'\] is of type int and shape \(\), not an array .* Pass a"),
-        ({"x": np.float32(2.5), "y": values(2)}, TypeError, r"leaf \['x'\] is of type float32 and shape \(\)"),
+        (
+            {"x": values(9), "n": 3},
+            TypeError,
+            r"leaf \['n'\] is of type int and shape \(\), not an array .* Pass a",
+        ),
+        (
+            {"x": np.float32(2.5), "y": values(2)},
+            TypeError,
+            r"leaf \['x'\] is of type float32 and shape \(\)",
+        ),
         (np.array(2.5), TypeError, r"leaf data is of type ndarray and shape \(\)"),
         ((4, 5), TypeError, r"leaf \[0\] is of type int .* a list of samples"),
         ({}, TypeError, r"data is \{\}, which holds no arrays\. Pass arrays"),
         (None, TypeError, "data is None, which holds no arrays"),
-        (3, TypeError, "data is of type int. Pass arrays .* or anything with __len__ and __getitem__"),
+        (
+            3,
+            TypeError,
+            "data is of type int. Pass arrays .* or anything with __len__ and __getitem__",
+        ),
         ("train.npz", TypeError, "data is of type str. Pass arrays"),
         (iter([4, 5]), TypeError, "data is of type list_iterator. Pass arrays"),
-        (type("DatasetDict", (dict,), {})(train=[4]), TypeError, "data is of type DatasetDict. Pass arrays"),
+        (
+            type("DatasetDict", (dict,), {})(train=[4]),
+            TypeError,
+            "data is of type DatasetDict. Pass arrays",
+        ),
         (Shard(values(4), rank=1, size=2), TypeError, "data is a Shard, .* Pass the whole data"),
     ],
 )
-@pytest.mark.parametrize("function", [shard, lambda data: batches(data, 2)], ids=["shard", "batches"])
+@pytest.mark.parametrize(
+    "function", [shard, lambda data: batches(data, 2)], ids=["shard", "batches"]
+)
 def test_data_of_the_wrong_kind_is_named(monkeypatch, request, function, data, error, message):
     play_as(monkeypatch, 0, 2)
     name = "shard" if function is shard else "batches"
@@ -437,9 +500,17 @@ def test_data_of_the_wrong_kind_is_named(monkeypatch, request, function, data, e
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size is 0, less than 1. Pass the samples per step over all ranks"),
+        (
+            {"batch_size": 0},
+            ValueError,
+            "batch_size is 0, less than 1. Pass the samples per step over all ranks",
+        ),
         ({"batch_size": 2.0}, TypeError, "batch_size is 2.0, not an int. Pass"),
-        ({"batch_size": 6}, ValueError, r'batch_size is 6, which 4 ranks .* multiple of 4, or remainder="mask"'),
+        (
+            {"batch_size": 6},
+            ValueError,
+            r'batch_size is 6, which 4 ranks .* multiple of 4, or remainder="mask"',
+        ),
         ({"start": -1}, ValueError, "start is -1, less than 0. Pass the position"),
         ({"start": 10}, ValueError, "start is 10, and the data has 9 samples. Pass the position"),
         ({"start": "8"}, TypeError, "start is '8', not an int. Pass the position"),
@@ -457,7 +528,15 @@ def test_batches_bad_arguments_are_named(monkeypatch, arguments, error, message)
 
 
 def test_batches_accept_integers_of_numpy_and_jax():
-    steps = Batches(values(9), np.int64(4), rank=0, size=1, seed=np.uint8(3), epoch=np.array(2), start=jnp.array(4))
+    steps = Batches(
+        values(9),
+        np.int64(4),
+        rank=0,
+        size=1,
+        seed=np.uint8(3),
+        epoch=np.array(2),
+        start=jnp.array(4),
+    )
     assert [step.tolist() for step in steps] == play(9, 4, 1, seed=3, epoch=2)[0][1:]
     assert type(steps.position) is int
 
@@ -469,7 +548,10 @@ def test_batches_accept_integers_of_numpy_and_jax():
             [{"x": [1, 2]}, {"x": [3]}],
             r"sample 1 has the shapes \{'x': \(1,\)\}, and sample 0 has \{'x': \(2,\)\}\. Pad",
         ),
-        ([{"x": 1}, {"y": 1}], r"sample 1 has the shapes \{'y': \(\)\}, and sample 0 has \{'x': \(\)\}\. Pad"),
+        (
+            [{"x": 1}, {"y": 1}],
+            r"sample 1 has the shapes \{'y': \(\)\}, and sample 0 has \{'x': \(\)\}\. Pad",
+        ),
     ],
 )
 def test_batches_name_the_samples_that_do_not_stack(samples, message):
@@ -482,7 +564,10 @@ def test_batches_name_a_bulk_source_that_returns_columns():
         def __getitems__(self, indices):
             return {"x": [self.samples[index] for index in indices]}
 
-    with pytest.raises(ValueError, match=r"^batches: Columns\.__getitems__ returned 1 samples for 3 indices\. Return"):
+    with pytest.raises(
+        ValueError,
+        match=r"^batches: Columns\.__getitems__ returned 1 samples for 3 indices\. Return",
+    ):
         next(iter(Batches(Columns(values(3)), 3, rank=0, size=1)))
 
 
@@ -495,7 +580,9 @@ def test_shard_and_batches_are_those_of_the_rank(monkeypatch):
         assert shard(values(10))[:].tolist() == Shard(values(10), rank=rank, size=3)[:].tolist()
         options = {"seed": 4, "epoch": 2, "start": 1, "remainder": "mask"}
         for got, expected in zip(
-            batches(values(10), 4, **options), Batches(values(10), 4, rank=rank, size=3, **options), strict=True
+            batches(values(10), 4, **options),
+            Batches(values(10), 4, rank=rank, size=3, **options),
+            strict=True,
         ):
             np.testing.assert_array_equal(got, expected)
 
@@ -543,14 +630,16 @@ def test_prefetch_gives_the_same_batches_on_the_device():
     assert len(loader) == 5 and loader.position == 0
     for i, (batch, want) in enumerate(zip(loader, plain, strict=True)):
         assert isinstance(batch["x"], jax.Array) and loader.position == 4 * (i + 1)
-        assert not batch["x"].committed  # a step would be compiled again for what it makes of one that is
+        # a step would be compiled again for what it makes of one that is
+        assert not batch["x"].committed
         np.testing.assert_array_equal(batch["x"], want["x"])
 
 
 def test_prefetch_copies_what_a_loader_uses_again():
     jaxmpi.init()
     memory = np.zeros(4096 + 16)
-    buffer = memory[(-memory.ctypes.data % 64) // 8 :][:4096]  # aligned, so that JAX could take it as it is
+    # aligned, so that JAX could take it as it is
+    buffer = memory[(-memory.ctypes.data % 64) // 8 :][:4096]
 
     def source():
         for i in range(5):
@@ -595,12 +684,19 @@ def test_prefetch_raises_what_reading_raises():
     with pytest.raises(ValueError, match="ahead is 0"):
         jaxmpi.prefetch(source(), ahead=0)
     for ahead in (2.5, "2", True):
-        with pytest.raises(TypeError, match=f"ahead is {ahead!r}. It is a number of batches: an int"):
+        with pytest.raises(
+            TypeError, match=f"ahead is {ahead!r}. It is a number of batches: an int"
+        ):
             jaxmpi.prefetch(source(), ahead=ahead)
     with pytest.raises(TypeError, match=r"batches is a int. Pass a loader"):
         jaxmpi.prefetch(3)
-    with pytest.raises(OverflowError, match=r"prefetch: leaf \['id'\] is 1099511627783, which int32 cannot hold"):
+    with pytest.raises(
+        OverflowError, match=r"prefetch: leaf \['id'\] is 1099511627783, which int32 cannot hold"
+    ):
         list(jaxmpi.prefetch([{"id": np.array([1, 2**40 + 7])}]))
     for labels in (np.array(["cat"]), np.array([None])):
-        with pytest.raises(TypeError, match=rf"prefetch: leaf \['label'\] of a batch has dtype {labels.dtype}, which no"):
+        with pytest.raises(
+            TypeError,
+            match=rf"prefetch: leaf \['label'\] of a batch has dtype {labels.dtype}, which no",
+        ):
             list(jaxmpi.prefetch([{"label": labels}]))

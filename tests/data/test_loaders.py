@@ -17,7 +17,12 @@ from jaxmpi.data import Batches
 
 ROOT = Path(__file__).parents[2]
 N, B = 22, 4
-MODULES = {"Grain": "grain", "PyTorch": "torch", "tf.data": "tensorflow", "Hugging Face datasets": "datasets"}
+MODULES = {
+    "Grain": "grain",
+    "PyTorch": "torch",
+    "tf.data": "tensorflow",
+    "Hugging Face datasets": "datasets",
+}
 SCRIPT = """
 import sys
 import warnings
@@ -79,7 +84,9 @@ BEFORE = {
 def recipe(name):
     """The code under a heading of the page."""
     page = (ROOT / "docs" / "data.md").read_text()
-    return re.search(rf"^### {re.escape(name)}\n.*?```python\n(.*?)```", page, re.DOTALL | re.MULTILINE)[1]
+    return re.search(
+        rf"^### {re.escape(name)}\n.*?```python\n(.*?)```", page, re.DOTALL | re.MULTILINE
+    )[1]
 
 
 @pytest.mark.exhaustive
@@ -87,13 +94,23 @@ def recipe(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_every_rank_reads_its_rows(tmp_path, name, ranks):
     if importlib.util.find_spec(MODULES[name]) is None:
-        pytest.skip(f"{MODULES[name]} is not installed here: make test-loaders installs all loaders")
+        pytest.skip(
+            f"{MODULES[name]} is not installed here: make test-loaders installs all loaders"
+        )
     indent = lambda text: textwrap.indent(text, "    ")
     script = tmp_path / "read.py"
-    script.write_text(SCRIPT.format(N=N, B=B, before=indent(BEFORE.get(name, "")), recipe=indent(indent(recipe(name)))))
+    script.write_text(
+        SCRIPT.format(
+            N=N, B=B, before=indent(BEFORE.get(name, "")), recipe=indent(indent(recipe(name)))
+        )
+    )
     launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT
+        [sys.executable, *launcher, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(ranks):

@@ -18,7 +18,16 @@ from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 # batches of each rank; the first as many as there are ranks
-LENGTHS = [(3, 5, 4, 9), (5, 3, 4, 1), (0, 2, 3, 1), (2, 0, 0, 4), (0, 0, 0, 0), (4, 5, 4, 4), (5, 4, 5, 5), (6, 6, 6, 6)]
+LENGTHS = [
+    (3, 5, 4, 9),
+    (5, 3, 4, 1),
+    (0, 2, 3, 1),
+    (2, 0, 0, 4),
+    (0, 0, 0, 0),
+    (4, 5, 4, 4),
+    (5, 4, 5, 5),
+    (6, 6, 6, 6),
+]
 
 
 def rows(r, lengths, short=0):
@@ -53,7 +62,10 @@ def check_ends(lengths, stream):
         for batch in loader:
             carry = add(carry, batch, True)
             seen.append(np.asarray(batch).tolist())
-        assert seen == [x.tolist() for x in rows(r, lengths)[: min(lengths)]] and loader.epoch == epoch + 1
+        assert (
+            seen == [x.tolist() for x in rows(r, lengths)[: min(lengths)]]
+            and loader.epoch == epoch + 1
+        )
         want = sum(float(x.sum()) for q in range(n) for x in rows(q, lengths)[: min(lengths)])
         np.testing.assert_allclose(carry, want)
     if stream:
@@ -102,7 +114,10 @@ def test_a_state_goes_on_with_the_rest(remainder):
         again.state = loader.state
         rest = [numbers(b) for _ in range(2) for b in again]
         assert got + rest[: len(whole) - cut] == whole
-        assert whole[: len(got)] == got and [numbers(next(chained)) for _ in range(2 * steps - cut)] == whole[cut:]
+        assert (
+            whole[: len(got)] == got
+            and [numbers(next(chained)) for _ in range(2 * steps - cut)] == whole[cut:]
+        )
 
 
 @run_ranks(2, 3)
@@ -151,7 +166,10 @@ def test_votes_within_a_node_and_between_nodes():
         return
     backend = session.current("test")
     kinds = [open_votes(backend._mpi, backend.place, True)]
-    kinds += [_ByMpi(backend._mpi.COMM_WORLD.Dup(), backend._mpi.MAX, concurrent) for concurrent in (True, False)]
+    kinds += [
+        _ByMpi(backend._mpi.COMM_WORLD.Dup(), backend._mpi.MAX, concurrent)
+        for concurrent in (True, False)
+    ]
     for votes in kinds:
         hear, want = None, None
         for k in range(40):
@@ -184,7 +202,8 @@ def test_votes_wait_for_no_program():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "environment", [{"JAXMPI_NODE_RANKS": "1"}, {"JAXMPI_TRANSPORT": "mpi4jax"}, {"JAXMPI_BACKEND": "xla"}]
+    "environment",
+    [{"JAXMPI_NODE_RANKS": "1"}, {"JAXMPI_TRANSPORT": "mpi4jax"}, {"JAXMPI_BACKEND": "xla"}],
 )
 def test_other_transports(environment, tmp_path):
     script = tmp_path / "script.py"
@@ -192,7 +211,8 @@ def test_other_transports(environment, tmp_path):
         "import jaxmpi, numpy as np\n"
         "jaxmpi.init()\n"
         "r = jaxmpi.rank()\n"
-        "loader = jaxmpi.per_rank_batches([np.full(2, k + 10.0 * r) for k in range(3 + 2 * r)], remainder='mask')\n"
+        "loader = jaxmpi.per_rank_batches([np.full(2, k + 10.0 * r) for k in range(3 + 2 * r)], "
+        "remainder='mask')\n"
         "total = 0.0\n"
         "for _ in range(2):\n"
         "    for batch, mask in loader:\n"
@@ -212,10 +232,26 @@ def test_other_transports(environment, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: jaxmpi.per_rank_batches([1], remainder="pad"), ValueError, 'remainder is \'pad\'. Pass "drop" or "mask"'),
-        (lambda: jaxmpi.per_rank_batches(jaxmpi.batches(np.ones(4), 2)), TypeError, "the loader is jaxmpi.batches"),
-        (lambda: jaxmpi.per_rank_batches(jaxmpi.per_rank_batches([1])), TypeError, "is a per_rank_batches already"),
-        (lambda: list(jaxmpi.per_rank_batches([{"a": 3}], remainder="mask")), TypeError, r"leaf \['a'\] is a int without rows"),
+        (
+            lambda: jaxmpi.per_rank_batches([1], remainder="pad"),
+            ValueError,
+            'remainder is \'pad\'. Pass "drop" or "mask"',
+        ),
+        (
+            lambda: jaxmpi.per_rank_batches(jaxmpi.batches(np.ones(4), 2)),
+            TypeError,
+            "the loader is jaxmpi.batches",
+        ),
+        (
+            lambda: jaxmpi.per_rank_batches(jaxmpi.per_rank_batches([1])),
+            TypeError,
+            "is a per_rank_batches already",
+        ),
+        (
+            lambda: list(jaxmpi.per_rank_batches([{"a": 3}], remainder="mask")),
+            TypeError,
+            r"leaf \['a'\] is a int without rows",
+        ),
         (
             lambda: list(jaxmpi.per_rank_batches([(np.ones(2), np.ones(3))], remainder="mask")),
             ValueError,

@@ -83,7 +83,11 @@ def grain_dataset():
 
 def grain_loader():
     options = {"shard_options": grain.NoSharding(), "shuffle": True, "seed": 1, "num_epochs": 1}
-    return grain.DataLoader(data_source=np.arange(N), sampler=grain.IndexSampler(N, **options), operations=[grain.Batch(2)])
+    return grain.DataLoader(
+        data_source=np.arange(N),
+        sampler=grain.IndexSampler(N, **options),
+        operations=[grain.Batch(2)],
+    )
 
 
 def augmented(plan):
@@ -103,7 +107,9 @@ LOADERS = {
     "started": lambda: jaxmpi.batches(np.arange(N), 4, seed=2, epoch=3, start=5),
     "prefetch": lambda: jaxmpi.prefetch(jaxmpi.batches(np.arange(N), 4, seed=2)),
     "prefetch 5": lambda: jaxmpi.prefetch(jaxmpi.batches(np.arange(N), 4, seed=2), ahead=5),
-    "read generator": lambda: jaxmpi.prefetch(jaxmpi.batches(np.arange(N), 4, seed=2), read=augmented),
+    "read generator": lambda: jaxmpi.prefetch(
+        jaxmpi.batches(np.arange(N), 4, seed=2), read=augmented
+    ),
     "read ahead": lambda: jaxmpi.prefetch(jaxmpi.batches(np.arange(N), 4, seed=2), read=ahead),
     "counted": lambda: jaxmpi.prefetch(Counted()),
     "list": lambda: jaxmpi.prefetch(list(Counted())),
@@ -171,7 +177,9 @@ def test_the_state_goes_back(make):
     assert some(loader, 3) == whole[:3]
 
 
-@pytest.mark.parametrize("make", [*LOADERS.values(), *(lambda m=m: jaxmpi.prefetch(m()) for m in STREAMS.values())])
+@pytest.mark.parametrize(
+    "make", [*LOADERS.values(), *(lambda m=m: jaxmpi.prefetch(m()) for m in STREAMS.values())]
+)
 def test_a_checkpoint_holds_the_state_as_it_is(make, tmp_path):
     whole, loader = epochs(make(), 1), make()
     some(loader, 1)
@@ -181,12 +189,18 @@ def test_a_checkpoint_holds_the_state_as_it_is(make, tmp_path):
     assert some(again, 100) == whole[1:]
 
 
-@pytest.mark.parametrize("make", [make for name, make in LOADERS.items() if name.startswith(("batches", "pre", "mask"))])
+@pytest.mark.parametrize(
+    "make", [make for name, make in LOADERS.items() if name.startswith(("batches", "pre", "mask"))]
+)
 def test_at_the_end_of_an_epoch_the_state_is_the_next_ones_start(make):
     loader, states = make(), []
     for _ in loader:
         states.append(loader.state)
-    assert loader.state == states[-1] == {"epoch": 1, "position": 0, "order": "14 samples shuffled by seed 2"}
+    assert (
+        loader.state
+        == states[-1]
+        == {"epoch": 1, "position": 0, "order": "14 samples shuffled by seed 2"}
+    )
     again = make()
     again.state = states[-1]
     assert epochs(again, 1) == epochs(loader, 1) != []
@@ -195,9 +209,14 @@ def test_at_the_end_of_an_epoch_the_state_is_the_next_ones_start(make):
 def test_a_state_holds_for_other_ranks_and_batch_sizes():
     one = Batches(np.arange(48), 8, rank=0, size=1, seed=1)
     seen = list(itertools.chain(*(batch.tolist() for _, batch in zip(range(3), one, strict=False))))
-    order = list(itertools.chain(*(b.tolist() for b in Batches(np.arange(48), 48, rank=0, size=1, seed=1))))
+    order = list(
+        itertools.chain(*(b.tolist() for b in Batches(np.arange(48), 48, rank=0, size=1, seed=1)))
+    )
     for size, batch_size in [(1, 8), (2, 8), (3, 12), (4, 24)]:
-        ranks = [Batches(np.arange(48), batch_size, rank=r, size=size, seed=1, start=one.state) for r in range(size)]
+        ranks = [
+            Batches(np.arange(48), batch_size, rank=r, size=size, seed=1, start=one.state)
+            for r in range(size)
+        ]
         rest = [x for step in zip(*ranks, strict=True) for part in step for x in part.tolist()]
         assert seen + rest == order
         next_epoch = Batches(np.arange(48), 48, rank=0, size=1, seed=1, epoch=1).state
@@ -209,7 +228,10 @@ def test_simulated_ranks_have_the_state_of_real_ones(kind):
     with jaxmpi.simulate(2):
         wrap = jaxmpi.prefetch if kind == "prefetch" else (lambda x: x)
         loader = wrap(jaxmpi.batches(np.arange(N), 4, seed=2))
-        got = [batch.stack.ravel().tolist() for _, batch in zip(range(4), itertools.chain(loader, loader), strict=False)]
+        got = [
+            batch.stack.ravel().tolist()
+            for _, batch in zip(range(4), itertools.chain(loader, loader), strict=False)
+        ]
         state = loader.state
         again = wrap(jaxmpi.batches(np.arange(N), 4, seed=2, start=state))
         got += [batch.stack.ravel().tolist() for batch in again]
@@ -254,7 +276,9 @@ def test_a_stream_without_a_state_cannot_go_back():
     loader = jaxmpi.prefetch(iter(Counted()))
     start = loader.state
     some(loader, 3)
-    with pytest.raises(ValueError, match="behind 0 batches, and 3 were used of an iterator, which cannot go back"):
+    with pytest.raises(
+        ValueError, match="behind 0 batches, and 3 were used of an iterator, which cannot go back"
+    ):
         loader.state = start
     with pytest.raises(ValueError, match="behind 99 batches, more than the iterator has"):
         loader.state = {"epoch": 0, "batches": 99}
@@ -312,13 +336,41 @@ def test_an_error_of_reading_leaves_the_place():
 @pytest.mark.parametrize(
     ("make", "state", "message"),
     [
-        (LOADERS["batches"], {"epoch": 0, "batches": 3}, r"batches: the state is .* has the keys \['epoch', 'order'"),
-        (LOADERS["counted"], {"epoch": 0, "position": 3, "order": ""}, r"prefetch: the state is .*keys \['batches', 'epoch'\]"),
-        (LOADERS["grain dataset"], {"epoch": 0, "batches": 3}, r"keys \['batches', 'epoch', 'source'\]"),
-        (LOADERS["counted"], {"epoch": 0, "batches": -1}, "'batches' of the state is -1. It counts from 0"),
-        (LOADERS["grain dataset"], {"epoch": 0, "batches": 1, "source": 7}, "'source' of the state is a int, and not the text"),
-        (LOADERS["prefetch"], {"epoch": 0, "position": 99, "order": "14 samples shuffled by seed 2"}, "start is 99"),
-        (LOADERS["prefetch"], {"epoch": -1, "position": 0, "order": "14 samples shuffled by seed 2"}, "epoch is -1"),
+        (
+            LOADERS["batches"],
+            {"epoch": 0, "batches": 3},
+            r"batches: the state is .* has the keys \['epoch', 'order'",
+        ),
+        (
+            LOADERS["counted"],
+            {"epoch": 0, "position": 3, "order": ""},
+            r"prefetch: the state is .*keys \['batches', 'epoch'\]",
+        ),
+        (
+            LOADERS["grain dataset"],
+            {"epoch": 0, "batches": 3},
+            r"keys \['batches', 'epoch', 'source'\]",
+        ),
+        (
+            LOADERS["counted"],
+            {"epoch": 0, "batches": -1},
+            "'batches' of the state is -1. It counts from 0",
+        ),
+        (
+            LOADERS["grain dataset"],
+            {"epoch": 0, "batches": 1, "source": 7},
+            "'source' of the state is a int, and not the text",
+        ),
+        (
+            LOADERS["prefetch"],
+            {"epoch": 0, "position": 99, "order": "14 samples shuffled by seed 2"},
+            "start is 99",
+        ),
+        (
+            LOADERS["prefetch"],
+            {"epoch": -1, "position": 0, "order": "14 samples shuffled by seed 2"},
+            "epoch is -1",
+        ),
         (
             LOADERS["batches"],
             {"epoch": 0, "position": 4, "order": "14 samples shuffled by seed 3"},
@@ -345,7 +397,9 @@ def test_more_batches_than_a_loader_has_are_refused():
         list(loader)
 
 
-@pytest.mark.parametrize(("read", "count"), [(lambda p: list(p)[:1], "1 batches"), (lambda p: [*p, 1], "more than 3")])
+@pytest.mark.parametrize(
+    ("read", "count"), [(lambda p: list(p)[:1], "1 batches"), (lambda p: [*p, 1], "more than 3")]
+)
 def test_read_must_give_one_batch_for_each(read, count):
     with pytest.raises(ValueError, match=f"read gave {count}.* for 3 batches of rows"):
         list(jaxmpi.prefetch(jaxmpi.batches(np.arange(N), 4), read=read))
@@ -363,7 +417,10 @@ def test_a_state_that_no_checkpoint_holds_is_named_when_it_is_asked_for():
 
     loader = jaxmpi.prefetch(Odd())
     next(loader)
-    with pytest.raises(TypeError, match=r"the state\['rng'\]\[1\] is a set, and a state that goes into a checkpoint"):
+    with pytest.raises(
+        TypeError,
+        match=r"the state\['rng'\]\[1\] is a set, and a state that goes into a checkpoint",
+    ):
         _ = loader.state
 
 
@@ -377,7 +434,9 @@ def test_a_state_as_text_comes_back_with_its_types():
     back = from_text(to_text(state))
     np.testing.assert_array_equal(back["c"], state["c"])
     assert back["c"].dtype == np.uint8 and type(back["d"]) is np.int64
-    assert {k: v for k, v in back.items() if k != "c"} == {k: v for k, v in state.items() if k != "c"}
+    assert {k: v for k, v in back.items() if k != "c"} == {
+        k: v for k, v in state.items() if k != "c"
+    }
 
 
 # ranks
@@ -389,7 +448,10 @@ def test_the_state_is_equal_on_all_ranks_and_compared():
     loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(24 * n), 2 * n, seed=1))
     some(loader, 5)
     states = jaxmpi.allgather_object(loader.state)
-    assert states == [{"epoch": 0, "position": 10 * n, "order": f"{24 * n} samples shuffled by seed 1"}] * n
+    assert (
+        states
+        == [{"epoch": 0, "position": 10 * n, "order": f"{24 * n} samples shuffled by seed 1"}] * n
+    )
     behind = jaxmpi.batches(np.arange(24 * n), 2 * n, seed=1)
     behind.state = {**states[0], "position": 10 * n - 2 * n * (r == 1)}
     with pytest.raises(jaxmpi.RankMismatchError, match=rf"batches start={8 * n}"):

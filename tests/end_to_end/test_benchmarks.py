@@ -16,27 +16,46 @@ def test_gpu_goes_on_where_it_stopped(tmp_path):
     second = run([*start, "killed,checkpoint"])
     assert "killed: ended" not in second and "checkpoint: right" in second
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found) == ["killed", "checkpoint"] and all(part["device"].startswith("cpu") for part in found.values())
+    assert list(found) == ["killed", "checkpoint"] and all(
+        part["device"].startswith("cpu") for part in found.values()
+    )
     assert "| **a checkpoint of 2 ranks** | right |" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize("backend", ["mpi", "xla"])
 def test_dispatch_prints_every_row(backend, tmp_path):
-    output = run(on_ranks(2, "benchmarks/dispatch.py", "--quick", "--out", str(tmp_path)), JAXMPI_BACKEND=backend)
+    output = run(
+        on_ranks(2, "benchmarks/dispatch.py", "--quick", "--out", str(tmp_path)),
+        JAXMPI_BACKEND=backend,
+    )
     theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
     rows = {
-        f"k = {k}": ["jax.jit, no communication", "jaxmpi.jit", "no communication, one wait", *theirs] for k in (10, 300, 1500)
+        f"k = {k}": [
+            "jax.jit, no communication",
+            "jaxmpi.jit",
+            "no communication, one wait",
+            *theirs,
+        ]
+        for k in (10, 300, 1500)
     }
     rows["1 KB"] = ["mpi4py Allreduce", "jit(x + 1)", "jaxmpi.jit", *theirs]
-    printed = re.findall(r"^(k = \d+|1 KB) +(\S.*?) +median +[\d.]+ µs, quartiles", output, re.MULTILINE)
+    printed = re.findall(
+        r"^(k = \d+|1 KB) +(\S.*?) +median +[\d.]+ µs, quartiles", output, re.MULTILINE
+    )
     assert printed == [(label, name) for label, names in rows.items() for name in names]
 
     compared = ("jaxmpi.jit / no communication", "no communication, one wait / no communication")
-    ratios = [(name, k) for name in (*compared, "jaxmpi.jit / no communication, one wait") for k in (10, 300, 1500)]
+    ratios = [
+        (name, k)
+        for name in (*compared, "jaxmpi.jit / no communication, one wait")
+        for k in (10, 300, 1500)
+    ]
     ratios += [("jaxmpi.jit / (mpi4py Allreduce + jit(x + 1))", 0)]
     ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
     printed = re.findall(
-        r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds [\d.]+ to [\d.]+, (at most|at least|no bound)", output, re.MULTILINE
+        r"^(k = \d+|1 KB) +(\S.*?) +[\d.]+, rounds [\d.]+ to [\d.]+, (at most|at least|no bound)",
+        output,
+        re.MULTILINE,
     )
     assert sorted((case, name) for case, name, _ in printed) == sorted(
         (f"k = {k}" if k else "1 KB", name) for name, k in ratios
@@ -52,9 +71,15 @@ def test_dispatch_prints_every_row(backend, tmp_path):
 
 
 def test_allreduce_compares_the_peers(tmp_path):
-    output = run(on_ranks(2, "benchmarks/allreduce.py", "--quick", "--cases", "4 KB", "--out", str(tmp_path)))
+    output = run(
+        on_ranks(2, "benchmarks/allreduce.py", "--quick", "--cases", "4 KB", "--out", str(tmp_path))
+    )
     found = json.loads((tmp_path / "allreduce.json").read_text())
-    contenders = {row["contender"] for row in found["rows"] if row["low_us"] <= row["median_us"] <= row["high_us"]}
+    contenders = {
+        row["contender"]
+        for row in found["rows"]
+        if row["low_us"] <= row["median_us"] <= row["high_us"]
+    }
     assert contenders >= {"memcpy", "jaxmpi", "mpi4py in place", "mpi4jax per leaf", "JAX gloo"}
     assert {ratio["ratio"] for ratio in found["ratios"]} >= {
         "jaxmpi / memcpy",
@@ -68,11 +93,15 @@ def test_allreduce_compares_the_peers(tmp_path):
 def test_train_step_compares_the_peers():
     output = run(on_ranks(2, "benchmarks/train_step.py", "--quick", "--models", "CNN"))
     assert re.search(r"^CNN +jaxmpi / local +[\d.]+, rounds", output, re.MULTILINE)
-    assert re.search(r"^CNN +added by jaxmpi -?[\d.]+ ms, by JAX gloo -?[\d.]+ ms", output, re.MULTILINE)
+    assert re.search(
+        r"^CNN +added by jaxmpi -?[\d.]+ ms, by JAX gloo -?[\d.]+ ms", output, re.MULTILINE
+    )
 
 
 def test_scaling_runs_on_every_number_of_ranks(tmp_path):
-    output = run(on_ranks(1, "benchmarks/scaling.py", "--quick", "--ranks", "1", "3", "--out", str(tmp_path)))
+    output = run(
+        on_ranks(1, "benchmarks/scaling.py", "--quick", "--ranks", "1", "3", "--out", str(tmp_path))
+    )
     assert len(re.findall(r"^1 ranks .* median", output, re.MULTILINE)) == 4
     assert len(re.findall(r"^3 ranks .* times that of its bytes", output, re.MULTILINE)) == 4
     assert json.loads((tmp_path / "scaling.json").read_text()).keys() == {"1", "2", "3"}
@@ -80,12 +109,18 @@ def test_scaling_runs_on_every_number_of_ranks(tmp_path):
 
 
 def test_restart_times_each_part_of_a_restart(tmp_path):
-    output = run(on_ranks(1, "benchmarks/restart.py", "--quick", "--ranks", "2", "--out", str(tmp_path)))
+    output = run(
+        on_ranks(1, "benchmarks/restart.py", "--quick", "--ranks", "2", "--out", str(tmp_path))
+    )
     found = json.loads((tmp_path / "restart.json").read_text())
     seconds = {row["contender"]: row["median_us"] / 1e6 for row in found["rows"]}
     assert list(seconds) == ["end", "init", "restore", "step", "restart", "start"]
-    assert all(0 < seconds[part] < seconds["restart"] for part in ("end", "init", "restore", "step"))
-    assert len(re.findall(r"^2 ranks .*, at most [\d.]+: (?:holds|MISSED)", output, re.MULTILINE)) == 3
+    assert all(
+        0 < seconds[part] < seconds["restart"] for part in ("end", "init", "restore", "step")
+    )
+    assert (
+        len(re.findall(r"^2 ranks .*, at most [\d.]+: (?:holds|MISSED)", output, re.MULTILINE)) == 3
+    )
     assert (tmp_path / "restart.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -99,7 +134,10 @@ def test_optimizers_compares_the_transforms():
 
 def test_fsdp_holds_less_than_zero_1():
     output = run(on_ranks(2, "benchmarks/fsdp.py", "--quick", "--layers", "3", "--width", "64"))
-    peaks = {name: float(peak) for name, peak in re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)}
+    peaks = {
+        name: float(peak)
+        for name, peak in re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)
+    }
     assert peaks["FSDP"] < peaks["ZeRO-1"] < peaks["distributed"]
     assert re.search(r"bytes / 3 parameters +(0\.\d+|1\.00), .*: holds", output)
     assert re.search(r"FSDP / ZeRO-1 +[\d.]+, rounds", output)
@@ -109,13 +147,28 @@ def test_fsdp_holds_less_than_zero_1():
 def test_overhead_adds_up_what_watching_and_agreeing_take(backend):
     output = run(on_ranks(2, "benchmarks/overhead.py", "--quick"), JAXMPI_BACKEND=backend)
     found = re.findall(
-        r"^step of 10 ms +(\S+ / \S+|with both / without|seen by jaxmpi top / not) +[\d.]+, rounds", output, re.MULTILINE
+        r"^step of 10 ms +(\S+ / \S+|with both / without|seen by jaxmpi top / not) +[\d.]+, rounds",
+        output,
+        re.MULTILINE,
     )
-    assert found == ["watched / unwatched", "agreement / unwatched", "with both / without", "seen by jaxmpi top / not"]
+    assert found == [
+        "watched / unwatched",
+        "agreement / unwatched",
+        "with both / without",
+        "seen by jaxmpi top / not",
+    ]
 
 
 def test_predictions_stand_beside_what_is_measured():
     output = run(on_ranks(2, "benchmarks/prediction.py", "--quick"))
-    found = re.findall(r"^(\d[\w ]+?) +predicted / measured +([\d.]+), rounds", output, re.MULTILINE)
-    assert [case for case, _ in found[::2]] == ["1 KB", "1 MB", "25 MB", "100 MB", "300 arrays of 1 KB"]
+    found = re.findall(
+        r"^(\d[\w ]+?) +predicted / measured +([\d.]+), rounds", output, re.MULTILINE
+    )
+    assert [case for case, _ in found[::2]] == [
+        "1 KB",
+        "1 MB",
+        "25 MB",
+        "100 MB",
+        "300 arrays of 1 KB",
+    ]
     assert all(float(ratio) > 0 for _, ratio in found)

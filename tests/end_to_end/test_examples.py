@@ -36,14 +36,21 @@ def digits():
 def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend(digits):
     """To 1e-12 in float64; the batch of 48 is divided by all."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(IN_A_NOTEBOOK)])
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+    ).execute()
     three, single, on_xla = run_all(
         [*environ, *on_ranks(ranks, "examples/digits.py", *ARGUMENTS)]
         for environ, ranks in (([], 3), ([], 1), (["env", "JAXMPI_BACKEND=xla"], 2))
     )
     simulated = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
     want, recognized = curve(single, 1)
-    for name, output, ranks in (("mpi", digits, 2), ("mpi", three, 3), ("xla", on_xla, 2), ("simulated", simulated, 4)):
+    for name, output, ranks in (
+        ("mpi", digits, 2),
+        ("mpi", three, 3),
+        ("xla", on_xla, 2),
+        ("simulated", simulated, 4),
+    ):
         losses, correct = curve(output, ranks)
         np.testing.assert_allclose(losses, want, rtol=1e-12, err_msg=f"{name}, {ranks}")
         assert correct == recognized, name
@@ -52,7 +59,9 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
 def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
     """In float32: sums in another order make 5e-7 over these 87 steps, 2e-6 over all 30 epochs."""
     counts = (1, 3)
-    outputs = run_all(on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in counts)
+    outputs = run_all(
+        on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in counts
+    )
     curves, correct = zip(*map(curve, outputs, counts), strict=True)
     np.testing.assert_allclose(*curves, rtol=1e-5)
     assert np.ptp(correct) <= 1
@@ -61,7 +70,9 @@ def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
 def test_digits_learns_with_every_transform(digits):
     """Sharded state changes nothing; what sends less still learns."""
     options = ("--sharded", "--codec int8", "--local-every 4 --codec powersgd")
-    outputs = run_all(on_ranks(2, "examples/digits.py", *ARGUMENTS, *words.split()) for words in options)
+    outputs = run_all(
+        on_ranks(2, "examples/digits.py", *ARGUMENTS, *words.split()) for words in options
+    )
     (sharded, _), *_ = [curve(output, 2, falls_to=0.6) for output in outputs]
     np.testing.assert_allclose(sharded, curve(digits, 2)[0], rtol=1e-12)
 
@@ -106,5 +117,7 @@ def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
 
 
 def test_digits_reaches_98_percent():
-    found = re.search(r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1")))
+    found = re.search(
+        r"test accuracy (\S+) %", run(on_ranks(1, "examples/digits.py", "--seed", "1"))
+    )
     assert found and float(found[1]) >= 98.0

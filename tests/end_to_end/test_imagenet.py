@@ -26,8 +26,12 @@ STEPS = 12  # 96 images twice
 def photos(tmp_path_factory):
     """DIR/train and DIR/val: 6 classes, each of pieces of one photograph; one file of each part is damaged."""
     root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    images = {name: getattr(skimage.data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
-    images |= dict(zip(("china", "flower"), sklearn.datasets.load_sample_images().images, strict=True))
+    images = {
+        name: getattr(skimage.data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")
+    }
+    images |= dict(
+        zip(("china", "flower"), sklearn.datasets.load_sample_images().images, strict=True)
+    )
     for name, image in images.items():
         for part, count in (("train", 16), ("val", 5)):
             folder = root / part / name
@@ -72,7 +76,11 @@ def ended(process, code=0):
 def rows(path):
     """The whole rows; NaN where a field is empty."""
     table = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
-    return [{name: float(x or "nan") for name, x in row.items()} for row in table if None not in row.values()]
+    return [
+        {name: float(x or "nan") for name, x in row.items()}
+        for row in table
+        if None not in row.values()
+    ]
 
 
 def wait_for_step(process, out, step):
@@ -131,7 +139,10 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
     assert re.search(r"going on after \d+ steps, in epoch [12]\n", ended(told))
     step = rows(tmp_path / "train.csv")[-1]["step"]
     output = ended(start(1, tmp_path, "--workers", "0"))
-    assert f"going on after {step:.0f} steps, in epoch 2" in output and "WARNING imagenet: going on with" not in output
+    assert (
+        f"going on after {step:.0f} steps, in epoch 2" in output
+        and "WARNING imagenet: going on with" not in output
+    )
     assert_equal_curves(tmp_path, undisturbed)
     others = ("--lr", "7", "--pretrained", str(undisturbed / "best.npz"))
     output = ended(start(1, tmp_path, *others, "--workers", "0"))  # there is nothing left to do
@@ -146,10 +157,16 @@ def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_pa
     """29 images on 1 and on 3 ranks, from the weights of the best epoch. Those of other classes are refused."""
     best = max(rows(undisturbed / "eval.csv"), key=lambda row: row["top1"])
     for ranks in (1, 3):
-        output = ended(start(ranks, undisturbed, "--evaluate", "--batch-size", "8", "--workers", "0"))
-        top1, top5, loss, images = re.search(r"top-1 (\S+)%, top-5 (\S+)%, loss (\S+) over (\d+)", output).groups()
+        output = ended(
+            start(ranks, undisturbed, "--evaluate", "--batch-size", "8", "--workers", "0")
+        )
+        top1, top5, loss, images = re.search(
+            r"top-1 (\S+)%, top-5 (\S+)%, loss (\S+) over (\d+)", output
+        ).groups()
         assert images == "29" and abs(float(loss) - best["loss"]) < 1e-6
-        np.testing.assert_allclose([float(top1), float(top5)], [100 * best["top1"], 100 * best["top5"]], atol=1e-4)
+        np.testing.assert_allclose(
+            [float(top1), float(top5)], [100 * best["top1"], 100 * best["top5"]], atol=1e-4
+        )
     fewer = tmp_path / "val"
     for name in ("astronaut", "china"):
         shutil.copytree(photos / "val" / name, fewer / name)
@@ -160,23 +177,41 @@ def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_pa
 def test_pretrained_weights(start, undisturbed, photos, tmp_path):
     """They are taken, and those of another model are refused by name."""
     best = undisturbed / "best.npz"
-    ended(start(1, tmp_path / "a", "--pretrained", str(best), "--epochs", "1", "--lr", "0", "--warmup", "0", "--workers", "0"))
+    ended(
+        start(
+            1,
+            tmp_path / "a",
+            "--pretrained",
+            str(best),
+            "--epochs",
+            "1",
+            "--lr",
+            "0",
+            "--warmup",
+            "0",
+            "--workers",
+            "0",
+        )
+    )
     first = rows(tmp_path / "a" / "train.csv")[0]["loss"]
     assert first < rows(undisturbed / "train.csv")[0]["loss"] - 0.01
-    refused = ended(start(1, tmp_path / "b", "--pretrained", str(best), "--width", "8", "--workers", "0"), code=1)
+    refused = ended(
+        start(1, tmp_path / "b", "--pretrained", str(best), "--width", "8", "--workers", "0"),
+        code=1,
+    )
     assert re.search(r"best.npz holds another model: \d+ of its arrays fit this one's \d+", refused)
 
 
 def test_a_transformer_in_bfloat16(start, tmp_path):
     """With the other optimizer and schedule, statistics that would be averaged, and ranks that do not divide the images."""
-    vit = (
-        "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
-    )
+    vit = "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
     output = ended(start(2, tmp_path, *vit.split(), "--epochs", "3", "--workers", "0"))
     losses = [row["loss"] for row in rows(tmp_path / "train.csv")]
     assert len(losses) == 18 and np.mean(losses[-6:]) < losses[0] - 0.05, output
     lr = [row["lr"] for row in rows(tmp_path / "train.csv")]
-    np.testing.assert_allclose(lr, np.repeat([1, 0.1, 0.01, 0.001], [6, 6, 4, 2]) * 0.02 / 16, rtol=1e-5)
+    np.testing.assert_allclose(
+        lr, np.repeat([1, 0.1, 0.01, 0.001], [6, 6, 4, 2]) * 0.02 / 16, rtol=1e-5
+    )
 
 
 def test_hits_are_not_given_away(monkeypatch):
@@ -186,7 +221,10 @@ def test_hits_are_not_given_away(monkeypatch):
 
     nan = float("nan")
     logits = jnp.array([[3.0, 1, 2], [1, 1, 0], [nan, nan, nan], [nan, 5, 1], [0, 9, 3], [7, 7, 7]])
-    batch = {"label": jnp.array([0, 1, 0, 1, 2, 0]), "good": jnp.array([True, True, True, True, True, False])}
+    batch = {
+        "label": jnp.array([0, 1, 0, 1, 2, 0]),
+        "good": jnp.array([True, True, True, True, True, False]),
+    }
     _, top1, top5, images = counts_of(jnp.zeros(6), logits, batch)
     assert (top1, top5, images) == (1, 4, 5)
 
@@ -203,17 +241,23 @@ def test_hits_are_not_given_away(monkeypatch):
 )
 def test_what_cannot_be_trained_is_refused(start, tmp_path, ranks, options, words):
     output = ended(start(ranks, tmp_path, *options.split(), "--workers", "0"), code=1)
-    assert len(re.findall(f"imagenet: .*{words}", output)) == 1 and "Traceback" not in output, output
+    assert len(re.findall(f"imagenet: .*{words}", output)) == 1 and "Traceback" not in output, (
+        output
+    )
 
 
 def test_the_tables_can_be_drawn(undisturbed, tmp_path):
     picture = tmp_path / "curves.png"
     draw = lambda folder: subprocess.run(
-        [sys.executable, "examples/plot_logs.py", str(folder), "--out", str(picture)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "examples/plot_logs.py", str(folder), "--out", str(picture)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert draw(undisturbed).returncode == 0
     with Image.open(picture) as image:
-        assert len(np.unique(np.asarray(image.convert("L")))) > 50  # lines and letters, and no empty page
+        # lines and letters, and no empty page
+        assert len(np.unique(np.asarray(image.convert("L")))) > 50
     assert "There is no" in draw(tmp_path).stderr
 
 

@@ -8,8 +8,8 @@ from PIL import Image
 from programs import on_ranks, run
 
 RANKS = 4
-# Runs a script, and notes what identifies each program that the ranks compile, with all that XLA gets of it; of one that calls
-# Python, and that each rank compiles, its module.
+# Runs a script, and notes what identifies each program that the ranks compile, with all that XLA
+# gets of it; of one that calls Python, and that each rank compiles, its module.
 DIGESTS = """
 import hashlib, os, runpy, sys
 from jaxmpi import _jaxcompat
@@ -51,10 +51,33 @@ np.testing.assert_allclose(total, 12 * n * (n - 1) / 2)
 """
 EXAMPLES = {
     "digits": ["examples/digits.py", "--epochs", "1"],
-    "gpt": ["examples/gpt.py", "--steps", "3", "--layers", "2", "--width", "32", "--length", "32", "--megabytes", "0.1"],
+    "gpt": [
+        "examples/gpt.py",
+        "--steps",
+        "3",
+        "--layers",
+        "2",
+        "--width",
+        "32",
+        "--length",
+        "32",
+        "--megabytes",
+        "0.1",
+    ],
     "deq": ["examples/deq.py", "--epochs", "1", "--width", "16"],
     "imagenet": [
-        *("examples/imagenet.py", "PHOTOS", "--out", "OUT", "--model", "resnet18", "--width", "4", "--pixels", "32"),
+        *(
+            "examples/imagenet.py",
+            "PHOTOS",
+            "--out",
+            "OUT",
+            "--model",
+            "resnet18",
+            "--width",
+            "4",
+            "--pixels",
+            "32",
+        ),
         *("--batch-size", "16", "--epochs", "1", "--warmup", "0"),
     ],
     "halo": ["HALO"],

@@ -41,7 +41,11 @@ def new_number():
 
 def step_of(number):
     """A step that sends what no other has sent: so many numbers."""
-    return jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(jnp.full(number, x.sum()), op="sum")[0] * number + jaxmpi.rank())
+    return jaxmpi.jit(
+        lambda x: (
+            jaxmpi.tree_allreduce(jnp.full(number, x.sum()), op="sum")[0] * number + jaxmpi.rank()
+        )
+    )
 
 
 def new_step():
@@ -136,7 +140,11 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
     number, step = new_step()
     step(np.ones(3, np.float32))
-    x = np.ones(3, np.float32) if jaxmpi.rank() else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
+    x = (
+        np.ones(3, np.float32)
+        if jaxmpi.rank()
+        else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
+    )
     counts, out = compiled_by(lambda: step(x))
     assert counts == [1] + [0] * (jaxmpi.size() - 1)
     np.testing.assert_allclose(out, expected(number, [5] + [3] * (jaxmpi.size() - 1)))
@@ -151,9 +159,13 @@ def test_an_error_of_the_compiler_is_raised_on_all_ranks():
         raise ZeroDivisionError(f"as rank {jaxmpi.rank()} says")
 
     number, step = new_step()
-    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(ZeroDivisionError, match=r"^as rank 0 says$"):
+    with (
+        replaced(_jaxcompat, "compile_entry", fail),
+        pytest.raises(ZeroDivisionError, match=r"^as rank 0 says$"),
+    ):
         step(np.ones(3, np.float32))
-    np.testing.assert_allclose(step(np.ones(3, np.float32)), expected(number, [3] * 3))  # the ranks go on together
+    # the ranks go on together
+    np.testing.assert_allclose(step(np.ones(3, np.float32)), expected(number, [3] * 3))
 
 
 @run_ranks(2)
@@ -168,14 +180,19 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text():
         raise LocalError("no such option")
 
     _, step = new_step()
-    with replaced(_jaxcompat, "compile_entry", fail), pytest.raises(Exception, match="no such option") as raised:
+    with (
+        replaced(_jaxcompat, "compile_entry", fail),
+        pytest.raises(Exception, match="no such option") as raised,
+    ):
         step(np.ones(3, np.float32))
     assert raised.type is jax.errors.JaxRuntimeError  # on all ranks
 
 
 @run_ranks(2)
 def test_an_unknown_option_is_refused_on_all_ranks():
-    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x), compiler_options={"xla_no_such_option": 1})
+    step = jaxmpi.jit(
+        lambda x: jaxmpi.tree_allreduce(x), compiler_options={"xla_no_such_option": 1}
+    )
     with pytest.raises(Exception, match="xla_no_such_option") as raised:
         step(np.ones(3, np.float32))
     assert len(set(jaxmpi.allgather_object(f"{raised.type} {raised.value}"))) == 1
@@ -192,7 +209,10 @@ def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
         raise OverflowError("cannot be lowered")
 
     if jaxmpi.rank() == 1:
-        with replaced(_jaxcompat, "module_digest", fail), pytest.raises(OverflowError, match="cannot be lowered"):
+        with (
+            replaced(_jaxcompat, "module_digest", fail),
+            pytest.raises(OverflowError, match="cannot be lowered"),
+        ):
             step(np.ones(3, np.float32))
     np.testing.assert_allclose(step(np.ones(3, np.float32)), expected(number, [3] * 3))
 
@@ -205,7 +225,10 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
     kind = compile_once.kind() | ({"processor": "a slower one"} if jaxmpi.rank() == 2 else {})
     reported, backend.registry.kinds_reported = backend.registry.kinds_reported, False
     try:
-        with replaced(compile_once, "kind", lambda: kind), replaced(compile_once, "_say", said.append):
+        with (
+            replaced(compile_once, "kind", lambda: kind),
+            replaced(compile_once, "_say", said.append),
+        ):
             for _ in range(2):
                 number, step = new_step()
                 counts, out = compiled_by(lambda step=step: step(np.ones(3, np.float32)))
@@ -215,7 +238,9 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
         backend.registry.kinds_reported = reported
     if jaxmpi.rank() == 2:
         (line,) = said
-        assert line.startswith("processor is a slower one on rank 2 and ") and line.endswith("compile for themselves.")
+        assert line.startswith("processor is a slower one on rank 2 and ") and line.endswith(
+            "compile for themselves."
+        )
     else:
         assert not said
 
@@ -225,7 +250,10 @@ def test_an_entry_that_cannot_be_loaded_is_compiled():
     if not shares():
         return
     number, step = new_step()
-    with replaced(_jaxcompat, "compile_entry", lambda lowered: b"damaged"), np.testing.suppress_warnings() as warned:
+    with (
+        replaced(_jaxcompat, "compile_entry", lambda lowered: b"damaged"),
+        np.testing.suppress_warnings() as warned,
+    ):
         warned.filter(UserWarning)
         counts, out = compiled_by(lambda: step(np.ones(3, np.float32)))
     assert counts == [1, 1]
@@ -297,6 +325,7 @@ def test_the_user_s_own_cache_is_used_beside_it():
         step(np.ones(3, np.float32))
         listen()
         compiled_before = compiled()
-        out = jaxmpi.local(step_of(number)(np.ones(3, np.float32)))  # the same module, of another function
+        # the same module, of another function
+        out = jaxmpi.local(step_of(number)(np.ones(3, np.float32)))
         assert compiled() == compiled_before
         np.testing.assert_allclose(out, expected(number, [3] * 2))

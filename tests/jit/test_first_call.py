@@ -20,7 +20,8 @@ from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
 SAID = (
-    r"step: output {}(, \S+ and \d more outputs)? may differ between the ranks from this call on, and was equal on all of them "
+    r"step: output {}(, \S+ and \d more outputs)? may differ between the ranks from this call on, "
+    r"and was equal on all of them "
     r"before. If it is trained, average the gradients"
 )
 
@@ -56,7 +57,11 @@ def in_a_branch(tx, params, state, x):
     value, grads = jax.value_and_grad(loss)(params, x)
     updates, new = tx.update(grads, state, params)
     finite = jnp.isfinite(jaxmpi.tree_allreduce(value))
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), (optax.apply_updates(params, updates), new), (params, state))
+    return jax.tree.map(
+        lambda a, b: jnp.where(finite, a, b),
+        (optax.apply_updates(params, updates), new),
+        (params, state),
+    )
 
 
 def noted(call):
@@ -66,8 +71,12 @@ def noted(call):
     try:
         call()
         jaxmpi.barrier()
-        waiting, deadline = watch.gathering._messages, time.monotonic() + 2.0  # some may wait for ranks that say nothing
-        while any(len(of_ranks) > 1 for of_ranks in [*waiting.values()]) and time.monotonic() < deadline:
+        # some may wait for ranks that say nothing
+        waiting, deadline = watch.gathering._messages, time.monotonic() + 2.0
+        while (
+            any(len(of_ranks) > 1 for of_ranks in [*waiting.values()])
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         time.sleep(0.2)
     finally:
@@ -102,7 +111,9 @@ def check_forgotten(name):
         return fun(tx, params, state, x)
 
     first, *later = called(jaxmpi.jit(step), tx)
-    assert len(first) == 1 and re.search(SAID.format(r"\[0\]\['b'\], \[0\]\['w'\]"), first[0]), first
+    assert len(first) == 1 and re.search(SAID.format(r"\[0\]\['b'\], \[0\]\['w'\]"), first[0]), (
+        first
+    )
     assert not any(later)
 
 
@@ -129,11 +140,15 @@ class Net(linen.Module):
 @run_ranks(2)
 def test_a_forgotten_mean_is_named_in_a_train_state():
     net = Net()
-    state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), jnp.ones((1, 2))), tx=optax.adam(0.1))
+    state = TrainState.create(
+        apply_fn=net.apply, params=net.init(jax.random.key(0), jnp.ones((1, 2))), tx=optax.adam(0.1)
+    )
 
     @jaxmpi.jit
     def step(state, x):
-        value, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params)
+        value, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(
+            state.params
+        )
         return jaxmpi.tree_allreduce(value), state.apply_gradients(grads=grads)
 
     (said,) = noted(lambda: step(state, batch()))
@@ -156,7 +171,11 @@ def check_nnx():
         said = noted(partial(step, model, optimizer, metrics, batch()))
         assert len(said) == forgetful, said
         if said:
-            assert "output [0]['layers'][0]['bias'].value" in said[0] and "mean'" not in said[0] and "[2]" not in said[0]
+            assert (
+                "output [0]['layers'][0]['bias'].value" in said[0]
+                and "mean'" not in said[0]
+                and "[2]" not in said[0]
+            )
 
 
 @pytest.mark.slow
@@ -200,7 +219,12 @@ RIGHT = {
     "distributed": (transformed, jaxmpi.distributed(optax.adam(0.1))),
     "sharded": (transformed, jaxmpi.sharded(optax.adam(0.1))),
     "local_sgd": (transformed, jaxmpi.local_sgd(optax.sgd(0.1), every=2)),
-    "DiLoCo": (transformed, jaxmpi.local_sgd(optax.adam(0.1), every=2, outer=optax.sgd(0.7, momentum=0.9, nesterov=True))),
+    "DiLoCo": (
+        transformed,
+        jaxmpi.local_sgd(
+            optax.adam(0.1), every=2, outer=optax.sgd(0.7, momentum=0.9, nesterov=True)
+        ),
+    ),
     "accumulate": (transformed, jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(0.1)), every=2)),
     "codec": (transformed, jaxmpi.distributed(optax.sgd(0.1), codec=jaxmpi.codecs.int8())),
     "skip_nonfinite": (transformed, jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.sgd(0.1)))),
@@ -220,7 +244,11 @@ def test_functions_that_carry_no_state_are_not_warned_of():
     params, rank = start(), jaxmpi.rank()
     assert not noted(lambda: jaxmpi.jit(gradients)(params, batch()))
     assert not noted(lambda: jaxmpi.jit(with_rate)(params, (), batch(), np.float32(0.1)))
-    assert not noted(lambda: jaxmpi.jit(lambda x: (x + jax.lax.axis_index("ranks"), jaxmpi.tree_allreduce(x)))(jnp.ones(3)))
+    assert not noted(
+        lambda: jaxmpi.jit(lambda x: (x + jax.lax.axis_index("ranks"), jaxmpi.tree_allreduce(x)))(
+            jnp.ones(3)
+        )
+    )
     key = jaxmpi.PerRankState(jaxmpi.rank_key(jax.random.key(0)))
     assert not noted(lambda: jaxmpi.jit(marked)(params, key, batch()))
     environment = {"position": jnp.zeros(2) + rank}  # of each rank, from the start
@@ -237,7 +265,10 @@ def check_values():
     rank, evaluate = jaxmpi.rank(), jaxmpi.jit(mean_of, replicated_argnums=0)
     wrong = {"w": jnp.ones(2) * (1 + (rank == 1)), "b": jnp.zeros(())}
     who = "rank 1 has other values than the rest"
-    with pytest.raises(jaxmpi.RankMismatchError, match=rf"mean_of: argument 0\['w'\]: float32\[2\] is named in .*, and {who}"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=rf"mean_of: argument 0\['w'\]: float32\[2\] is named in .*, and {who}",
+    ):
         evaluate(wrong, batch())
     evaluate(wrong, batch())  # once
 
@@ -280,7 +311,10 @@ def test_ranks_that_come_to_a_program_in_other_ways_still_agree():
 
 @run_ranks(2)
 def test_after_a_difference_another_batch_gets_its_own_program():
-    rank, step = jaxmpi.rank(), jaxmpi.jit(lambda w, x: jaxmpi.tree_allreduce((x * w).mean()), replicated_argnums=0)
+    rank, step = (
+        jaxmpi.rank(),
+        jaxmpi.jit(lambda w, x: jaxmpi.tree_allreduce((x * w).mean()), replicated_argnums=0),
+    )
     with pytest.raises(jaxmpi.RankMismatchError, match="is named in replicated_argnums"):
         step(jnp.ones(()) + rank, jnp.ones(64))
     assert step.program(jnp.ones(()), jnp.ones(32)).arguments[1].endswith("float32[32]")

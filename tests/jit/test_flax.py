@@ -22,13 +22,18 @@ def mean(tree):
 
 def transposed_broadcast(x):
     root = jaxmpi.size() - 1
-    (back,) = jax.linear_transpose(lambda w: jaxmpi.tree_bcast(w, root=root), jnp.zeros(3))(x.mean((0, 1)))
+    (back,) = jax.linear_transpose(lambda w: jaxmpi.tree_bcast(w, root=root), jnp.zeros(3))(
+        x.mean((0, 1))
+    )
     return mean(back)
 
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.dense, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, axis_name=jaxmpi.AXIS, rngs=rngs)
+        self.dense, self.norm = (
+            nnx.Linear(3, 4, rngs=rngs),
+            nnx.BatchNorm(4, axis_name=jaxmpi.AXIS, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.norm(self.dense(x))
@@ -56,10 +61,14 @@ class Linen(linen.Module):
 def train_state_in_a_scan(x):
     net = Linen()
     params = net.init(jax.random.key(0), jnp.ones((1, 3)))
-    state = TrainState.create(apply_fn=net.apply, params=params, tx=jaxmpi.distributed(optax.adam(0.1)))
+    state = TrainState.create(
+        apply_fn=net.apply, params=params, tx=jaxmpi.distributed(optax.adam(0.1))
+    )
 
     def step(state, _):
-        value, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params)
+        value, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), mean(value)
 
     state, values = jax.lax.scan(step, state, None, length=3)
@@ -68,7 +77,9 @@ def train_state_in_a_scan(x):
 
 def recurrent(x):
     rngs = nnx.Rngs(0)
-    model = nnx.Bidirectional(nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)))
+    model = nnx.Bidirectional(
+        nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs)), nnx.RNN(nnx.GRUCell(3, 4, rngs=rngs))
+    )
 
     def loss(model):
         return jnp.mean(model(x) ** 2)
@@ -83,7 +94,11 @@ class Steps(nnx.Variable):
 
 class Counting(nnx.Module):
     def __init__(self, rngs):
-        self.dense, self.steps, self.rngs = nnx.Linear(3, 2, rngs=rngs), Steps(jnp.zeros((), jnp.int32)), rngs
+        self.dense, self.steps, self.rngs = (
+            nnx.Linear(3, 2, rngs=rngs),
+            Steps(jnp.zeros((), jnp.int32)),
+            rngs,
+        )
 
     def __call__(self, x):
         self.steps[...] += 1
@@ -122,7 +137,17 @@ def rematerialized(x):
 
 CASES = {
     f.__name__: f
-    for f in (*(transposed_broadcast, split_and_merged, train_state_in_a_scan, recurrent, counted, scaled, rematerialized),)
+    for f in (
+        *(
+            transposed_broadcast,
+            split_and_merged,
+            train_state_in_a_scan,
+            recurrent,
+            counted,
+            scaled,
+            rematerialized,
+        ),
+    )
 }
 
 
@@ -175,13 +200,17 @@ def test_a_derivative_of_a_rematerialized_step_of_its_own():
 @pytest.mark.slow
 @run_ranks(1, 2)
 def test_a_reference_as_an_argument_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match=r"jaxmpi.jit: argument 0 of <lambda> is a reference, .* Pass its value, ref\[...\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"jaxmpi.jit: argument 0 of <lambda> is a reference, .* Pass its value, ref\[...\]",
+    ):
         jaxmpi.jit(lambda ref: mean(ref[...]))(jax.new_ref(jnp.ones(3)))
 
 
 def check_cast():
     with pytest.raises(
-        NotImplementedError, match=r"^jaxmpi.jit: pcast at test_flax.py:\d+ is not supported. Leave it out: .*types\."
+        NotImplementedError,
+        match=r"^jaxmpi.jit: pcast at test_flax.py:\d+ is not supported. Leave it out: .*types\.",
     ):
         jaxmpi.jit(lambda x: mean(jax.lax.pcast(x, jaxmpi.AXIS, to="varying")))(jnp.ones(3))
 

@@ -42,5 +42,7 @@ def test_jit_on_simulated_ranks(name, ranks):
         fun, args, want = CASES[name](ranks)
         got = jaxmpi.jit(fun)(*map(jaxmpi.PerRank, args))
         leaves, treedef = jax.tree.flatten(got, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank))
-        stacked = [x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([x] * ranks) for x in leaves]
+        stacked = [
+            x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([x] * ranks) for x in leaves
+        ]
         check(treedef.unflatten(stacked), want)

@@ -117,19 +117,28 @@ def test_arguments_of_every_kind():
     @jaxmpi.jit
     def step(tree, lr, *, key, flag):
         assert tree["none"] is None
-        return {"w": tree["w"] - lr * lax.pmean(tree["w"], R), "key": key, "flag": lax.pmax(flag.astype(jnp.int32), R)}
+        return {
+            "w": tree["w"] - lr * lax.pmean(tree["w"], R),
+            "key": key,
+            "flag": lax.pmax(flag.astype(jnp.int32), R),
+        }
 
     out = step({"w": np.ones(3), "none": None}, 0.5, key=jax.random.key(1), flag=True)
     np.testing.assert_array_equal(out["w"], np.full(3, 0.5))
     assert out["key"] == jax.random.key(1) and int(out["flag"]) == 1
-    assert float(step({"w": np.float32(2.0), "none": None}, 1, key=jax.random.key(1), flag=False)["w"]) == 0.0
+    assert (
+        float(step({"w": np.float32(2.0), "none": None}, 1, key=jax.random.key(1), flag=False)["w"])
+        == 0.0
+    )
     assert n == jaxmpi.size()
 
 
 @run_ranks(2)
 def test_captured_arrays_may_differ_between_ranks():
     mine = jnp.full(3, jaxmpi.rank() + 1.0)
-    np.testing.assert_array_equal(jaxmpi.jit(lambda: jaxmpi.tree_allreduce(mine, "sum"))(), np.full(3, 3.0))
+    np.testing.assert_array_equal(
+        jaxmpi.jit(lambda: jaxmpi.tree_allreduce(mine, "sum"))(), np.full(3, 3.0)
+    )
     np.testing.assert_array_equal(jaxmpi.jit(lambda: lax.psum(mine * 2, R))(), np.full(3, 6.0))
 
 
@@ -143,9 +152,13 @@ def test_captured_arrays_are_compared_where_they_must_be_equal():
 
     options = {"replicated_argnums": 0, "replicated_outnums": 0}
     mean = (jaxmpi.size() - 1) / 2
-    np.testing.assert_allclose(jaxmpi.jit(scaled, **options)(X, X * jaxmpi.rank()), X * np.arange(4.0) + X * mean)
+    np.testing.assert_allclose(
+        jaxmpi.jit(scaled, **options)(X, X * jaxmpi.rank()), X * np.arange(4.0) + X * mean
+    )
     table = jnp.arange(4.0) + (jaxmpi.rank() == 1)
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"an array from outside: float32\[4\] with digest"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"an array from outside: float32\[4\] with digest"
+    ):
         jaxmpi.jit(scaled, **options)(X, X)
     with pytest.raises(ValueError, match=r"output .* may differ"):  # which they cannot mend
         jaxmpi.jit(lambda p, x: p * table + lax.pmean(x, R) + x, **options)(X, X)
@@ -172,7 +185,9 @@ def test_transformations_around_it():
     total = n * X
     np.testing.assert_allclose(jax.grad(step)(X), 2 * n * total)
     np.testing.assert_allclose(jax.jit(jax.grad(step))(X), 2 * n * total)
-    np.testing.assert_allclose(jax.vmap(step)(np.stack([X, 2 * X])), [np.sum(total**2), 4 * np.sum(total**2)])
+    np.testing.assert_allclose(
+        jax.vmap(step)(np.stack([X, 2 * X])), [np.sum(total**2), 4 * np.sum(total**2)]
+    )
     np.testing.assert_allclose(jax.jit(lambda x: step(x) + step(2 * x))(X), 5 * np.sum(total**2))
 
 
@@ -194,7 +209,9 @@ def test_callbacks_inside_keep_their_order():
     def step(x):
         for k in range(4):
             total = lax.psum(x * (k + 1), R)
-            jax.experimental.io_callback(lambda y: seen.append(float(y[1])), None, total, ordered=True)
+            jax.experimental.io_callback(
+                lambda y: seen.append(float(y[1])), None, total, ordered=True
+            )
         return total
 
     for _ in range(3):
@@ -207,7 +224,9 @@ def test_callbacks_inside_keep_their_order():
 def test_pure_callbacks_and_prints(capfd=None):
     @jaxmpi.jit
     def step(x):
-        y = jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct((4,), np.float32), lax.psum(x, R))
+        y = jax.pure_callback(
+            lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct((4,), np.float32), lax.psum(x, R)
+        )
         jax.debug.print("{}", y[0])
         return lax.pmean(y, R)
 
@@ -218,7 +237,9 @@ def test_pure_callbacks_and_prints(capfd=None):
 def test_all_of_a_tree_travels_together():
     """161 gradients and a loss: one call, and as many messages as explain says."""
     tree = {str(i): np.ones(3 + i % 5, np.float32) for i in range(161)}
-    step = jaxmpi.jit(lambda tree, loss: (jax.tree.map(lambda x: lax.pmean(x, R), tree), lax.pmean(loss, R)))
+    step = jaxmpi.jit(
+        lambda tree, loss: (jax.tree.map(lambda x: lax.pmean(x, R), tree), lax.pmean(loss, R))
+    )
     plan = jaxmpi.explain(step, tree, 1.0)
     assert len(plan.entries) == 1 and len(plan.entries[0].arrays) == 162
     text = step.lower(tree, 1.0).as_text()
@@ -231,8 +252,19 @@ def test_the_messages_of_every_collective_are_those_of_explain():
 
     @jaxmpi.jit
     def step(x):
-        parts = (lax.psum(x, R), lax.pmax(x, R), lax.all_gather(x, R), lax.psum_scatter(x, R), lax.all_to_all(x, R, 0, 0))
-        return *parts, lax.ppermute(x, R, [(0, 1)]), lax.psum(x.astype(jnp.bfloat16), R), lax.psum(np.ones(50_000), R)
+        parts = (
+            lax.psum(x, R),
+            lax.pmax(x, R),
+            lax.all_gather(x, R),
+            lax.psum_scatter(x, R),
+            lax.all_to_all(x, R, 0, 0),
+        )
+        return (
+            *parts,
+            lax.ppermute(x, R, [(0, 1)]),
+            lax.psum(x.astype(jnp.bfloat16), R),
+            lax.psum(np.ones(50_000), R),
+        )
 
     plan = jaxmpi.explain(step, x)
     assert len(re.findall("custom_call @(?!jaxmpi_rank)", step.lower(x).as_text())) == plan.messages
@@ -243,7 +275,9 @@ def test_explain_counts_bytes_and_loops():
     def body(c, row):
         return c + lax.psum(row, R), None
 
-    plan = jaxmpi.explain(lambda x: lax.scan(body, jnp.zeros(10), x)[0], np.ones((7, 10), np.float32))
+    plan = jaxmpi.explain(
+        lambda x: lax.scan(body, jnp.zeros(10), x)[0], np.ones((7, 10), np.float32)
+    )
     if jaxmpi.size() == 1:
         assert plan.entries == [] and plan.messages == 0 and "nothing is sent" in plan.text
         return
@@ -255,7 +289,9 @@ def test_explain_counts_bytes_and_loops():
 
 @run_ranks(2)
 def test_explain_of_a_branch_is_open():
-    plan = jaxmpi.explain(lambda x: lax.cond(lax.psum(x, R) > 0, lambda: lax.pmax(x, R), lambda: x), 1.0)
+    plan = jaxmpi.explain(
+        lambda x: lax.cond(lax.psum(x, R) > 0, lambda: lax.pmax(x, R), lambda: x), 1.0
+    )
     assert plan.messages is None and [entry.path for entry in plan.entries] == ["", "cond:1"]
 
 
@@ -263,11 +299,20 @@ def test_explain_of_a_branch_is_open():
 def test_explain_at_first_compile_on_request(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import jax, jaxmpi\njaxmpi.init()\nstep = jaxmpi.jit(lambda x: jax.lax.psum(x, 'ranks'))\nstep(1.0)\nstep(2.0)"
+        "import jax, jaxmpi\njaxmpi.init()\nstep = jaxmpi.jit(lambda x: jax.lax.psum(x, "
+        "'ranks'))\nstep(1.0)\nstep(2.0)"
     )
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAXMPI_EXPLAIN": "1"}, timeout=60)
-    assert done.returncode == 0 and done.stderr.count("<lambda> on 2 ranks (mpi):") == 1, done.stderr
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAXMPI_EXPLAIN": "1"},
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stderr.count("<lambda> on 2 ranks (mpi):") == 1, (
+        done.stderr
+    )
 
 
 # size 1
@@ -309,12 +354,22 @@ def test_a_collective_in_a_branch_that_not_all_ranks_take():
         return lax.cond(jnp.sum(x) > 0, lambda: lax.psum(x, R), lambda: x)
 
     with pytest.raises(
-        ValueError, match=r"cond at test_jit_features.py:\d+ contains a collective \(psum at test_jit_features.py"
+        ValueError,
+        match=r"cond at test_jit_features.py:\d+ contains a collective \(psum at test_jit_features.py",
     ):
         simulated(fun, X)
-    simulated(lambda p, x: lax.cond(p > 0, lambda: lax.psum(x, R), lambda: x), 1.0, X, replicated_argnums=0)
+    simulated(
+        lambda p, x: lax.cond(p > 0, lambda: lax.psum(x, R), lambda: x),
+        1.0,
+        X,
+        replicated_argnums=0,
+    )
     with pytest.raises(ValueError, match="which branch is taken may differ"):
-        simulated(lambda x: lax.switch(lax.axis_index(R), [lambda: lax.psum(x, R), lambda: x]), X, replicated_argnums=0)
+        simulated(
+            lambda x: lax.switch(lax.axis_index(R), [lambda: lax.psum(x, R), lambda: x]),
+            X,
+            replicated_argnums=0,
+        )
     simulated(lambda x: lax.cond(lax.pmax(jnp.sum(x), R) > 0, lambda: lax.psum(x, R), lambda: x), X)
 
 
@@ -322,7 +377,10 @@ def test_a_collective_in_a_loop_of_different_lengths():
     def fun(x):
         return lax.while_loop(lambda y: jnp.sum(y) < 100, lambda y: y + lax.pmean(x, R) + y, x)
 
-    with pytest.raises(ValueError, match=r"while_loop at test_jit_features.py:\d+ .* whether the loop goes on may differ"):
+    with pytest.raises(
+        ValueError,
+        match=r"while_loop at test_jit_features.py:\d+ .* whether the loop goes on may differ",
+    ):
         simulated(fun, X)
 
 
@@ -356,7 +414,10 @@ def test_a_refused_loop_of_a_library_names_the_users_line_beside_it(tmp_path, mo
         with pytest.raises(ValueError, match=loop):
             simulated(fun, X)
     # JAX does not know what calls the loop around this one.
-    with pytest.raises(ValueError, match=r"while_loop at some_solver.py:5 called from test_jit_features.py:\d+ contains"):
+    with pytest.raises(
+        ValueError,
+        match=r"while_loop at some_solver.py:5 called from test_jit_features.py:\d+ contains",
+    ):
         simulated(lambda xs: solver.solve_each(xs), jnp.stack([X, X]))
 
 
@@ -380,11 +441,13 @@ def sgd(average):
 def test_a_forgotten_mean_is_found():
     params = {"w": jnp.ones(4), "b": jnp.ones(4)}
     with pytest.raises(
-        ValueError, match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated but may differ across ranks"
+        ValueError,
+        match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated but may differ across ranks",
     ):
         simulated(sgd(average=True), params, X, replicated_argnums=0, replicated_outnums=0)
     with pytest.raises(ValueError, match=r"output \[0\]\['"):
-        simulated(sgd(average=True), params, X, replicated_outnums=(0,))  # nobody said that the parameters are equal
+        # nobody said that the parameters are equal
+        simulated(sgd(average=True), params, X, replicated_outnums=(0,))
     assert simulated(sgd(average=False), params, X)  # nobody asked
     optimizer = jaxmpi.distributed(optax.adam(1e-3))
     simulated(optax_step(optimizer), params := {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, optimizer.init(params), X[None],
@@ -392,7 +455,9 @@ def test_a_forgotten_mean_is_found():
 
 
 def test_a_mean_too_many_is_warned_of():
-    with pytest.warns(UserWarning, match=r"averaged at test_jit_features.py:\d+ is equal on all ranks already"):
+    with pytest.warns(
+        UserWarning, match=r"averaged at test_jit_features.py:\d+ is equal on all ranks already"
+    ):
         simulated(lambda x: lax.pmean(lax.pmean(x, R), R), X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -401,7 +466,10 @@ def test_a_mean_too_many_is_warned_of():
 
 
 def test_what_is_not_known_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"psum at test_jit_features.py:\d+ has axis_index_groups \[\[0\]\] on \d ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"psum at test_jit_features.py:\d+ has axis_index_groups \[\[0\]\] on \d ranks",
+    ):
         simulated(lambda x: lax.psum(x, R, axis_index_groups=[[0]]), X)
 
     def ragged(x):
@@ -409,7 +477,8 @@ def test_what_is_not_known_is_refused_by_name():
         return lax.ragged_all_to_all(x, x, counts, counts, counts, counts, axis_name=R)
 
     with pytest.raises(
-        NotImplementedError, match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'(.|\n)*Move the"
+        NotImplementedError,
+        match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'(.|\n)*Move the",
     ):
         simulated(ragged, X)
 
@@ -417,7 +486,8 @@ def test_what_is_not_known_is_refused_by_name():
 @run_ranks(2)
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(
-        TypeError, match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. Name the argument"
+        TypeError,
+        match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. Name the argument",
     ):
         jaxmpi.jit(lambda batch: batch)({"x": X, "name": "a"})
 
@@ -434,7 +504,8 @@ def test_xla_under_plain_jit_says_what_to_use():
         jax.jit(jaxmpi.tree_allreduce)(X)
     with pytest.raises(RuntimeError, match=r"Put the transformation inside of the jaxmpi\.jit"):
         jax.grad(jaxmpi.jit(lambda x: jnp.sum(lax.psum(x, R))))(X)
-    np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)  # eager calls are programs of their own
+    # eager calls are programs of their own
+    np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)
 
 
 def global_array(spec):
@@ -448,7 +519,10 @@ def test_xla_takes_a_librarys_global_array_where_each_rank_has_the_whole():
     total = jaxmpi.jit(lambda x: lax.psum(x["field"].sum(), R))
     assert float(total({"field": global_array(PartitionSpec())})) == 24
     for call in (total, total.lower, lambda x: jaxmpi.explain(total, x)):
-        with pytest.raises(ValueError, match=r"argument 0\['field'\] of <lambda> is a global array of shape \[4, 3\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"argument 0\['field'\] of <lambda> is a global array of shape \[4, 3\]",
+        ):
             call({"field": global_array(PartitionSpec("x"))})
     with pytest.raises(ValueError, match=r"argument 0\['w'\] of tree_allreduce is a global array"):
         jaxmpi.tree_allreduce({"w": global_array(PartitionSpec("x"))})
@@ -471,7 +545,9 @@ def shapes_stand_for_arrays():
     assert step.eval_shape(struct, "sum") == struct
     np.testing.assert_array_equal(step.lower(struct, "sum").compile()(X), X * jaxmpi.size())
     np.testing.assert_array_equal(step.trace(struct, "sum").lower().compile()(X), X * jaxmpi.size())
-    assert jaxmpi.explain(jaxmpi.jit(lambda x: lax.psum(x, R)), struct).messages == (jaxmpi.size() > 1)
+    assert jaxmpi.explain(jaxmpi.jit(lambda x: lax.psum(x, R)), struct).messages == (
+        jaxmpi.size() > 1
+    )
 
 
 OUTSIDE = X + 1
@@ -495,13 +571,17 @@ def prints_in_a_loop(x):
 def test_xla_refuses_what_jax_does_on_one_device_only():
     reference = jax.new_ref(jnp.asarray(OUTSIDE))
     with pytest.raises(
-        NotImplementedError, match=r"reference from outside is used at test_jit_features\.py:\d+, which the xla"
+        NotImplementedError,
+        match=r"reference from outside is used at test_jit_features\.py:\d+, which the xla",
     ):
         jaxmpi.jit(partial(uses_a_reference, reference))(X)
     with pytest.raises(TypeError, match=r"argument 0 of uses_a_reference is a reference"):
         jaxmpi.jit(uses_a_reference)(reference, X)
     for function in (prints_in_order, prints_in_a_loop):
-        with pytest.raises(NotImplementedError, match=r"ordered=True stands at test_jit_features\.py:\d+.*Pass ordered=False"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"ordered=True stands at test_jit_features\.py:\d+.*Pass ordered=False",
+        ):
             jaxmpi.jit(function)(X)
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)
 
@@ -518,7 +598,9 @@ def test_xla_gives_back_what_can_be_printed_saved_and_fed_back(tmp=None):
     assert f"{2.0 * rank:g}" in str(mine) and float(mine[0]) == 2 * rank
     local = jaxmpi.local(state)
     assert len(local["w"].devices()) == 1
-    np.testing.assert_array_equal(local["w"] + jax.device_put(X, jax.local_devices()[0]), 3 * (X + 0.5) + X)
+    np.testing.assert_array_equal(
+        local["w"] + jax.device_put(X, jax.local_devices()[0]), 3 * (X + 0.5) + X
+    )
     np.testing.assert_array_equal(step(local, X)[0]["w"], 3 * (X + 0.5) + X)
     wrapped = jaxmpi._world.session.current("test").wrap([state["w"]])
     assert wrapped[0] is state["w"]  # the state of a step passes as it is
@@ -545,7 +627,11 @@ def test_without_the_internals_it_is_slower_and_right():
 
 def test_simulated_ranks_share_what_is_equal():
     with jaxmpi.simulate(4) as world:
-        assert (world.rank, world.size, world.backend) == (0, 4, "simulate") and jaxmpi.init() is world
+        assert (world.rank, world.size, world.backend) == (
+            0,
+            4,
+            "simulate",
+        ) and jaxmpi.init() is world
         params = jnp.ones(3)
         (batch,) = jaxmpi.batches(np.arange(8.0), 8)
         assert isinstance(batch, jaxmpi.PerRank) and np.asarray(batch).shape == (4, 2)
@@ -570,9 +656,14 @@ def test_simulation_needs_a_process_of_its_own():
 
 @run_ranks(2)
 def test_shardings_are_refused_at_every_call():
-    step = jaxmpi.jit(lambda x: x, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    step = jaxmpi.jit(
+        lambda x: x, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=r"jaxmpi.jit: out_shardings is not supported on several ranks"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"jaxmpi.jit: out_shardings is not supported on several ranks",
+        ):
             step(1.0)
 
 
@@ -606,10 +697,17 @@ print("found", flush=True)
 def test_debug_nans(tmp_path, backend, ranks):
     """At the first call and later, in an output of one rank alone, with a collective in the program and without.
 
-    In processes of its own: after JAX has turned the search off for a while, as in `jnp.var`, the thread stays without it.
+    In processes of its own: after JAX has turned the search off for a while, as in `jnp.var`, the
+    thread stays without it.
     """
     (tmp_path / "script.py").write_text(DEBUG_NANS)
-    command = [os.path.join(os.path.dirname(sys.executable), "jaxmpi"), "run", "-n", str(ranks), str(tmp_path / "script.py")]
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "jaxmpi"),
+        "run",
+        "-n",
+        str(ranks),
+        str(tmp_path / "script.py"),
+    ]
     done = subprocess.run([*command, backend], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout.count("found") == ranks, done.stdout + done.stderr
 
@@ -618,7 +716,10 @@ def test_debug_nans(tmp_path, backend, ranks):
 def test_values_of_simulated_ranks_are_refused_elsewhere():
     stacked = jaxmpi.PerRank(np.ones((2, 3)))
     for call in (jaxmpi.jit(lambda x: x), jaxmpi.tree_allreduce, jaxmpi.tree_bcast):
-        with pytest.raises(TypeError, match=r"is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simul"):
+        with pytest.raises(
+            TypeError,
+            match=r"is a PerRank, the values of simulated ranks, and this is no `with jaxmpi.simul",
+        ):
             call(stacked)
 
 

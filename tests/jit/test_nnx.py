@@ -71,7 +71,12 @@ def test_the_options_of_newer_nnx_jits_are_taken():
     jaxmpi.init()
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     shared = {"a": model, "b": model}
-    for options in ({"graph": True}, {"graph": False}, {"graph_updates": False}, {"graph": True, "graph_updates": True}):
+    for options in (
+        {"graph": True},
+        {"graph": False},
+        {"graph_updates": False},
+        {"graph": True, "graph_updates": True},
+    ):
         before = np.asarray(model.bias)
 
         @jaxmpi.nn.jit(**options)
@@ -159,7 +164,8 @@ def test_changes_that_would_be_lost_are_refused():
         return model
 
     said = (
-        r"jaxmpi.jit: step changes argument (1|model)\.kernel.* in place, in a Linear that it does not return: "
+        r"jaxmpi.jit: step changes argument (1|model)\.kernel.* in place, in a Linear that it does "
+        r"not return: "
         "the change would be lost. Use jaxmpi.nn.jit"
     )
     for call in (lambda: jaxmpi.jit(step)(1.0, model), lambda: jaxmpi.jit(step)(1.0, model=model)):
@@ -168,7 +174,8 @@ def test_changes_that_would_be_lost_are_refused():
     with jaxmpi.simulate(2), pytest.raises(ValueError, match=said):
         jaxmpi.jit(step)(1.0, model)
     np.testing.assert_allclose(jaxmpi.jit(returned)(1.0, model).kernel[...], model.kernel[...] + 1)
-    assert jaxmpi.jit(lambda model, x: model(x))(model, jnp.ones(2)).shape == (3,)  # reading is no change
+    # reading is no change
+    assert jaxmpi.jit(lambda model, x: model(x))(model, jnp.ones(2)).shape == (3,)
 
 
 def test_what_a_model_leaves_behind_may_be_left_alone():
@@ -203,7 +210,8 @@ def test_objects_that_are_replicated_must_stay_so():
     with (
         jaxmpi.simulate(2),
         pytest.raises(
-            ValueError, match=r"^jaxmpi\.nn\.jit: output \[0\]\['bias'\].* of step is declared replicated but may differ"
+            ValueError,
+            match=r"^jaxmpi\.nn\.jit: output \[0\]\['bias'\].* of step is declared replicated but may differ",
         ),
     ):
         jaxmpi.nn.jit(step, replicated_argnums=(0, 1))(model, optimizer, x)
@@ -216,7 +224,9 @@ def test_a_step_that_adds_variables_is_refused():
     def grow(model):
         model.more = nnx.Param(jnp.zeros(2))
 
-    with pytest.raises(ValueError, match=r"jaxmpi.nn.jit: grow changes the structure of its nnx arguments"):
+    with pytest.raises(
+        ValueError, match=r"jaxmpi.nn.jit: grow changes the structure of its nnx arguments"
+    ):
         grow(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
@@ -249,7 +259,9 @@ def values(state):
     found = {}
     for path, variable in nnx.to_flat_state(state):
         x = variable.get_value()
-        found[path] = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        found[path] = np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
     return found
 
 
@@ -259,7 +271,10 @@ KINDS = (nnx.RngState, nnx.BatchStat, nnx.metrics.MetricState)
 @run_ranks(1, 2, 3)
 def test_synchronize_leaves_the_variables_that_nn_jit_calls_each_ranks_own():
     r = jaxmpi.rank()
-    for got in (jaxmpi.synchronize(nnx.state(of_rank(r))), nnx.state(jaxmpi.synchronize(of_rank(r)))):
+    for got in (
+        jaxmpi.synchronize(nnx.state(of_rank(r))),
+        nnx.state(jaxmpi.synchronize(of_rank(r))),
+    ):
         own, rest = nnx.split_state(got, KINDS, ...)
         mine, zeros = (nnx.split_state(nnx.state(of_rank(rank)), KINDS, ...) for rank in (r, 0))
         for x, y in ((own, mine[0]), (rest, zeros[1])):
@@ -282,7 +297,9 @@ def test_save_keeps_the_variables_that_nn_jit_calls_each_ranks_own():
     drop = lambda x: x.replace(None) if isinstance(x, KINDS) else x
     like = jax.tree.map(drop, nnx.state(of_rank(9)), is_leaf=lambda x: isinstance(x, nnx.Variable))
     left = jaxmpi.restore(folder, {"model": like})["model"]
-    np.testing.assert_array_equal(left["linear"]["kernel"].get_value(), state["linear"]["kernel"].get_value())
+    np.testing.assert_array_equal(
+        left["linear"]["kernel"].get_value(), state["linear"]["kernel"].get_value()
+    )
     assert left["norm"]["mean"].get_value() is None
 
 
@@ -290,7 +307,9 @@ def test_save_keeps_the_variables_that_nn_jit_calls_each_ranks_own():
 def test_checks_leave_the_variables_that_nn_jit_calls_each_ranks_own():
     r, model = jaxmpi.rank(), of_rank(jaxmpi.rank())
     nnx.update(model, jaxmpi.synchronize(nnx.state(model)))
-    step = jaxmpi.jit(lambda state: jax.tree.map(lambda x: x, state), replicated_argnums=0, replicated_outnums=0)
+    step = jaxmpi.jit(
+        lambda state: jax.tree.map(lambda x: x, state), replicated_argnums=0, replicated_outnums=0
+    )
     assert values(step(nnx.state(model))).keys() == values(nnx.state(model)).keys()
     tx = jaxmpi.watch_replicas(optax.sgd(0.1), every=1)
     params = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))  # of which the statistics differ
@@ -298,7 +317,10 @@ def test_checks_leave_the_variables_that_nn_jit_calls_each_ranks_own():
     jaxmpi.check_replicas(state, params)
     params["linear"]["bias"].set_value(jnp.full(8, float(r)))
     _, state = jaxmpi.jit(tx.update)(params, state, params)
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['linear'\]\['bias'\]\.value of the parameters on rank 1"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=r"leaf \['linear'\]\['bias'\]\.value of the parameters on rank 1",
+    ):
         jaxmpi.check_replicas(state, params)
 
 
@@ -318,10 +340,13 @@ def test_a_users_field_called_per_rank_is_no_mark():
     x = jnp.full(2, r + 1.0)
     marked = nnx.state(Holder(x))
     plain = {"plain": Mine(x, x), "marked": {"per_rank": x}}
-    for tree in (marked, plain, marked):  # whichever comes first, the other one's structure is not found for it
+    # whichever comes first, the other one's structure is not found for it
+    for tree in (marked, plain, marked):
         got = jaxmpi.synchronize(identity(tree))
         assert jax.tree.structure(got) == jax.tree.structure(tree)
-    np.testing.assert_array_equal(jaxmpi.synchronize(identity(plain))["marked"]["per_rank"], np.full(2, 1.0))
+    np.testing.assert_array_equal(
+        jaxmpi.synchronize(identity(plain))["marked"]["per_rank"], np.full(2, 1.0)
+    )
     got = jaxmpi.synchronize(identity(marked))
     np.testing.assert_array_equal(got["plain"]["per_rank"].get_value(), np.full(2, 1.0))
     np.testing.assert_array_equal(jax.tree.leaves(got["marked"])[0], np.full(2, r + 1.0))
@@ -334,7 +359,9 @@ class Holder(nnx.Module):
 
 
 def spectral_step(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x, update_stats=True) - y) ** 2))(model)
+    loss, grads = nnx.value_and_grad(
+        lambda model: jnp.mean((model(x, update_stats=True) - y) ** 2)
+    )(model)
     optimizer.update(model, grads)
     return loss
 
@@ -358,15 +385,21 @@ def test_the_power_iteration_of_spectral_norm_is_equal_if_it_starts_so():
         step(model, optimizer, mine(x), mine(y))
         nnx.jit(spectral_step)(one, alone, x, y)
     for path, array in values(nnx.state(model)).items():
-        np.testing.assert_allclose(array, values(nnx.state(one))[path], rtol=1e-4, atol=1e-5, err_msg=str(path))
+        np.testing.assert_allclose(
+            array, values(nnx.state(one))[path], rtol=1e-4, atol=1e-5, err_msg=str(path)
+        )
 
 
 @run_ranks(2)
 def test_a_power_iteration_that_starts_unequal_is_an_error():
     model, optimizer = spectral(jaxmpi.rank())
     step = jaxmpi.nn.jit(spectral_step, replicated_argnums=(0, 1))
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"'u'.* is named in replicated_argnums, .*jaxmpi\.tree_bcast"):
-        step(model, optimizer, np.ones((5, 4)), np.ones((5, 3)))  # a program of its own, whose first call this is
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=r"'u'.* is named in replicated_argnums, .*jaxmpi\.tree_bcast",
+    ):
+        # a program of its own, whose first call this is
+        step(model, optimizer, np.ones((5, 4)), np.ones((5, 3)))
 
 
 class Dropped(nnx.Module):
@@ -394,11 +427,14 @@ def check_dropped():
     key = jax.random.key(3)
     got = dropped(jaxmpi.nn.jit, key, jaxmpi.rank_key)
     simulated = jaxmpi.init().backend == "simulate"
-    want = [dropped(nnx.jit, key, lambda key: jax.random.fold_in(key, r)) for r in range(jaxmpi.size())]  # noqa: B023
+    fold = lambda r: lambda key: jax.random.fold_in(key, r)
+    want = [dropped(nnx.jit, key, fold(r)) for r in range(jaxmpi.size())]
     for r in range(jaxmpi.size()) if simulated else [jaxmpi.rank()]:
         for mask, expected in zip(got, want[r], strict=True):
             np.testing.assert_array_equal(mask[r] if simulated else mask, expected)
-    assert len({np.asarray(mask).tobytes() for masks in want for mask in masks}) == 2 * jaxmpi.size()
+    assert (
+        len({np.asarray(mask).tobytes() for masks in want for mask in masks}) == 2 * jaxmpi.size()
+    )
 
 
 @run_ranks(1, 2)

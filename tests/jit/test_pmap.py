@@ -34,9 +34,17 @@ NEW_LINES = {"import jaxmpi", "from jaxmpi import pmap", "jaxmpi.init()"}
 
 def on_virtual_devices(name, count):
     """What a program prints in one process with `count` devices."""
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(
-        [sys.executable, PROGRAMS / f"{name}.py"], env=env, capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, PROGRAMS / f"{name}.py"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     return json.loads(done.stdout)
 
@@ -81,7 +89,9 @@ def test_programs_of_users(name, rows_at, ranks):
     want = on_virtual_devices(name, ranks)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks do not have this module
     try:
-        results = jaxmpi.launch(on_this_rank, ranks, PROGRAMS / f"{name}_on_ranks.py", rows_at, timeout_seconds=300)
+        results = jaxmpi.launch(
+            on_this_rank, ranks, PROGRAMS / f"{name}_on_ranks.py", rows_at, timeout_seconds=300
+        )
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     for got, _ in results:
@@ -94,8 +104,12 @@ def test_programs_of_users(name, rows_at, ranks):
 
 @pytest.mark.parametrize("name", ["imagenet", "static_and_donated", "islands"])
 def test_two_lines_of_a_program_change(name):
-    before, after = ((PROGRAMS / f"{name}{end}.py").read_text().splitlines() for end in ("", "_on_ranks"))
-    changes = [line for line in difflib.ndiff(before, after) if line[0] in "-+" and line[2:].strip()]
+    before, after = (
+        (PROGRAMS / f"{name}{end}.py").read_text().splitlines() for end in ("", "_on_ranks")
+    )
+    changes = [
+        line for line in difflib.ndiff(before, after) if line[0] in "-+" and line[2:].strip()
+    ]
     gone = [line[2:] for line in changes if line[0] == "-"]
     new = [line[2:] for line in changes if line[0] == "+" and line[2:] not in NEW_LINES]
     assert len(gone) == len(new) == 2
@@ -111,10 +125,19 @@ def all_of_it():
 
     def f(x, y, k, *, z):
         others = lax.all_gather(x, "i")
-        return lax.psum(x, "i") + y * k, lax.axis_index("i"), others, {"size": lax.psum(1, "i"), "z": lax.pmax(z, "i")}
+        return (
+            lax.psum(x, "i") + y * k,
+            lax.axis_index("i"),
+            others,
+            {"size": lax.psum(1, "i"), "z": lax.pmax(z, "i")},
+        )
 
     mapped = jaxmpi.pmap(
-        f, "i", in_axes=(0, None, None), out_axes=(0, 0, 1, {"size": None, "z": 0}), static_broadcasted_argnums=2
+        f,
+        "i",
+        in_axes=(0, None, None),
+        out_axes=(0, 0, 1, {"size": None, "z": 0}),
+        static_broadcasted_argnums=2,
     )
     total, index, others, rest = mapped(mine, np.float32(10), 3, z=2 * mine)
     np.testing.assert_array_equal(total, [n * (n + 1) / 2 + 30])
@@ -134,7 +157,8 @@ def test_pmap():
 def test_pmap_on_xla():
     all_of_it()
     x = jaxmpi.pmap(lambda x: x + 1)(jnp.asarray([1.0 * jaxmpi.rank()]))
-    np.testing.assert_array_equal(jax.jit(lambda x: 2 * x)(x), [2.0 * jaxmpi.rank() + 2])  # arrays of this rank alone
+    # arrays of this rank alone
+    np.testing.assert_array_equal(jax.jit(lambda x: 2 * x)(x), [2.0 * jaxmpi.rank() + 2])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -172,15 +196,24 @@ def test_names_of_the_ranks():
 
     def f(x):
         mean = lax.pmean(x, "batch")
-        same = jaxmpi.tree_allreduce(x) - lax.pmean(x, jaxmpi.AXIS) + jaxmpi.tree_allreduce(x, axis="batch") - mean
+        same = (
+            jaxmpi.tree_allreduce(x)
+            - lax.pmean(x, jaxmpi.AXIS)
+            + jaxmpi.tree_allreduce(x, axis="batch")
+            - mean
+        )
         looped = lax.scan(lambda c, _: (c + lax.psum(x, "batch"), None), jnp.zeros(()), None, 2)[0]
         taken = lax.cond(lax.pmax(x, "batch") > 0, lambda x: lax.pmin(x, "batch"), lambda x: x, x)
         grad = jax.grad(lambda x: lax.psum(x, "batch") ** 2)(x)
         lanes = jax.vmap(lambda k: lax.psum(k * x, "batch"))(jnp.arange(2.0))
-        rows = jax.vmap(lambda k: lax.psum(k * x, ("batch", "lanes")), axis_name="lanes")(jnp.arange(3.0))
+        rows = jax.vmap(lambda k: lax.psum(k * x, ("batch", "lanes")), axis_name="lanes")(
+            jnp.arange(3.0)
+        )
         return same, looped, taken, grad, lanes, rows
 
-    same, looped, taken, grad, lanes, rows = jaxmpi.pmap(f, axis_name="batch")(jnp.asarray([r + 1.0]))
+    same, looped, taken, grad, lanes, rows = jaxmpi.pmap(f, axis_name="batch")(
+        jnp.asarray([r + 1.0])
+    )
     total = n * (n + 1) / 2
     np.testing.assert_allclose(same, [0], atol=1e-6)
     np.testing.assert_allclose(looped, [2 * total])
@@ -197,7 +230,11 @@ def test_groups_and_permutes():
 
     def f(x):
         ring = lax.ppermute(x, "i", [(p, (p + 1) % n) for p in range(n)])
-        return lax.psum(x, "i", axis_index_groups=pairs), ring, lax.psum_scatter(jnp.arange(n) * x, "i")
+        return (
+            lax.psum(x, "i", axis_index_groups=pairs),
+            ring,
+            lax.psum_scatter(jnp.arange(n) * x, "i"),
+        )
 
     got = jaxmpi.pmap(f, "i")(jnp.asarray([r + 1.0]))
     first = r // 2 * 2
@@ -236,11 +273,16 @@ def test_inside_of_other_functions():
     x, total = jnp.asarray([r + 1.0]), n * (n + 1) / 2
     summed = jaxmpi.pmap(lambda x: lax.psum(x, "i"), "i")
     np.testing.assert_allclose(jaxmpi.jit(lambda x: summed(x) + summed(x))(x), [2 * total])
-    inner = jaxmpi.pmap(lambda y: lax.psum(y, "j") + lax.psum(y, ("i", "j")) + lax.axis_index("j"), "j", out_axes=1)
+    inner = jaxmpi.pmap(
+        lambda y: lax.psum(y, "j") + lax.psum(y, ("i", "j")) + lax.axis_index("j"), "j", out_axes=1
+    )
     outer = jaxmpi.pmap(lambda x: inner(x), "i")
-    np.testing.assert_allclose(outer(x[:, None, None] * jnp.ones(3)), np.full((1, 3, 1), r + 1 + total))
+    np.testing.assert_allclose(
+        outer(x[:, None, None] * jnp.ones(3)), np.full((1, 3, 1), r + 1 + total)
+    )
     loss = jaxmpi.pmap(lambda w, x: lax.pmean(w * x, "i"), "i")
-    np.testing.assert_allclose(jaxmpi.jit(jax.grad(lambda w: loss(w, x)[0]))(jnp.ones(1)), x)  # the local gradient
+    # the local gradient
+    np.testing.assert_allclose(jaxmpi.jit(jax.grad(lambda w: loss(w, x)[0]))(jnp.ones(1)), x)
     assert jaxmpi.pmap(jaxmpi.jit(lambda x: lax.psum(x, "i")), "i")(x) == total
     assert summed.lower(x).compile()(x) == total
 
@@ -266,7 +308,9 @@ def test_methods_and_partials():
     w, mean = jnp.asarray([r + 1.0]), (n + 1) / 2
     np.testing.assert_allclose(trainer.update(w, 2), [r + 1 - mean])
     np.testing.assert_allclose(trainer.twice(w), [2 * mean])
-    np.testing.assert_allclose(jaxmpi.pmap(partial(trainer._update, scale=4), "i")(w), [r + 1 - 2 * mean])
+    np.testing.assert_allclose(
+        jaxmpi.pmap(partial(trainer._update, scale=4), "i")(w), [r + 1 - 2 * mean]
+    )
     assert trainer.update.__name__ == "_update"
 
 
@@ -275,9 +319,15 @@ def test_helpers_of_flax():
     n, r = jaxmpi.size(), jaxmpi.rank()
     assert jax.local_device_count() == 1
     state = jax_utils.replicate({"w": jnp.ones(3)})
-    batches = [{"x": (1.0 + np.arange(6 * n, dtype=np.float32)).reshape(-1, 3)[r::n]} for _ in range(2)]
+    batches = [
+        {"x": (1.0 + np.arange(6 * n, dtype=np.float32)).reshape(-1, 3)[r::n]} for _ in range(2)
+    ]
     step = jaxmpi.pmap(
-        lambda s, b: ({"w": s["w"] + lax.pmean(b["x"].mean(0), "batch")}, lax.psum(b["x"].sum(), "batch")), "batch"
+        lambda s, b: (
+            {"w": s["w"] + lax.pmean(b["x"].mean(0), "batch")},
+            lax.psum(b["x"].sum(), "batch"),
+        ),
+        "batch",
     )
     metrics = []
     for batch in jax_utils.prefetch_to_device(map(common_utils.shard, batches), 2):
@@ -307,11 +357,15 @@ def test_branches_on_equal_arguments():
         with pytest.raises(ValueError, match=r"cond at .* contains a collective"):
             jaxmpi.pmap(f, "i", in_axes=(0, None, 0))(x, True, jnp.ones(1))
         with pytest.raises(jaxmpi.RankMismatchError, match="argument 1"):
-            jaxmpi.pmap(lambda x, y: lax.psum(x * y, "i"), "i", in_axes=(0, None))(x, np.float32(jaxmpi.rank()))
+            jaxmpi.pmap(lambda x, y: lax.psum(x * y, "i"), "i", in_axes=(0, None))(
+                x, np.float32(jaxmpi.rank())
+            )
 
 
 @run_ranks(1, 2)
-@pytest.mark.parametrize("in_axes", [(0, {"often": None, "y": 0}), (0, [None, 0]), (0, jaxmpi.PerRankState(0), None)])
+@pytest.mark.parametrize(
+    "in_axes", [(0, {"often": None, "y": 0}), (0, [None, 0]), (0, jaxmpi.PerRankState(0), None)]
+)
 def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
     """A branch with a collective may depend on it, and its values are compared; its neighbor with an axis is per rank."""
     n, x = jaxmpi.size(), jnp.asarray([jaxmpi.rank() + 1.0])
@@ -324,13 +378,22 @@ def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
         tree = in_axes[1]
         if len(in_axes) == 3:
             return jaxmpi.PerRankState(10 * x), often
-        return (jax.tree.map(lambda axis: often if axis is None else 10 * x, tree, is_leaf=lambda axis: axis is None),)
+        return (
+            jax.tree.map(
+                lambda axis: often if axis is None else 10 * x,
+                tree,
+                is_leaf=lambda axis: axis is None,
+            ),
+        )
 
     mapped = jaxmpi.pmap(f, "i", in_axes=in_axes)
     np.testing.assert_allclose(mapped(x, *arguments(np.float32(1))), n * (n + 1) / 2 + 10 * x)
     if n > 1:
         added = jaxmpi.pmap(lambda x, *flags: lax.psum(x, "i") + f(x, *flags), "i", in_axes=in_axes)
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"argument [12].* is named in replicated_argnums, and rank 1"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=r"argument [12].* is named in replicated_argnums, and rank 1",
+        ):
             added(x, *arguments(np.float32(1 + jaxmpi.rank())))
 
 
@@ -340,7 +403,9 @@ def test_pmap_in_axes_none_for_all_arguments_is_replicated():
         return lax.cond(often > 0, lambda x: lax.psum(x, "i"), lambda x: x, x)[None]
 
     n = jaxmpi.size()
-    np.testing.assert_allclose(jaxmpi.pmap(f, "i", in_axes=None, out_axes=None)(np.float32(1), np.float32(3)), [3.0 * n])
+    np.testing.assert_allclose(
+        jaxmpi.pmap(f, "i", in_axes=None, out_axes=None)(np.float32(1), np.float32(3)), [3.0 * n]
+    )
     if n > 1:  # an argument by name has an axis
         with pytest.raises(ValueError, match=r"cond at .* contains a collective"):
             jaxmpi.pmap(f, "i", in_axes=None)(x=np.float32([3]), often=np.float32([1]))
@@ -365,7 +430,10 @@ def test_pmap_out_axes_none_is_equal_on_all_ranks(name):
     for leaf in jax.tree.leaves(equal):
         np.testing.assert_array_equal(leaf.reshape(-1), [n * (n + 1) / 2])
     if n > 1:
-        with pytest.raises(ValueError, match=rf"^jaxmpi\.pmap: {output} of <lambda> is declared replicated but may differ"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^jaxmpi\.pmap: {output} of <lambda> is declared replicated but may differ",
+        ):
             jaxmpi.pmap(lambda x: make(x), "i", out_axes=out_axes)(x)
 
 
@@ -389,33 +457,63 @@ def test_errors():
         return lambda: jaxmpi.pmap(update, **options)(*args)
 
     rows = r"pmap: argument 0\['image'\] of update has shape \[{}\], and axis 0 must be 1.*{}"
-    refused(ValueError, rows.format("7, 3", r"jaxmpi\.shard\(x\)\[:\]\[None\]"), of({"image": jnp.ones((7, 3))}))
+    refused(
+        ValueError,
+        rows.format("7, 3", r"jaxmpi\.shard\(x\)\[:\]\[None\]"),
+        of({"image": jnp.ones((7, 3))}),
+    )
     refused(ValueError, rows.format("", "replicate"), of({"image": 1.0}))
     if n > 1:
-        refused(ValueError, rows.format("2, 3", r"x\[jaxmpi\.rank\(\)\]\[None\]"), of({"image": jnp.ones((2, 3))}))
+        refused(
+            ValueError,
+            rows.format("2, 3", r"x\[jaxmpi\.rank\(\)\]\[None\]"),
+            of({"image": jnp.ones((2, 3))}),
+        )
         text = r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across ranks\. .* axis in out_axes"
         refused(ValueError, text, of(x, out_axes=None))
         refused(TypeError, r"^jaxmpi\.pmap: argument 0 of update is a str, and no array", of("x"))
-    refused(ValueError, r"argument 0 of update has shape \[1, 3\], and axis 1 must be 1", of(x, in_axes=1))
-    refused(ValueError, "in_axes .* are 3 axes, and update got 1 positional", of(x, in_axes=(0, 0, 0)))
-    refused(ValueError, "in_axes of argument 0 of update, .* do not have the structure", of(x, in_axes=({"a": 0},)))
+    refused(
+        ValueError,
+        r"argument 0 of update has shape \[1, 3\], and axis 1 must be 1",
+        of(x, in_axes=1),
+    )
+    refused(
+        ValueError, "in_axes .* are 3 axes, and update got 1 positional", of(x, in_axes=(0, 0, 0))
+    )
+    refused(
+        ValueError,
+        "in_axes of argument 0 of update, .* do not have the structure",
+        of(x, in_axes=({"a": 0},)),
+    )
     refused(TypeError, "in_axes of argument 0 of update has 'x'", of(x, in_axes="x"))
     refused(ValueError, "out_axes of update, .* do not have the structure", of(x, out_axes=(0, 0)))
-    refused(ValueError, r"out_axes of update is 3 for the output, of shape \[3\]", of(x, out_axes=3))
+    refused(
+        ValueError, r"out_axes of update is 3 for the output, of shape \[3\]", of(x, out_axes=3)
+    )
     refused(ValueError, f"axis_size is 7, and the number of ranks is {n}", of(x, axis_size=7))
     refused(ValueError, "devices are", of(x, devices=[]))
     refused(TypeError, "axis_name is 3, of type int", of(x, axis_name=3))
     refused(TypeError, "fun is a int", lambda: jaxmpi.pmap(3))
     for name, has in (("i", "has axis_name 'i'"), (None, "has no axis_name")):
-        with pytest.raises(NameError, match=f"psum at .* is over the axis 'k', and the pmap of <lambda> {has}"):
+        with pytest.raises(
+            NameError, match=f"psum at .* is over the axis 'k', and the pmap of <lambda> {has}"
+        ):
             jaxmpi.pmap(lambda x: lax.psum(x, "k"), name)(x)
-    for options in ({"axis_size": n}, {"devices": jax.devices()}, {"devices": jax.local_devices()}, {"backend": "cpu"}):
+    for options in (
+        {"axis_size": n},
+        {"devices": jax.devices()},
+        {"devices": jax.local_devices()},
+        {"backend": "cpu"},
+    ):
         np.testing.assert_array_equal(jaxmpi.pmap(update, **options)(x), x)
 
 
 @run_ranks(2, axes={"island": 2})
 def test_names_of_axes_are_taken():
-    with pytest.raises(ValueError, match=r"axis_name 'island' is an axis of jaxmpi.init\(axes=...\), of 2 of 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"axis_name 'island' is an axis of jaxmpi.init\(axes=...\), of 2 of 2 ranks",
+    ):
         jaxmpi.pmap(lambda x: x, "island")(jnp.ones(1))
     over_both = jaxmpi.pmap(lambda x: lax.psum(x, "i") + lax.psum(x, "island"), "i")
     np.testing.assert_allclose(over_both(jnp.asarray([jaxmpi.rank() + 1.0])), [6.0])
@@ -431,9 +529,17 @@ def test_changes_of_nnx_objects_are_not_lost():
 def test_devices_that_a_flag_makes():
     """A rank that has several devices is told why."""
     code = "import jax, jaxmpi; jaxmpi.init(); jaxmpi.pmap(lambda x: x)(jax.numpy.ones((jax.local_device_count(), 2)))"
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=3", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert "JAX has 3 devices here: start without --xla_force_host_platform_device_count" in done.stderr
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        "JAX has 3 devices here: start without --xla_force_host_platform_device_count"
+        in done.stderr
+    )
 
 
 # a jax.pmap that was left
@@ -446,7 +552,11 @@ made_before = jax.pmap(lambda x: lax.pmean(x, "i"), "i")  # as in a library, or 
 def test_a_leftover_pmap_is_noticed():
     """Once for each line that calls one, made before init or after it, on rank 0, and not on one rank."""
     x = jnp.asarray([jaxmpi.rank() + 1.0])
-    functions = {"before": made_before, "after": jax.pmap(lambda x: x), "nnx": nnx.pmap(lambda x: x)}
+    functions = {
+        "before": made_before,
+        "after": jax.pmap(lambda x: x),
+        "nnx": nnx.pmap(lambda x: x),
+    }
     for name, function in functions.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -456,7 +566,11 @@ def test_a_leftover_pmap_is_noticed():
         first_line = name == "before"  # it is the same line for all three
         if jaxmpi.size() > 1 and jaxmpi.rank() == 0 and first_line:
             (text,) = texts
-            assert re.match(r"jax.pmap, called at test_pmap.py:\d+, maps over the device of this rank alone: .* 2 ranks", text)
+            assert re.match(
+                r"jax.pmap, called at test_pmap.py:\d+, maps over the device of this rank alone: "
+                r".* 2 ranks",
+                text,
+            )
             assert "jaxmpi.pmap" in text
             assert said[0].filename == __file__
         else:
@@ -547,8 +661,17 @@ def test_the_same_rows_on_all_ranks_are_noticed():
     found = said_of(jaxmpi.pmap(train, "i"), state, same)
     if r == 0:
         (text,) = found
-        assert f"train: all {n} ranks have called this pmap with the same arguments, argument 1['x']: float32[1, 4, 2]" in text
-    for fun, *args in ((train, state, mine), (train, each, same), (by_number, state, same), (evaluate, state, same)):
+        assert (
+            f"train: all {n} ranks have called this pmap with the same arguments, argument 1['x']: "
+            "float32[1, 4, 2]" in text
+        )
+    for fun, *args in (
+        (train, state, mine),
+        (train, each, same),
+        (by_number, state, same),
+        (evaluate, state, same),
+    ):
         assert not said_of(jaxmpi.pmap(fun, "i"), *args)
     assert not said_of(jaxmpi.pmap(lambda x: lax.pmean(x, "i"), "i"), state)
-    assert not said_of(jaxmpi.jit(lambda s, b: (s, lax.pmean(b, jaxmpi.AXIS))), state, same)  # which is no pmap
+    # which is no pmap
+    assert not said_of(jaxmpi.jit(lambda s, b: (s, lax.pmean(b, jaxmpi.AXIS))), state, same)

@@ -18,7 +18,9 @@ X = np.float32(1.0)
 
 def of_python():
     """A number of the host, which each rank has its own of."""
-    return jax.pure_callback(lambda: np.float32(jaxmpi.world_rank + 1), jax.ShapeDtypeStruct((), np.float32))
+    return jax.pure_callback(
+        lambda: np.float32(jaxmpi.world_rank + 1), jax.ShapeDtypeStruct((), np.float32)
+    )
 
 
 @run_ranks(2, 3)
@@ -26,10 +28,14 @@ def test_python_numbers_of_each_rank_are_sent():
     n, mine = jaxmpi.size(), float(jaxmpi.rank() + 1)
     total = n * (n + 1) / 2
     jaxmpi.world_rank = jaxmpi.rank()
-    step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x * mine, "sum") / jaxmpi.tree_allreduce(mine, "sum"))
+    step = jaxmpi.jit(
+        lambda x: jaxmpi.tree_allreduce(x * mine, "sum") / jaxmpi.tree_allreduce(mine, "sum")
+    )
     assert float(step(np.float32(7))) == 7.0
     assert float(jaxmpi.jit(lambda: jaxmpi.tree_allreduce(mine, "sum"))()) == total
-    np.testing.assert_array_equal(jaxmpi.jit(lambda: lax.psum(jnp.full(2, mine), R))(), [total, total])
+    np.testing.assert_array_equal(
+        jaxmpi.jit(lambda: lax.psum(jnp.full(2, mine), R))(), [total, total]
+    )
     assert float(jaxmpi.jit(lambda: jaxmpi.tree_allreduce(jnp.full((), mine), "max"))()) == n
     assert float(jaxmpi.jit(lambda x: lax.psum(of_python(), R) + 0 * x)(X)) == total
 
@@ -40,7 +46,9 @@ def test_python_numbers_that_decide_are_compared():
     mine = jaxmpi.rank() + 3
 
     def turns(x):
-        return lax.while_loop(lambda c: c[0] < mine, lambda c: (c[0] + 1, c[1] + lax.psum(x, R)), (0, 0.0))
+        return lax.while_loop(
+            lambda c: c[0] < mine, lambda c: (c[0] + 1, c[1] + lax.psum(x, R)), (0, 0.0)
+        )
 
     def branch(x, k):
         return lax.cond(k < mine, lambda: lax.psum(x, R), lambda: x)
@@ -109,7 +117,10 @@ def test_traced_lowered_and_compiled_programs_are_compared():
 
 def test_a_callback_in_a_nested_jit_varies():
     with jaxmpi.simulate(2), pytest.raises(ValueError, match="may differ across ranks"):
-        jaxmpi.jit(lambda x: jax.jit(lambda: jax.pure_callback(lambda: np.float32(1), X))(), replicated_outnums=0)(X)
+        jaxmpi.jit(
+            lambda x: jax.jit(lambda: jax.pure_callback(lambda: np.float32(1), X))(),
+            replicated_outnums=0,
+        )(X)
 
 
 def test_a_nested_jit_keeps_apart_what_varies_and_what_does_not():
@@ -123,7 +134,9 @@ class Out(NamedTuple):
     loss: jax.Array
 
 
-@pytest.mark.parametrize("make", [lambda *xs: xs, lambda *xs: list(xs), Out], ids=["tuple", "list", "NamedTuple"])
+@pytest.mark.parametrize(
+    "make", [lambda *xs: xs, lambda *xs: list(xs), Out], ids=["tuple", "list", "NamedTuple"]
+)
 def test_outputs_by_position(make):
     def step(p, x):
         return make(p, p - x)
@@ -131,20 +144,29 @@ def test_outputs_by_position(make):
     with jaxmpi.simulate(2):
         jaxmpi.jit(step, replicated_argnums=0, replicated_outnums=0)(X, X)
         for outnums in (1, -1, (0, 1)):
-            with pytest.raises(ValueError, match=r"^jaxmpi\.jit: (the )?output.* is declared replicated but may differ"):
+            with pytest.raises(
+                ValueError,
+                match=r"^jaxmpi\.jit: (the )?output.* is declared replicated but may differ",
+            ):
                 jaxmpi.jit(step, replicated_argnums=0, replicated_outnums=outnums)(X, X)
         with pytest.raises(ValueError, match="replicated_outnums has 7, and step returns 2"):
             jaxmpi.jit(step, replicated_outnums=7)(X, X)
-        with pytest.raises(ValueError, match="replicated_argnums has 5, and the positional arguments of step are 2"):
+        with pytest.raises(
+            ValueError, match="replicated_argnums has 5, and the positional arguments of step are 2"
+        ):
             jaxmpi.jit(step, replicated_argnums=5)(X, X)
 
 
 def test_the_rank_may_be_asked_for_anywhere():
     x = jaxmpi.PerRank(np.arange(1.0, 3.0, dtype=np.float32))
     with jaxmpi.simulate(2):
-        branch = jaxmpi.jit(lambda x: lax.cond(x > 1.5, lambda: lax.axis_index(R) * 1.0, lambda: 0.0))
+        branch = jaxmpi.jit(
+            lambda x: lax.cond(x > 1.5, lambda: lax.axis_index(R) * 1.0, lambda: 0.0)
+        )
         np.testing.assert_array_equal(np.asarray(branch(x)), [0.0, 1.0])
-        loop = jaxmpi.jit(lambda x: lax.while_loop(lambda c: c < 5, lambda c: c + 1 + jaxmpi.rank(), x))
+        loop = jaxmpi.jit(
+            lambda x: lax.while_loop(lambda c: c < 5, lambda c: c + 1 + jaxmpi.rank(), x)
+        )
         np.testing.assert_array_equal(np.asarray(loop(x)), [5.0, 6.0])
 
 
@@ -161,8 +183,14 @@ def test_assert_equivalent_tests_something():
 @run_ranks(2)
 def test_static_arguments_are_told_apart_as_in_jax():
     step = jaxmpi.jit(lambda x, n: lax.psum(x, R) * n, static_argnums=1)
-    assert [step(np.int32(1), n).dtype.name for n in (1, 1.0, True)] == ["int32", "float32", "int32"]
-    with pytest.raises(ValueError, match=r"static argument 1 of <lambda> is a list, which has no hash"):
+    assert [step(np.int32(1), n).dtype.name for n in (1, 1.0, True)] == [
+        "int32",
+        "float32",
+        "int32",
+    ]
+    with pytest.raises(
+        ValueError, match=r"static argument 1 of <lambda> is a list, which has no hash"
+    ):
         step(X, [2])
 
     def last(x, n, *, flag=False):
@@ -215,7 +243,16 @@ def test_a_captured_per_rank_value_is_refused():
 def gathered_keys():
     n, r = jaxmpi.size(), jaxmpi.rank()
     keys = jax.random.split(jax.random.key(3), n)
-    return jaxmpi.jit(lambda k: (lax.all_gather(k, R), lax.ppermute(k, R, [(p, (p + 1) % n) for p in range(n)]))), keys, r
+    return (
+        jaxmpi.jit(
+            lambda k: (
+                lax.all_gather(k, R),
+                lax.ppermute(k, R, [(p, (p + 1) % n) for p in range(n)]),
+            )
+        ),
+        keys,
+        r,
+    )
 
 
 def check_keys():
@@ -237,7 +274,10 @@ def test_keys_move_on_xla():
 
 @pytest.mark.parametrize("pairs", [[(0, 1), (0, 0)], [(0, 7)], [(0, 1), (1, 1)]])
 def test_pairs_of_a_permutation_are_checked(pairs):
-    with jaxmpi.simulate(2), pytest.raises(ValueError, match=r"ppermute at test_program.py:\d+ has pairs .* on 2 ranks"):
+    with (
+        jaxmpi.simulate(2),
+        pytest.raises(ValueError, match=r"ppermute at test_program.py:\d+ has pairs .* on 2 ranks"),
+    ):
         jaxmpi.jit(lambda x: lax.ppermute(x, R, pairs))(X)
 
 
@@ -256,7 +296,16 @@ def test_testing_is_found():
 @run_ranks(2)
 def test_arguments_of_another_structure_are_another_program():
     step = jaxmpi.jit(lambda tree: jax.tree.map(lambda x: lax.psum(x, R), tree))
-    trees = [{"a": X}, {"a": (X, X)}, {"a": None}, {"a": X, "b": X}, [X], {"a": {"a": X}}, X, {"a": np.ones(2, np.float32)}]
+    trees = [
+        {"a": X},
+        {"a": (X, X)},
+        {"a": None},
+        {"a": X, "b": X},
+        [X],
+        {"a": {"a": X}},
+        X,
+        {"a": np.ones(2, np.float32)},
+    ]
     for tree in trees * 2:
         want = jax.tree.map(lambda x: x * 2, tree)
         got = step(tree)
@@ -276,7 +325,8 @@ def test_checkpoint_recomputes_behind_a_barrier():
         return jnp.sin(lax.pmean(jnp.sin(x), R))
 
     text = jaxmpi.jit(jax.grad(lambda x: block(x).sum())).lower(jnp.ones(4)).as_text()
-    assert "optimization_barrier" in text  # or XLA would merge the second computation with the first
+    # or XLA would merge the second computation with the first
+    assert "optimization_barrier" in text
 
 
 # lower() and trace() on one rank
@@ -324,7 +374,10 @@ def test_lower_on_one_rank_where_jax_has_changed(monkeypatch):
 
 def test_lower_on_one_rank_keeps_what_a_function_has_from_outside_its_names_and_its_options():
     table = jnp.arange(3.0)
-    for step in (lambda x, n, *, y: x * table[n] + y, lambda x, n, *, y: lax.psum(x * table[n] + y, R)):
+    for step in (
+        lambda x, n, *, y: x * table[n] + y,
+        lambda x, n, *, y: lax.psum(x * table[n] + y, R),
+    ):
         lowered = jaxmpi.jit(step, static_argnums=1, donate_argnames="y").lower(X, 2, y=jnp.ones(3))
         assert lowered.as_text().count("tf.aliasing_output") == 1
         np.testing.assert_array_equal(lowered.compile()(X, y=jnp.ones(3)), [3, 3, 3])

@@ -34,13 +34,25 @@ RANKS = {"single": 1, "simulate": 3, "native": 3, "mpi4jax": 2, "xla": 2}
 def check_group(name, row, wanted):
     """Run what holds in one program, and what is refused by itself, on the ranks that this process is one of."""
     n, rank = jaxmpi.size(), jaxmpi.rank()
-    pick = (lambda tree: tree) if row == "simulate" else (lambda tree: jax.tree.map(lambda x: x[rank], tree))
+    pick = (
+        (lambda tree: tree)
+        if row == "simulate"
+        else (lambda tree: jax.tree.map(lambda x: x[rank], tree))
+    )
     mine = (lambda args: tuple(map(jaxmpi.PerRank, args))) if row == "simulate" else pick
-    held = [(case, want) for case, want in zip(cases_here(name), wanted, strict=True) if row not in case.rows]
+    held = [
+        (case, want)
+        for case, want in zip(cases_here(name), wanted, strict=True)
+        if row not in case.rows
+    ]
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="jaxmpi.jit: what is summed or averaged")
-        program = lambda argss: [case.fun(*args) for (case, _), args in zip(held, argss, strict=True)]
-        got = jaxmpi.jit(program, compiler_options=QUICKLY)([mine(case.args(n)) for case, _ in held])
+        program = lambda argss: [
+            case.fun(*args) for (case, _), args in zip(held, argss, strict=True)
+        ]
+        got = jaxmpi.jit(program, compiler_options=QUICKLY)(
+            [mine(case.args(n)) for case, _ in held]
+        )
         for (case, want), y in zip(held, got, strict=True):
             compare(case.title, stacked(y, n) if row == "simulate" else y, pick(want))
         for case in cases_here(name):
@@ -56,16 +68,30 @@ def reference(name, n):
     with jax.enable_x64(True):
         held = [(case, case.args(n)) for case in cases_here(name) if set(case.rows) != set(ROWS)]
         by_vmap = [(case, args) for case, args in held if case.want is None]
-        program = lambda argss: [jax.vmap(case.fun, axis_name=R)(*args) for (case, _), args in zip(by_vmap, argss, strict=True)]
-        made = jax.device_get(jax.jit(program, compiler_options=QUICKLY)([args for _, args in by_vmap]))
+        program = lambda argss: [
+            jax.vmap(case.fun, axis_name=R)(*args)
+            for (case, _), args in zip(by_vmap, argss, strict=True)
+        ]
+        made = jax.device_get(
+            jax.jit(program, compiler_options=QUICKLY)([args for _, args in by_vmap])
+        )
         by_title = {case.title: want for (case, _), want in zip(by_vmap, made, strict=True)}
-        by_title |= {case.title: jax.device_get(case.want(n, *args)) for case, args in held if case.want is not None}
+        by_title |= {
+            case.title: jax.device_get(case.want(n, *args))
+            for case, args in held
+            if case.want is not None
+        }
     return [by_title.get(case.title) for case in GROUPS[name]]
 
 
 def stacked(got, n):
     leaves, treedef = jax.tree.flatten(got, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank))
-    return treedef.unflatten([x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([np.asarray(x)] * n) for x in leaves])
+    return treedef.unflatten(
+        [
+            x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([np.asarray(x)] * n)
+            for x in leaves
+        ]
+    )
 
 
 def compare(title, got, want):
@@ -75,7 +101,9 @@ def compare(title, got, want):
         assert (x.dtype, x.shape) == (y.dtype, y.shape), title
         if x.dtype.kind == "V":  # a float or an integer of few bits, which is exact here
             x, y = x.astype(np.float32), y.astype(np.float32)
-        np.testing.assert_allclose(x, y, 1e-5 if x.dtype == np.float32 else 1e-11, 1e-11, err_msg=title)
+        np.testing.assert_allclose(
+            x, y, 1e-5 if x.dtype == np.float32 else 1e-11, 1e-11, err_msg=title
+        )
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +141,19 @@ def test_what_the_table_says(name, row, request):
 def table():
     lines = []
     for name, cases in GROUPS.items():
-        lines += [f"\n### {name}\n", f"| case | {' | '.join(COLUMNS)} | JAX's tests |", "|---|" + ":-:|" * len(ROWS) + "---|"]
+        lines += [
+            f"\n### {name}\n",
+            f"| case | {' | '.join(COLUMNS)} | JAX's tests |",
+            "|---|" + ":-:|" * len(ROWS) + "---|",
+        ]
         for case in cases:
             marks = ["refused" if row in case.rows else "yes" for row in ROWS]
             lines.append(f"| {cell(case.title)} | {' | '.join(marks)} | {subjects(case.tests)} |")
-    lines += ["\n## What is refused, and what to do\n", "| | case | error | what to do |", "|---|---|---|---|"]
+    lines += [
+        "\n## What is refused, and what to do\n",
+        "| | case | error | what to do |",
+        "|---|---|---|---|",
+    ]
     for name, cases in GROUPS.items():
         for case in cases:
             if case.rows:
@@ -146,7 +182,8 @@ def counts():
     of_jax = {name for case in cases for name in case.tests.split(", ") if name}
     held = sum(not case.rows for case in cases)
     return (
-        f"{len(cases)} cases, which share their subjects with {len(of_jax)} tests of JAX: {held} hold on every way to run, and "
+        f"{len(cases)} cases, which share their subjects with {len(of_jax)} tests of JAX: {held} "
+        "hold on every way to run, and "
         f"{len(cases) - held} are refused on some or all.\n"
     )
 
@@ -157,13 +194,17 @@ def written():
 
 
 def test_the_page_is_that_of_these_cases():
-    assert PAGE.read_text() == written(), "docs/tables/compatibility.md is not up to date: make tables"
+    assert PAGE.read_text() == written(), (
+        "docs/tables/compatibility.md is not up to date: make tables"
+    )
 
 
 def test_there_are_cases_of_every_kind():
     cases = [case for group in GROUPS.values() for case in group]
     assert len(cases) >= 80
-    assert len({(name, case.title) for name, group in GROUPS.items() for case in group}) == len(cases)
+    assert len({(name, case.title) for name, group in GROUPS.items() for case in group}) == len(
+        cases
+    )
     for name in re.findall(r"\S+", " ".join(case.tests.replace(",", " ") for case in cases)):
         assert re.fullmatch(r"(pmap|batching|shard_map)\.test\w+", name), name
     assert all(case.instead for case in cases if case.rows)

@@ -16,7 +16,8 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64
 MARK = lax.erf_inv_p  # stands for the start of a message
 
 
-NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}  # XLA makes one of 16 bits this one, whatever it does with it
+# XLA makes one of 16 bits this one, whatever it does with it
+NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00}
 
 
 def of_any_bits(dtype):
@@ -24,7 +25,9 @@ def of_any_bits(dtype):
     if dtype in NAN:
         bits = bits.view(np.uint16)
         exponent = NAN[dtype] & NAN[dtype] << 1
-        bits = np.where(bits & exponent == exponent, bits & 0x8000 | NAN[dtype], bits).astype(np.uint16)
+        bits = np.where(bits & exponent == exponent, bits & 0x8000 | NAN[dtype], bits).astype(
+            np.uint16
+        )
     return bits[:1000] % 2 == 1 if dtype == "bool" else bits.view(jnp.dtype(dtype))
 
 
@@ -48,20 +51,27 @@ def test_the_compiled_program_takes_both():
 
 def overlap(bucket_bytes):
     """A way to start messages of which the arrays are marked."""
-    start = lambda call, xs, bucket, first: Started([MARK.bind(x) for x in xs], lambda before: (list(xs), list(before)))
+    start = lambda call, xs, bucket, first: Started(
+        [MARK.bind(x) for x in xs], lambda before: (list(xs), list(before))
+    )
     return Overlap(0, bucket_bytes, lambda call: True, start)
 
 
 def rewritten(f, *args, bucket_bytes=1):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
-    return rewrite(jaxpr, Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=overlap(bucket_bytes)))
+    return rewrite(
+        jaxpr,
+        Target(2, lambda call, xs: list(xs), lambda: jnp.int32(0), overlap=overlap(bucket_bytes)),
+    )
 
 
 def after_the_start(jaxpr, name):
     """Of the equations of this name, how many depend on a start, and how many do not."""
     marked, found = set(), []
     for eqn in jaxpr.jaxpr.eqns:
-        depends = eqn.primitive is MARK or any(v in marked for v in eqn.invars if not hasattr(v, "val"))
+        depends = eqn.primitive is MARK or any(
+            v in marked for v in eqn.invars if not hasattr(v, "val")
+        )
         marked.update(eqn.outvars if depends else ())
         found += [depends] if eqn.primitive.name == name else []
     return found.count(True), found.count(False)
@@ -78,14 +88,17 @@ def test_the_inside_of_a_halo_exchange_is_computed_after_its_start():
     program = rewritten(halo, u)
     assert after_the_start(program, "pad") == (1, 0)
     np.testing.assert_array_equal(
-        jax.jit(jax.extend.core.jaxpr_as_fun(program))(u)[0], jax.vmap(halo, axis_name=jaxmpi.AXIS)(jnp.stack([u, u]))[0]
+        jax.jit(jax.extend.core.jaxpr_as_fun(program))(u)[0],
+        jax.vmap(halo, axis_name=jaxmpi.AXIS)(jnp.stack([u, u]))[0],
     )
 
 
 def test_what_the_message_is_made_of_is_not():
     def f(u):
         wider = lax.pad(u, 0.0, [(1, 1, 0)] * 2)
-        return lax.ppermute(wider[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), lax.pad(u, 0.0, [(9, 9, 0)] * 2) * 2.0 + u[0, 0]
+        return lax.ppermute(wider[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), lax.pad(
+            u, 0.0, [(9, 9, 0)] * 2
+        ) * 2.0 + u[0, 0]
 
     program = rewritten(f, jnp.ones((24, 3)))
     assert after_the_start(program, "pad") == (1, 1)
@@ -94,7 +107,10 @@ def test_what_the_message_is_made_of_is_not():
 def test_a_product_keeps_its_operands():
     """XLA would copy them."""
     f = lambda u, w: (lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), u @ w)
-    assert after_the_start(rewritten(f, jnp.ones((24, 24)), jnp.ones((24, 24))), "dot_general") == (0, 1)
+    assert after_the_start(rewritten(f, jnp.ones((24, 24)), jnp.ones((24, 24))), "dot_general") == (
+        0,
+        1,
+    )
 
 
 def test_random_keys_are_left_as_they_are():
@@ -104,7 +120,9 @@ def test_random_keys_are_left_as_they_are():
 
     arguments = jnp.ones((24, 3)), jax.random.key(0)
     (got,) = jax.jit(jax.extend.core.jaxpr_as_fun(rewritten(f, *arguments)))(*arguments)
-    want = jax.vmap(f, in_axes=(0, None), axis_name=jaxmpi.AXIS)(jnp.stack([arguments[0]] * 2), arguments[1])
+    want = jax.vmap(f, in_axes=(0, None), axis_name=jaxmpi.AXIS)(
+        jnp.stack([arguments[0]] * 2), arguments[1]
+    )
     np.testing.assert_array_equal(got, want[0])
 
 
@@ -113,7 +131,11 @@ def test_many_arrays_take_as_many_operations():
 
     def operations(n):
         many = lambda us: [halo(u) for u in us]
-        program = jax.extend.core.jaxpr_as_fun(rewritten(many, [jnp.ones((24, 3))] * n, bucket_bytes=1 << 20))
-        return len(jax.jit(program).lower(*[jnp.ones((24, 3))] * n).compile().as_text().splitlines())
+        program = jax.extend.core.jaxpr_as_fun(
+            rewritten(many, [jnp.ones((24, 3))] * n, bucket_bytes=1 << 20)
+        )
+        return len(
+            jax.jit(program).lower(*[jnp.ones((24, 3))] * n).compile().as_text().splitlines()
+        )
 
     assert operations(40) < 2.5 * operations(20)

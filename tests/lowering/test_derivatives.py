@@ -45,7 +45,8 @@ def test_gradient_is_that_of_the_sum_over_ranks(name, jit):
 
         total = jax.jit(lambda x: jaxmpi.tree_allreduce(loss(x), "sum"))
         want, h = np.zeros((n, n, 3)), 1e-6
-        for rank, row, column in np.ndindex(want.shape):  # every rank steps through every rank's entries, together
+        # every rank steps through every rank's entries, together
+        for rank, row, column in np.ndindex(want.shape):
             step = np.zeros((n, 3))
             step[row, column] = h * (rank == r)
             want[rank, row, column] = (total(x + step) - total(x - step)) / (2 * h)
@@ -98,4 +99,6 @@ def test_leaves_without_derivative_pass_through():
     assert grads["i"].dtype == jax.dtypes.float0
     averaged = jaxmpi.tree_allreduce(grads)
     assert averaged["i"].dtype == jax.dtypes.float0
-    np.testing.assert_allclose(averaged["x"], 2 * jaxmpi.size() * jaxmpi.size() / jaxmpi.size(), rtol=1e-6)
+    np.testing.assert_allclose(
+        averaged["x"], 2 * jaxmpi.size() * jaxmpi.size() / jaxmpi.size(), rtol=1e-6
+    )

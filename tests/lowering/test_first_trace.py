@@ -15,7 +15,9 @@ def step(x, scale):
     """Local work, a call, a loop and a branch, with collectives in each and without."""
 
     def turn(carry, y):
-        return carry + lax.pmean(jnp.tanh(y * carry), jaxmpi.AXIS), jax.jit(jnp.cumsum)(jnp.stack([carry, y]))
+        return carry + lax.pmean(jnp.tanh(y * carry), jaxmpi.AXIS), jax.jit(jnp.cumsum)(
+            jnp.stack([carry, y])
+        )
 
     total, rows = lax.scan(turn, scale, x)
     shared = jax.jit(lambda v: lax.psum(v * scale, jaxmpi.AXIS))(x)

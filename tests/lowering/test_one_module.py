@@ -34,7 +34,9 @@ def in_grad(x):
 def train(x):
     tx = jaxmpi.distributed(optax.sgd(0.1))
     params = jnp.ones(3)
-    grads = jax.grad(lambda p: ((p * x + jax.random.normal(jaxmpi.rank_key(jax.random.key(0)), (3,))) ** 2).sum())(params)
+    grads = jax.grad(
+        lambda p: ((p * x + jax.random.normal(jaxmpi.rank_key(jax.random.key(0)), (3,))) ** 2).sum()
+    )(params)
     return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
 
 
@@ -45,10 +47,19 @@ FUNCTIONS = {
     "vmap": (lambda x: jax.vmap(lambda y: y * me())(x), lambda r, n: r * np.arange(1.0, 4)),
     "scan": (in_scan, lambda r, n: 6 * r),
     "while": (in_while, lambda r, n: 1 + 3 * r),
-    "cond": (lambda x: lax.cond(me() > 0, lambda: me() * 2.0, lambda: -1.0), lambda r, n: 2 * r if r else -1),
-    "switch": (lambda x: lax.switch(jnp.minimum(me(), 1), [lambda: 7, lambda: me() + 8]), lambda r, n: 8 + r if r else 7),
+    "cond": (
+        lambda x: lax.cond(me() > 0, lambda: me() * 2.0, lambda: -1.0),
+        lambda r, n: 2 * r if r else -1,
+    ),
+    "switch": (
+        lambda x: lax.switch(jnp.minimum(me(), 1), [lambda: 7, lambda: me() + 8]),
+        lambda r, n: 8 + r if r else 7,
+    ),
     "grad": (in_grad, lambda r, n: 2 * (r + 1) * np.arange(1.0, 4)),
-    "checkpoint": (lambda x: jax.grad(jax.checkpoint(lambda y: (me() + 1) * y**2))(x[1]), lambda r, n: 4 * (r + 1)),
+    "checkpoint": (
+        lambda x: jax.grad(jax.checkpoint(lambda y: (me() + 1) * y**2))(x[1]),
+        lambda r, n: 4 * (r + 1),
+    ),
     "psum": (lambda x: lax.psum(me(), AXIS), lambda r, n: n * (n - 1) // 2),
     "all_gather": (lambda x: lax.all_gather(me(), AXIS), lambda r, n: np.arange(n)),
     "train": (train, None),
@@ -102,7 +113,11 @@ def test_collectives_that_only_move_arrays_have_one_module():
     root = lambda x: jaxmpi.tree_bcast(x, root=1)
     x = 10.0 * rank + jnp.arange(size)
     numbers = np.arange(float(size))
-    for fun, expected in [(shift, x - 10 if rank else 0 * x), (turn, 10 * numbers + rank), (root, 10 + numbers)]:
+    for fun, expected in [
+        (shift, x - 10 if rank else 0 * x),
+        (turn, 10 * numbers + rank),
+        (root, 10 + numbers),
+    ]:
         assert len(set(jaxmpi.allgather_object(text_of(fun, x)))) == 1
         np.testing.assert_allclose(jaxmpi.jit(fun)(x), expected)
 

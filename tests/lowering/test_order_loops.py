@@ -12,15 +12,23 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 R = jaxmpi.AXIS
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(")
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+)
 
 
 def scan(x, times=3):
-    return lax.scan(lambda c, y: (jnp.sin(c) + lax.psum(c, R), lax.pmax(c * y, R)), x, jnp.arange(1.0, times + 1))
+    return lax.scan(
+        lambda c, y: (jnp.sin(c) + lax.psum(c, R), lax.pmax(c * y, R)),
+        x,
+        jnp.arange(1.0, times + 1),
+    )
 
 
 def only_in_condition(x):
-    return lax.while_loop(lambda c: lax.psum(c[0], R) < 50, lambda c: (c[0] + 1, c[1] * 1.5), (x[0], x))
+    return lax.while_loop(
+        lambda c: lax.psum(c[0], R) < 50, lambda c: (c[0] + 1, c[1] * 1.5), (x[0], x)
+    )
 
 
 def only_in_body(x):
@@ -29,7 +37,9 @@ def only_in_body(x):
 
 def of_lanes(x):
     """Each lane ends on its own."""
-    one = lambda y: lax.while_loop(lambda c: c[0] < 50, lambda c: (c[0] * 2, c[1] + lax.psum(c[1], R)), (lax.pmax(y, R), y))
+    one = lambda y: lax.while_loop(
+        lambda c: c[0] < 50, lambda c: (c[0] * 2, c[1] + lax.psum(c[1], R)), (lax.pmax(y, R), y)
+    )
     return jax.vmap(one)(x)
 
 
@@ -38,15 +48,24 @@ def branches(x):
 
 
 def nested(x):
-    return lax.scan(lambda c, _: ((c + scan(jnp.cos(c))[0] + lax.psum(jnp.tan(c), R)) / 9, lax.pmin(c, R)), x, None, length=2)
+    return lax.scan(
+        lambda c, _: ((c + scan(jnp.cos(c))[0] + lax.psum(jnp.tan(c), R)) / 9, lax.pmin(c, R)),
+        x,
+        None,
+        length=2,
+    )
 
 
 def in_branch(x):
-    return lax.cond(lax.pmax(x[0], R) > 1, lambda x: scan(x)[0] + lax.pmin(jnp.tan(x), R), lambda x: x, x)
+    return lax.cond(
+        lax.pmax(x[0], R) > 1, lambda x: scan(x)[0] + lax.pmin(jnp.tan(x), R), lambda x: x, x
+    )
 
 
 def gradient(x):
-    summed = jax.checkpoint(lambda x: lax.scan(lambda c, _: (jnp.sin(c) + lax.psum(c, R), None), x, None, length=3)[0])
+    summed = jax.checkpoint(
+        lambda x: lax.scan(lambda c, _: (jnp.sin(c) + lax.psum(c, R), None), x, None, length=3)[0]
+    )
     return jax.grad(lambda y: jnp.sum(summed(y)) + jnp.sum(lax.psum(y**2, R)))(x)
 
 
@@ -55,7 +74,9 @@ def of_integers(x):
 
 
 def of_complex(x):
-    return lax.psum(x + 2j * x, R), lax.scan(lambda c, _: (lax.psum(c, R), None), x * 1j, None, length=3)
+    return lax.psum(x + 2j * x, R), lax.scan(
+        lambda c, _: (lax.psum(c, R), None), x * 1j, None, length=3
+    )
 
 
 LOOPS = [scan, branches, gradient]
@@ -69,7 +90,12 @@ def beside(loop):
     def function(x):
         before = lax.all_gather(x + 1, R), lax.psum(jnp.cos(x) > 0, R)
         first = loop(x)
-        after = lax.psum(x * 2, R), lax.pmax(x, R), lax.ppermute(x, R, [(0, 1), (1, 0)]), jaxmpi.tree_bcast(x, 1)
+        after = (
+            lax.psum(x * 2, R),
+            lax.pmax(x, R),
+            lax.ppermute(x, R, [(0, 1), (1, 0)]),
+            jaxmpi.tree_bcast(x, 1),
+        )
         shares = jaxmpi.tree_reduce_scatter(jnp.stack([x] * jaxmpi.size()), "sum")
         return before, first, after, shares, scan(x + 3, 2), jnp.zeros(())
 
@@ -84,13 +110,19 @@ def unordered(module):
             inside = computations.setdefault(header[1], {})
         elif equation := re.match(r" +(?:ROOT )?%([\w.-]+) = (.*)", line):
             inside[equation[1]] = equation[2]
-    names = {line: re.findall(r"%([\w.-]+)", line) for inside in computations.values() for line in inside.values()}
+    names = {
+        line: re.findall(r"%([\w.-]+)", line)
+        for inside in computations.values()
+        for line in inside.values()
+    }
 
     def sends(line):
         return bool(COLLECTIVE.search(line)) or loops(line)
 
     def loops(line):
-        return any(sends(inner) for name in names[line] for inner in computations.get(name, {}).values())
+        return any(
+            sends(inner) for name in names[line] for inner in computations.get(name, {}).values()
+        )
 
     pairs = []
     for inside in computations.values():
@@ -115,7 +147,9 @@ def check_order(loop):
 
 def check_numbers(loop, wanted):
     got = jaxmpi.jit(beside(loop))(jnp.asarray([1.0, 2, 3, 4]) + jaxmpi.rank())
-    jax.tree.map(lambda y, want: np.testing.assert_allclose(y, want[jaxmpi.rank()], rtol=1e-5), got, wanted)
+    jax.tree.map(
+        lambda y, want: np.testing.assert_allclose(y, want[jaxmpi.rank()], rtol=1e-5), got, wanted
+    )
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
@@ -139,7 +173,12 @@ def beside_by_vmap(loop):
         size = lax.axis_size(R)
         before = lax.all_gather(x + 1, R), lax.psum(jnp.cos(x) > 0, R)
         moved = lax.ppermute(x, R, [(0, 1), (1, 0), *((r, r) for r in range(2, size))])
-        after = lax.psum(x * 2, R), lax.pmax(x, R), jnp.where(lax.axis_index(R) < 2, moved, 0), lax.all_gather(x, R)[1]
+        after = (
+            lax.psum(x * 2, R),
+            lax.pmax(x, R),
+            jnp.where(lax.axis_index(R) < 2, moved, 0),
+            lax.all_gather(x, R)[1],
+        )
         return before, loop(x), after, lax.psum(x, R), scan(x + 3, 2), jnp.zeros(())
 
     return function

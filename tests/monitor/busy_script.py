@@ -79,7 +79,9 @@ if rank == 0:
             time.sleep(1000)
 
 if how == "object":
-    assert jaxmpi.broadcast_object({"vocabulary": 100} if rank == 0 else None) == {"vocabulary": 100}
+    assert jaxmpi.broadcast_object({"vocabulary": 100} if rank == 0 else None) == {
+        "vocabulary": 100
+    }
 elif how == "step":
     total = step(np.float32(rank + 1))
     assert total == jaxmpi.size() * (jaxmpi.size() + 1) / 2

@@ -25,7 +25,9 @@ if kind == "before init" and peers.rank_here() == launched_ranks() - 1:
     print(f"now {time.time()}", flush=True)
     sys.exit(0)
 if kind == "many files":
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 world = jaxmpi.init()  # in a spawned worker, too, which imports this file
 
@@ -62,7 +64,8 @@ def inject(function):
 
     def prepared(*args):
         nonlocal calls
-        if calls == CALL and (kind == "broken stdout" or world.rank == world.size - 1):  # the streams of all ranks
+        # the streams of all ranks
+        if calls == CALL and (kind == "broken stdout" or world.rank == world.size - 1):
             EVENTS[kind]()
         calls += 1
         return function(*args)
@@ -76,7 +79,8 @@ def main():
     tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.sgd(0.1)))
 
     def loss(params, batch):
-        mean = lax.stop_gradient(jaxmpi.tree_allreduce(batch))  # so what is sent has the shape and the dtype of the batch, too
+        # so what is sent has the shape and the dtype of the batch, too
+        mean = lax.stop_gradient(jaxmpi.tree_allreduce(batch))
         return jnp.mean((jnp.tanh((batch - mean) @ params["v"]) @ params["w"]) ** 2)
 
     @jaxmpi.jit
@@ -110,7 +114,9 @@ def main():
         return params, state
 
     saved = []
-    function = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}[mode]
+    function = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}[
+        mode
+    ]
     function = inject(function)
     params = {"w": jnp.ones(4), "v": jnp.eye(4)}
     state = tx.init(params)
@@ -121,12 +127,17 @@ def main():
         jax.block_until_ready(params)
         if i == CALL:
             print(f"now {time.time()}", flush=True)
-        params, state = function(params, state, jnp.asarray(np.random.default_rng(i).normal(size=(3, 4)), jnp.float32))
+        params, state = function(
+            params, state, jnp.asarray(np.random.default_rng(i).normal(size=(3, 4)), jnp.float32)
+        )
     if mode == "save":
         assert jaxmpi.latest(directory) == CALLS - 1
     skipped = int(state.skipped)
     same = len(set(jaxmpi.allgather_object((np.asarray(params["w"]).tobytes(), skipped)))) == 1
-    print(f"rank {world.rank} is through: the same on all ranks: {same}, skipped {skipped}", flush=True)
+    print(
+        f"rank {world.rank} is through: the same on all ranks: {same}, skipped {skipped}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

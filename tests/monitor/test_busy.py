@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).with_name("busy_script.py")
 def job(how, tmp_path, monkeypatch, ranks=2, launch=jaxmpi_run, backend="mpi"):
     monkeypatch.setenv("JAXMPI_BACKEND", backend)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
-    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "15" if how.startswith("init") else "6")  # `init` itself takes time
+    # `init` itself takes time
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "15" if how.startswith("init") else "6")
     return end(launch(ranks, str(SCRIPT), how), str(tmp_path), timeout=120)
 
 
@@ -39,10 +40,14 @@ def job(how, tmp_path, monkeypatch, ranks=2, launch=jaxmpi_run, backend="mpi"):
         ("init", 3, mpirun, "mpi", "tokenizing"),
     ],
 )
-def test_a_busy_rank_is_named_and_waited_for(how, ranks, launch, backend, what, tmp_path, monkeypatch):
+def test_a_busy_rank_is_named_and_waited_for(
+    how, ranks, launch, backend, what, tmp_path, monkeypatch
+):
     code, output, _, _ = job(how, tmp_path, monkeypatch, ranks, launch, backend)
     assert code == 0 and output.count("went on") == ranks, output
-    assert re.search(rf"rank 0 \(pid \d+ on \S+\) is busy: {what}, for \d+ s$", output, re.M), output
+    assert re.search(rf"rank 0 \(pid \d+ on \S+\) is busy: {what}, for \d+ s$", output, re.M), (
+        output
+    )
 
 
 @pytest.mark.slow

@@ -52,12 +52,20 @@ HELLO = "0000000002000000"  # rank 0 of 2
 
 @pytest.mark.parametrize(
     ("said", "whose"),
-    [*((said, "another user") for said in ("", "00", HELLO, HELLO + "21", "21" * 64)), ("", "this user"), ("00", "this user")],
+    [
+        *((said, "another user") for said in ("", "00", HELLO, HELLO + "21", "21" * 64)),
+        ("", "this user"),
+        ("00", "this user"),
+    ],
 )
 def test_the_death_reporter_is_not_silenced_by_a_visitor(said, whose):
     """Its address is open to all users of the host."""
-    done = subprocess.run([sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0 and re.search(r"rank 1/2 on \S+\] was the first to end", done.stderr), done
+    done = subprocess.run(
+        [sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0 and re.search(
+        r"rank 1/2 on \S+\] was the first to end", done.stderr
+    ), done
 
 
 def test_a_rank_says_nothing_to_another_users_death_reporter(monkeypatch):

@@ -1,6 +1,7 @@
 """Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
 
-`make faults` runs all cells and puts their seconds into docs/tables/faults.md; the other tests run a cell of each kind.
+`make faults` runs all cells and puts their seconds into docs/tables/faults.md; the other tests run
+a cell of each kind.
 """
 
 import json
@@ -40,17 +41,21 @@ ENDS = {
     "forked child": "",
     "spawned worker": "",
 }
-ENDS_IN = {("nan", "save"): f"{MISMATCH}: save: leaf \\['batch'\\] is not equal on all ranks"}  # one rank's has the NaN
+# one rank's has the NaN
+ENDS_IN = {("nan", "save"): f"{MISMATCH}: save: leaf \\['batch'\\] is not equal on all ranks"}
 SECONDS = 25.0  # from the fault to the end of the job
 
-CELLS = [(kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS]
+CELLS = [
+    (kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS
+]
 FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
 
 
 @pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "mode", "ranks", "way"), [pytest.param(*c, marks=[] if c in FEW else pytest.mark.faults) for c in CELLS]
+    ("kind", "mode", "ranks", "way"),
+    [pytest.param(*c, marks=[] if c in FEW else pytest.mark.faults) for c in CELLS],
 )
 def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXMPI_BACKEND", "xla" if way == "xla" else "mpi")
@@ -61,7 +66,9 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
         monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")
     before = set(os.listdir("/dev/shm"))
     script = Path(__file__).with_name("fault_script.py")
-    code, output, _, left = end(jaxmpi_run(ranks, script, mode, kind, tmp_path / "saved"), str(tmp_path), timeout=120)
+    code, output, _, left = end(
+        jaxmpi_run(ranks, script, mode, kind, tmp_path / "saved"), str(tmp_path), timeout=120
+    )
     seconds = time.time() - max(map(float, re.findall(r"now (\d+\.\d+)", output)))
     assert not left, f"still running: {left}\n{output}"
     assert not segments_left(before), output
@@ -77,7 +84,12 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
     assert seconds < SECONDS, output
     if table := os.environ.get("JAXMPI_FAULTS_TABLE"):
         with open(table, "a") as file:
-            file.write(json.dumps([kind, mode, ranks, way, round(seconds, 1), "ends" if ending else "goes on"]) + "\n")
+            file.write(
+                json.dumps(
+                    [kind, mode, ranks, way, round(seconds, 1), "ends" if ending else "goes on"]
+                )
+                + "\n"
+            )
 
 
 def write_table(results, page):
@@ -97,10 +109,16 @@ def write_table(results, page):
         if kind not in promise:
             lines += [rows[kind]] if kind in rows else []
             continue
-        of = lambda mode, kind=kind: [f"{max(seconds[kind, mode, way]):.1f}" for way in WAYS if seconds[kind, mode, way]]
+        of = lambda mode, kind=kind: [
+            f"{max(seconds[kind, mode, way]):.1f}" for way in WAYS if seconds[kind, mode, way]
+        ]
         most, *others = sorted(promise[kind], key=lambda how: -len(promise[kind][how]))
-        how = "; ".join([most, *(f"{other} in {', '.join(sorted(promise[kind][other]))}" for other in others)])
-        lines.append(f"| {kind} | {how} | " + " | ".join(" / ".join(of(mode)) for mode in MODES) + " |")
+        how = "; ".join(
+            [most, *(f"{other} in {', '.join(sorted(promise[kind][other]))}" for other in others)]
+        )
+        lines.append(
+            f"| {kind} | {how} | " + " | ".join(" / ".join(of(mode)) for mode in MODES) + " |"
+        )
     Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + tail)
 
 

@@ -61,7 +61,11 @@ def end(command, marker, timeout=40):
     environ = {**os.environ, "JAXMPI_TEST_MARKER": marker}
     start = time.monotonic()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environ,
+        start_new_session=True,
     ) as job:
         try:
             output, _ = job.communicate(timeout=timeout)
@@ -69,7 +73,9 @@ def end(command, marker, timeout=40):
             os.killpg(job.pid, signal.SIGKILL)
             for pid in left(marker):
                 os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"still running after {timeout} s:\n{job.communicate()[0].decode(errors='replace')}")
+            pytest.fail(
+                f"still running after {timeout} s:\n{job.communicate()[0].decode(errors='replace')}"
+            )
     seconds = time.monotonic() - start
     deadline = time.monotonic() + 3.0
     while left(marker) and time.monotonic() < deadline:
@@ -82,7 +88,10 @@ def left(marker):
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"JAXMPI_TEST_MARKER={marker}".encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
+            if (
+                f"JAXMPI_TEST_MARKER={marker}".encode() in path.read_bytes()
+                and path.parent.name != str(os.getpid())
+            ):
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -91,11 +100,20 @@ def left(marker):
 
 @pytest.mark.launcher
 @pytest.mark.slow
-@pytest.mark.parametrize(("launch", "ranks"), [(mpirun, 3), (jaxmpi_run, 2)], ids=["mpirun-3", "jaxmpi-run-2"])
+@pytest.mark.parametrize(
+    ("launch", "ranks"), [(mpirun, 3), (jaxmpi_run, 2)], ids=["mpirun-3", "jaxmpi-run-2"]
+)
 @pytest.mark.parametrize(
     ("what", "where", "words"),
     [
-        ("raise", "jit", [r"\[1\] ValueError: boom on one", r"rank 1/\d on \S+\] ValueError: boom on one. The job ends"]),
+        (
+            "raise",
+            "jit",
+            [
+                r"\[1\] ValueError: boom on one",
+                r"rank 1/\d on \S+\] ValueError: boom on one. The job ends",
+            ],
+        ),
         ("raise", "eager", [r"\[1\] Traceback"]),
         ("exit0", "jit", ["rank 1 has exited while this rank waits"]),
         ("exit3", "eager", ["rank 1 has exited while this rank waits"]),
@@ -138,7 +156,9 @@ def test_a_loop_over_shards_that_is_longer_on_a_rank_says_so(backend, tmp_path, 
     assert code and processes == [] and seconds < 30, output
     place = r"in .*allreduce (mean|sum) of float32\[\] at script.py:5.*\. Every rank must make the same calls\. "
     shard = r"jaxmpi\.shard at script\.py:6 has more samples on some ranks than on others: loop over jaxmpi\.batches, "
-    assert re.search(r"rank 1 has exited while this rank waits for it " + place + shard, output), output
+    assert re.search(r"rank 1 has exited while this rank waits for it " + place + shard, output), (
+        output
+    )
 
 
 @pytest.mark.launcher
@@ -155,7 +175,9 @@ def test_a_rank_that_goes_ends_the_job_on_xla(what, words, tmp_path, monkeypatch
     monkeypatch.setenv("JAXMPI_BACKEND", "xla")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    code, output, seconds, processes = end(jaxmpi_run(2, str(script), what, "program"), str(tmp_path))
+    code, output, seconds, processes = end(
+        jaxmpi_run(2, str(script), what, "program"), str(tmp_path)
+    )
     assert code != 0 and processes == [] and seconds < 20, output
     assert re.search(words, output), output
 
@@ -176,7 +198,9 @@ def test_a_killed_rank_is_named_where_the_launcher_is_slow(tmp_path):
     """The others find out first, and end: they are not the cause."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    code, output, _, processes = end(jaxmpi_run(3, str(script), "kill, and the launcher is slow", "program"), str(tmp_path))
+    code, output, _, processes = end(
+        jaxmpi_run(3, str(script), "kill, and the launcher is slow", "program"), str(tmp_path)
+    )
     assert code != 0 and processes == [], output
     assert re.search("the job failed: rank 1 .*signal 9", output), output
 
@@ -198,7 +222,11 @@ def test_a_slow_rank_at_the_end_is_waited_for(tmp_path):
     script.write_text(FINE)
     code, output, _, processes = end(mpirun(3, str(script)), str(tmp_path))
     assert code == 0 and processes == [], output
-    assert sorted(re.findall(r"end of \d 3.0", output)) == ["end of 0 3.0", "end of 1 3.0", "end of 2 3.0"]
+    assert sorted(re.findall(r"end of \d 3.0", output)) == [
+        "end of 0 3.0",
+        "end of 1 3.0",
+        "end of 2 3.0",
+    ]
 
 
 PIDS = """rank = jaxmpi.init().rank
@@ -244,7 +272,9 @@ def test_an_interrupt_ends_a_rank_inside_a_collective(tmp_path):
     script.write_text(INTERRUPTED.replace("rank = jaxmpi.init().rank", PIDS))
     code, output, seconds, processes = end(mpirun(2, str(script), "waits"), str(tmp_path))
     assert code != 0 and processes == [], output
-    assert re.search(r"rank 1/2 on \S+\] interrupted while it waited inside a collective. The job ends.", output), output
+    assert re.search(
+        r"rank 1/2 on \S+\] interrupted while it waited inside a collective. The job ends.", output
+    ), output
     assert seconds < 20
 
 
@@ -304,12 +334,17 @@ def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
     script = tmp_path / "script.py"
     script.write_text(BROKEN)
     code, output, seconds, processes = end(
-        ["sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *jaxmpi_run(2, str(script), *words)], str(tmp_path)
+        ["sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *jaxmpi_run(2, str(script), *words)],
+        str(tmp_path),
     )
     assert code and processes == [] and "not reached" not in output, output
     assert seconds < 30, output
     if not any("stuck" in word for word in words):
-        why = "Unprintable: no message" if words[0] == "raise" else "rank 1 has exited while this rank waits"
+        why = (
+            "Unprintable: no message"
+            if words[0] == "raise"
+            else "rank 1 has exited while this rank waits"
+        )
         assert re.search(rf"\[rank \d/2 on \S+\] {why}.*The job ends", output), output
 
 
@@ -341,7 +376,11 @@ def test_the_watch_is_watched(tmp_path, what):
     code, output, _, processes = end(jaxmpi_run(2, str(script), what), str(tmp_path))
     assert processes == [], output
     if what == "watcher":
-        assert code == 0 and "a defect in jaxmpi's monitor, which goes on" in output and output.count("to the end") == 2, output
+        assert (
+            code == 0
+            and "a defect in jaxmpi's monitor, which goes on" in output
+            and output.count("to the end") == 2
+        ), output
     else:
         said = r"rank 0/2 on \S+\] the thread that watches this rank has failed \(SystemError: a defect\)\. The job ends"
         assert code and re.search(said, output), output
@@ -389,8 +428,12 @@ print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, owners.get(signal.set_
     ],
 )
 def test_a_signal_is_heard_by_all_who_have_had_the_wake_up_file(what, heard, owner):
-    done = subprocess.run([sys.executable, "-c", SIGNALS, what], capture_output=True, text=True, timeout=30)
-    assert done.stdout.splitlines() == [f"['SIGUSR1', 'SIGUSR1'] {heard}", f"True {owner}"], done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS, what], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.splitlines() == [f"['SIGUSR1', 'SIGUSR1'] {heard}", f"True {owner}"], (
+        done.stdout + done.stderr
+    )
 
 
 WITNESSED = """
@@ -415,17 +458,23 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("killed", [0, 2])
 def test_the_death_reporter_names_the_first_rank_that_is_killed(killed):
-    job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True
+    )
     pids = list(map(int, job.stdout.readline().split()))
     for pid in (pids[killed], pids[1]):
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.3)
     said = job.communicate("", timeout=20)[1]
-    assert re.search(rf"rank {killed}/3 on \S+\] was the first to end \(pid {pids[killed]}\)", said), said
+    assert re.search(
+        rf"rank {killed}/3 on \S+\] was the first to end \(pid {pids[killed]}\)", said
+    ), said
     assert said.count("first") == 1
 
 
 def test_the_death_reporter_is_silent_about_a_job_that_ends_in_order():
-    job = subprocess.Popen([sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=-1, stderr=-1, text=True
+    )
     job.stdout.readline()
     assert job.communicate("...", timeout=20)[1] == ""

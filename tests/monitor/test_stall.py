@@ -75,21 +75,32 @@ def stalled(tmp_path, monkeypatch, what, seconds, *, backend="mpi", ranks=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("mpi", 3), ("xla", 2)])
-def test_a_rank_that_does_not_come_is_named_with_what_it_does(tmp_path, monkeypatch, backend, ranks):
-    code, output, seconds, left = stalled(tmp_path, monkeypatch, "sleep", 100, backend=backend, ranks=ranks)
+def test_a_rank_that_does_not_come_is_named_with_what_it_does(
+    tmp_path, monkeypatch, backend, ranks
+):
+    code, output, seconds, left = stalled(
+        tmp_path, monkeypatch, "sleep", 100, backend=backend, ranks=ranks
+    )
     assert code and seconds < 30 and not left, output
     line = STALLS[: STALLS.index("# the collective")].count("\n") + 1
     report = rf"\[rank 0/{ranks} on \S+\] stalled: has waited [12] s in .*train_step"
     assert re.search(report, output), output
     if backend == "mpi":
-        assert f"allreduce mean of float32[100] at script.py:{line} of train_step" in output or "JAXMPI_TRANSPORT" in os.environ
+        assert (
+            f"allreduce mean of float32[100] at script.py:{line} of train_step" in output
+            or "JAXMPI_TRANSPORT" in os.environ
+        )
     assert re.search(r"missing: rank 1 \(pid \d+ on \S+\), after ", output), output
     line = STALLS[: STALLS.index("# the slow line")].count("\n") + 1
     assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
-    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and re.search(r"the job ends in [123] s", output)
+    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and re.search(
+        r"the job ends in [123] s", output
+    )
     assert re.search(r"stalled for [45] s: rank 1 on", output), output
     went_on = output.count("goes on after")  # the first call, where the machine is busy
-    assert len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1, output
+    assert (
+        len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1
+    ), output
 
 
 EAGER = """
@@ -112,15 +123,23 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "what"), [("mpi", "arrays"), ("xla", "arrays"), ("mpi", "objects")])
-def test_stall_in_an_eager_collective_names_the_line_of_this_call(tmp_path, monkeypatch, backend, what):
+@pytest.mark.parametrize(
+    ("backend", "what"), [("mpi", "arrays"), ("xla", "arrays"), ("mpi", "objects")]
+)
+def test_stall_in_an_eager_collective_names_the_line_of_this_call(
+    tmp_path, monkeypatch, backend, what
+):
     script = tmp_path / "script.py"
     script.write_text(EAGER)
     monkeypatch.setenv("JAXMPI_BACKEND", backend)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
     monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(tmp_path / "flight"))
     code, output, _, left = end(jaxmpi_run(2, script, what), str(tmp_path))
-    waits = "broadcast_object" if what == "objects" else "jaxmpi.tree_allreduce(x)  # the call that waits"
+    waits = (
+        "broadcast_object"
+        if what == "objects"
+        else "jaxmpi.tree_allreduce(x)  # the call that waits"
+    )
     line = EAGER[: EAGER.index(waits)].count("\n") + 1
     report = re.search(r"stalled: has waited .* s in (?!jaxmpi.init).*", output)
     assert not code and not left and report and f" at script.py:{line}" in report[0], output
@@ -128,14 +147,18 @@ def test_stall_in_an_eager_collective_names_the_line_of_this_call(tmp_path, monk
     earlier = EAGER[: EAGER.index("# an earlier call")].count("\n") + 1
     record = json.loads((tmp_path / "flight" / "rank-0.json").read_text())
     names = {name for _, name, *_ in record["events"] if "2000000" in name}
-    assert names and all(f"script.py:{line}" in name or f"script.py:{earlier}" in name for name in names), names
+    assert names and all(
+        f"script.py:{line}" in name or f"script.py:{earlier}" in name for name in names
+    ), names
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
-    assert re.search(r"stalled: has waited [12] s", output) and re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
+    assert re.search(r"stalled: has waited [12] s", output) and re.search(
+        r"rank 0/2 on \S+\] goes on after [23] s", output
+    )
 
 
 @pytest.mark.slow
@@ -145,7 +168,9 @@ def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what)
     """JAX runs a short program whose arguments are ready before the call of it returns."""
     code, output, _, left = stalled(tmp_path, monkeypatch, what, 3, backend=backend)
     assert not code and not left and output.count("is through") == 2, output
-    assert re.search(r"rank 0/2 on \S+\] stalled: has waited [12] s in .*train_step", output), output
+    assert re.search(r"rank 0/2 on \S+\] stalled: has waited [12] s in .*train_step", output), (
+        output
+    )
     assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
 
 
@@ -154,7 +179,9 @@ def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what)
 def test_a_rank_that_is_stopped_is_named(tmp_path, monkeypatch):
     code, output, seconds, left = stalled(tmp_path, monkeypatch, "stop", 0)
     assert code and seconds < 30 and not left, output
-    assert re.search(r"missing: rank 1 \(pid \d+ on \S+\) does not answer: it is stopped", output), output
+    assert re.search(
+        r"missing: rank 1 \(pid \d+ on \S+\) does not answer: it is stopped", output
+    ), output
 
 
 INSIDE = """
@@ -174,7 +201,8 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
     script.write_text(INSIDE)
     monkeypatch.setenv("JAXMPI_BACKEND", backend)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
-    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")  # more than one rank may start after the other
+    # more than one rank may start after the other
+    monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")
     code, output, seconds, left = end(jaxmpi_run(2, script), str(tmp_path))
     assert code and seconds < 30 and not left, output
     assert "all ranks have arrived: it does not get on" in output, output
@@ -248,7 +276,8 @@ def test_the_timeline_of_a_job(tmp_path, monkeypatch, capsys, how, ranks):
         assert before[0] < 20 <= before[1] < 35, table
     events = json.loads((flight / "timeline.json").read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X" and "allreduce" in e["name"]]
-    sizes = {e["args"]["bytes"] for e in spans} - {0}  # of the comparison before the program is compiled
+    # of the comparison before the program is compiled
+    sizes = {e["args"]["bytes"] for e in spans} - {0}
     assert sizes == {4000} or "JAXMPI_TRANSPORT" in os.environ
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     picture = (flight / "timeline.svg").read_text()
@@ -260,7 +289,9 @@ def test_a_signal_writes_the_records(tmp_path):
     (tmp_path / "script.py").write_text(WORKS)
     go = tmp_path / "go"
     command = jaxmpi_run(2, tmp_path / "script.py", "wait", go)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
         lines, pid = [], None
         for line in job.stdout:
             lines.append(line)
@@ -271,10 +302,16 @@ def test_a_signal_writes_the_records(tmp_path):
                 go.touch()
     assert job.returncode == 0, lines
     (said,) = [line for line in lines if "SIGUSR1" in line]
-    assert "this rank is after allreduce mean of float32[1000]" in said or "JAXMPI_TRANSPORT" in os.environ, said
+    assert (
+        "this rank is after allreduce mean of float32[1000]" in said
+        or "JAXMPI_TRANSPORT" in os.environ
+    ), said
     path = Path(re.search(r"are in (\S+)", said)[1])
     assert len(json.loads(path.read_text())["events"]) >= 20
-    assert re.fullmatch(r"jaxmpi-flight-\d+-[0-9a-f]{16}", path.parent.name) and path.parent.stat().st_mode & 0o777 == 0o700
+    assert (
+        re.fullmatch(r"jaxmpi-flight-\d+-[0-9a-f]{16}", path.parent.name)
+        and path.parent.stat().st_mode & 0o777 == 0o700
+    )
     shutil.rmtree(path.parent)
 
 
@@ -314,7 +351,10 @@ for step in range(10_000):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "whom"),
-    [*((ranks, whom) for ranks in (1, 2, 3) for whom in ("rank", "launcher")), (2, "launcher of a job without its folder")],
+    [
+        *((ranks, whom) for ranks in (1, 2, 3) for whom in ("rank", "launcher")),
+        (2, "launcher of a job without its folder"),
+    ],
 )
 def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks, whom):
     (tmp_path / "temporary").mkdir()
@@ -326,7 +366,9 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
         if ranks > 1
         else [sys.executable, script, "rank", tmp_path / "saved"]
     )
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
         if whom.startswith("launcher") and ranks > 1:
             assert "here" in job.stdout.readline()
             if whom != "launcher":
@@ -421,7 +463,9 @@ print(f"rank {rank} stops at {step}", flush=True)
 def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAITS)
-    with subprocess.Popen(jaxmpi_run(2, script, "late"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        jaxmpi_run(2, script, "late"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
         assert "here" in job.stdout.readline()
         time.sleep(1)
         job.send_signal(signal.SIGTERM)
@@ -444,7 +488,9 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(WAITS)
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "1")
     monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "3")
-    code, output, seconds, left = end(jaxmpi_run(2, tmp_path / "script.py", "stopped"), str(tmp_path))
+    code, output, seconds, left = end(
+        jaxmpi_run(2, tmp_path / "script.py", "stopped"), str(tmp_path)
+    )
     assert code and seconds < 30 and not left, output
     assert "in jaxmpi.preempted, after a SIGTERM" in output and "it is stopped" in output, output
 
@@ -509,7 +555,11 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["kill", "raise", "exit 3"])
 def test_a_job_that_has_failed_goes_on_as_if_nothing_had_happened(tmp_path, kind, undisturbed):
     code, output = trained(tmp_path, "disturbed", kind, "13", options=["--restarts", "2"])
-    assert not code and "restart 1 of 2" in output and re.search(r"final \S+ 2", output)[0] == undisturbed, output
+    assert (
+        not code
+        and "restart 1 of 2" in output
+        and re.search(r"final \S+ 2", output)[0] == undisturbed
+    ), output
 
 
 @pytest.mark.launcher
@@ -524,7 +574,9 @@ def test_fewer_ranks_after_a_failure(tmp_path):
 @pytest.mark.slow
 def test_what_fails_each_time_fails(tmp_path):
     (tmp_path / "script.py").write_text("import jaxmpi; jaxmpi.init(); raise ValueError('again')")
-    code, output, _, _ = end(jaxmpi_run(2, "--restarts", "2", tmp_path / "script.py"), str(tmp_path))
+    code, output, _, _ = end(
+        jaxmpi_run(2, "--restarts", "2", tmp_path / "script.py"), str(tmp_path)
+    )
     assert code and output.count("the job failed") == 3 and "restart 2 of 2" in output
 
 
@@ -541,12 +593,19 @@ def test_faults_come_at_their_call_on_their_rank():
     assert [faulty(1.0), faulty(2.0)] == ([1, 3] if here() else [1, 2])
     faulty = faults.inject(lambda x: float(x[0]), "missing", rank=rank, call=1)
     assert [faulty([1]), faulty([2]), faulty([3])] == ([1, 1, 3] if here() else [1, 2, 3])
-    changed = {"nan": lambda x: np.isnan(x[0]), "flip": lambda x: x[0] != 1 and abs(x[0] - 1) < 1e-6}
+    changed = {
+        "nan": lambda x: np.isnan(x[0]),
+        "flip": lambda x: x[0] != 1 and abs(x[0] - 1) < 1e-6,
+    }
     for kind, holds in changed.items():
         got = faults.inject(lambda x: x["a"], kind, rank=rank)({"a": jnp.ones(3), "i": 1})
         assert bool(holds(got)) == here() and bool((got[1:] == 1).all())
-    assert faults.inject(jnp.shape, "shape", rank=rank)(jnp.ones((3, 2))) == ((2, 2) if here() else (3, 2))
-    assert faults.inject(jnp.result_type, "dtype", rank=rank)(jnp.ones(3)) == (jnp.int32 if here() else jnp.float32)
+    assert faults.inject(jnp.shape, "shape", rank=rank)(jnp.ones((3, 2))) == (
+        (2, 2) if here() else (3, 2)
+    )
+    assert faults.inject(jnp.result_type, "dtype", rank=rank)(jnp.ones(3)) == (
+        jnp.int32 if here() else jnp.float32
+    )
     if here():
         with pytest.raises(RuntimeError, match="a fault on purpose"):
             faults.inject(seen.append, "raise", rank=rank)(1)

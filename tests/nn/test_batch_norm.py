@@ -62,7 +62,9 @@ def check(case, valid, shape, each):
             share = n / total  # the mean over the ranks is over all valid rows
             grads, dx = run(ours, each(x), each(t), each(mask), share)
             if mask.any():
-                want, dx_of_one = step_of_one(one, x[mask], t[mask], np.ones(total, bool), 1 / total)
+                want, dx_of_one = step_of_one(
+                    one, x[mask], t[mask], np.ones(total, bool), 1 / total
+                )
                 for got, value in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
                     np.testing.assert_allclose(np.asarray(got), value, rtol=1e-12, atol=1e-12)
                 mine = np.asarray(dx) if isinstance(dx, jaxmpi.PerRank) else np.asarray(dx)[None]
@@ -224,11 +226,17 @@ def test_batch_norm_of_linen_with_masks_is_one_rank_with_all_rows():
         mask = np.arange(ROWS) < np.array(valid[:n])[:, None]
         model, one = Net(jaxmpi.nn.linen.BatchNorm), Net(linen.BatchNorm)
         variables = model.init(jax.random.key(0), x[r])
-        assert jax.tree.structure(variables) == jax.tree.structure(one.init(jax.random.key(0), x[r]))
-        call = jaxmpi.jit(lambda v, x, m, model=model: model.apply(v, x, m[:, None], mutable=["batch_stats"]))
+        assert jax.tree.structure(variables) == jax.tree.structure(
+            one.init(jax.random.key(0), x[r])
+        )
+        call = jaxmpi.jit(
+            lambda v, x, m, model=model: model.apply(v, x, m[:, None], mutable=["batch_stats"])
+        )
         y, after = call(variables, x[r], mask[r])
         want, after_one = one.apply(variables, x[mask], mutable=["batch_stats"])
-        np.testing.assert_allclose(y[mask[r]], np.asarray(want)[mask[:r].sum() :][: mask[r].sum()], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            y[mask[r]], np.asarray(want)[mask[:r].sum() :][: mask[r].sum()], rtol=1e-4, atol=1e-5
+        )
         for got, value in zip(jax.tree.leaves(after), jax.tree.leaves(after_one), strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
 
@@ -236,5 +244,7 @@ def test_batch_norm_of_linen_with_masks_is_one_rank_with_all_rows():
 @run_ranks(2, 3)
 def test_batch_norm_sends_one_message():
     norm = jaxmpi.nn.BatchNorm(FEATURES, rngs=nnx.Rngs(0))
-    plan = jaxmpi.explain(jaxmpi.nn.jit(lambda norm, x: norm(x)), norm, np.ones((4, FEATURES), np.float32))
+    plan = jaxmpi.explain(
+        jaxmpi.nn.jit(lambda norm, x: norm(x)), norm, np.ones((4, FEATURES), np.float32)
+    )
     assert plan.messages == 1

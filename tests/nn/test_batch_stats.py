@@ -1,6 +1,7 @@
 """`nn.average_batch_stats`: the statistics of all ranks' samples, in the names and forms of many libraries.
 
-Each case is checked on real ranks, on simulated ones, and on xla, against NumPy's mean and variance of all samples.
+Each case is checked on real ranks, on simulated ones, and on xla, against NumPy's mean and variance
+of all samples.
 """
 
 import equinox as eqx
@@ -66,8 +67,12 @@ def of_haiku(out):
     k = 1 - 0.9**3
     mean, var = out["bn/~/mean_ema"], out["bn/~/var_ema"]
     for r in ranks_here():
-        np.testing.assert_allclose(on_rank(mean["hidden"], r), k * on_rank(mean["average"], r), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(on_rank(var["hidden"], r), k * on_rank(var["average"], r), rtol=1e-5)
+        np.testing.assert_allclose(
+            on_rank(mean["hidden"], r), k * on_rank(mean["average"], r), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            on_rank(var["hidden"], r), k * on_rank(var["average"], r), rtol=1e-5
+        )
         assert on_rank(mean["counter"], r) == on_rank(var["counter"], r) == 3
     return mean["average"], var["average"]
 
@@ -99,10 +104,15 @@ def counted(squares):
 
     def of(out):
         for r in ranks_here():
-            assert on_rank(out["count"], r) == ROWS[r]  # what was counted here; so the next update goes on from it
+            # what was counted here; so the next update goes on from it
+            assert on_rank(out["count"], r) == ROWS[r]
         stack = isinstance(out[squares], jaxmpi.PerRank)
         counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
-        var = jaxmpi.PerRank(np.asarray(out[squares]) / counts) if stack else out[squares] / out["count"]
+        var = (
+            jaxmpi.PerRank(np.asarray(out[squares]) / counts)
+            if stack
+            else out[squares] / out["count"]
+        )
         return out["mean"], var
 
     return lambda m, v, n: {
@@ -229,7 +239,9 @@ def test_average_batch_stats_at_every_step_counts_no_sample_twice_simulated():
 def test_average_batch_stats_in_a_step():
     rows = samples(jaxmpi.size())
     x = rows[jaxmpi.rank()]
-    out = jaxmpi.jit(lambda m, v, n: average_batch_stats({"mean": m, "var": v}, n))(x.mean(0), x.var(0), float(len(x)))
+    out = jaxmpi.jit(lambda m, v, n: average_batch_stats({"mean": m, "var": v}, n))(
+        x.mean(0), x.var(0), float(len(x))
+    )
     mean, var = pooled(rows)
     np.testing.assert_allclose(out["mean"], mean, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(out["var"], var, rtol=1e-5)
@@ -268,11 +280,15 @@ def test_average_batch_stats_of_equinox(named):
         state = eqx.nn.make_with_state(make)()[1] if named else eqx.nn.State(norm)
         values, treedef = jax.tree.flatten(state)
         values = [np.asarray(False) if mode == "ema" else np.int32(2), k * x.mean(0), k * x.var(0)]
-        got = jax.tree.leaves(average_batch_stats(treedef.unflatten(values), len(x), momentum=momentum))
+        got = jax.tree.leaves(
+            average_batch_stats(treedef.unflatten(values), len(x), momentum=momentum)
+        )
         assert got[0] == values[0]
         np.testing.assert_allclose(got[1], k * want_mean, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(got[2], k * want_var, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"mode 'batch', whose state does not hold its momentum. Pass momentum="):
+    with pytest.raises(
+        ValueError, match=r"mode 'batch', whose state does not hold its momentum. Pass momentum="
+    ):
         average_batch_stats(treedef.unflatten(values))
 
 
@@ -280,12 +296,16 @@ def test_average_batch_stats_of_equinox(named):
 def test_average_batch_stats_keeps_the_digits_of_a_small_variance():
     stats = {"mean": jnp.array([100.0, 3000.0]), "var": jnp.array([1e-4, 0.04])}
     np.testing.assert_allclose(average_batch_stats(stats)["var"], stats["var"], rtol=1e-6)
-    short = jax.tree.map(lambda x: x.astype(jnp.float16), {"mean": jnp.array([300.0]), "var": jnp.array([1.0])})
+    short = jax.tree.map(
+        lambda x: x.astype(jnp.float16), {"mean": jnp.array([300.0]), "var": jnp.array([1.0])}
+    )
     got = average_batch_stats(short, 60000)  # whose products are beyond float16
     np.testing.assert_allclose(got["var"], [1.0])
     assert got["var"].dtype == got["mean"].dtype == jnp.float16
     wave = {"mean": jnp.array([1j * jaxmpi.rank()]), "var": jnp.array([1.0])}
-    np.testing.assert_allclose(average_batch_stats(wave)["var"], [1 + np.var(np.arange(jaxmpi.size()))], rtol=1e-6)
+    np.testing.assert_allclose(
+        average_batch_stats(wave)["var"], [1 + np.var(np.arange(jaxmpi.size()))], rtol=1e-6
+    )
 
 
 @run_ranks(2, 3)
@@ -308,10 +328,16 @@ def test_average_batch_stats_of_ranks_without_samples():
         match=r"count \['count'\] is 0 on rank 0 and not on others, .*\['m2'\].* Pass the variance",
     ):
         average_batch_stats({"count": np.int32(r), "mean": jnp.zeros(1), "m2": jnp.zeros(1)})
-    with pytest.raises(ValueError, match=r"count \['count'\] is -2 on rank 1, and must be 0 or more"):
-        average_batch_stats({"count": np.int32(-2 if r == 1 else 5), "mean": jnp.zeros(1), "var": jnp.zeros(1)})
+    with pytest.raises(
+        ValueError, match=r"count \['count'\] is -2 on rank 1, and must be 0 or more"
+    ):
+        average_batch_stats(
+            {"count": np.int32(-2 if r == 1 else 5), "mean": jnp.zeros(1), "var": jnp.zeros(1)}
+        )
     with pytest.raises(ValueError, match=r"average_batch_stats: weight is -1.0. .*rank 1 did not"):
-        average_batch_stats({"mean": jnp.zeros(1), "var": jnp.zeros(1)}, weight=-1.0 if r == 1 else 1.0)
+        average_batch_stats(
+            {"mean": jnp.zeros(1), "var": jnp.zeros(1)}, weight=-1.0 if r == 1 else 1.0
+        )
     with pytest.raises(jaxmpi.RankMismatchError):
         average_batch_stats({"mean": jnp.zeros(1)}, weight=None if r == 1 else 1.0)
 
@@ -323,7 +349,8 @@ UNKNOWN = {
     ),
     "of another shape": (
         {"mean": np.ones(3), "var": np.ones(2)},
-        r"leaf \['var'\] is a spread of shape \[2\], and the mean beside it, \['mean'\], is float32 of shape \[3\]",
+        r"leaf \['var'\] is a spread of shape \[2\], and the mean beside it, \['mean'\], is "
+        r"float32 of shape \[3\]",
     ),
     "mean of integers": (
         {"mean": np.int32([1]), "var": np.ones(1)},
@@ -331,12 +358,25 @@ UNKNOWN = {
     ),
     "logarithms": (
         {"log_mean": np.ones(1), "log_var": np.ones(1)},
-        r"leaf \['log_var'\] is the logarithm or the inverse of a spread .* Pass the variance itself",
+        r"leaf \['log_var'\] is the logarithm or the inverse of a spread .* Pass the variance "
+        r"itself",
     ),
-    "logvar": ({"mean": np.ones(1), "bn/logvar": np.ones(1)}, r"leaf \['bn/logvar'\] is the logarithm"),
-    "inverse": ({"mean": np.ones(1), "inv_std": np.ones(1)}, r"leaf \['inv_std'\] is the logarithm or the inverse"),
-    "rstd": ({"mean": np.ones(1), "rstd": np.ones(1)}, r"leaf \['rstd'\] is the logarithm or the inverse"),
-    "covariance": ({"mean": np.ones(2), "cov": np.ones((2, 2))}, r"leaf \['cov'\] is a spread of shape \[2, 2\]"),
+    "logvar": (
+        {"mean": np.ones(1), "bn/logvar": np.ones(1)},
+        r"leaf \['bn/logvar'\] is the logarithm",
+    ),
+    "inverse": (
+        {"mean": np.ones(1), "inv_std": np.ones(1)},
+        r"leaf \['inv_std'\] is the logarithm or the inverse",
+    ),
+    "rstd": (
+        {"mean": np.ones(1), "rstd": np.ones(1)},
+        r"leaf \['rstd'\] is the logarithm or the inverse",
+    ),
+    "covariance": (
+        {"mean": np.ones(2), "cov": np.ones((2, 2))},
+        r"leaf \['cov'\] is a spread of shape \[2, 2\]",
+    ),
     "no count": (
         {"mean": np.ones(2), "m2": np.ones(2)},
         r"leaf \['m2'\] is a sum over samples, .* as 'count', or as weight=",
@@ -372,10 +412,15 @@ def test_average_batch_stats_averages_what_is_no_variance():
         "steps": np.int64(r),
     }
     out = average_batch_stats(plain)
-    assert float(out["mean"]["a"]) == float(out["second_moment"]) == float(out["ema_w"]) == (n - 1) / 2
+    assert (
+        float(out["mean"]["a"]) == float(out["second_moment"]) == float(out["ema_w"]) == (n - 1) / 2
+    )
     assert out["steps"] is plain["steps"]
-    counted = average_batch_stats({"count": np.float32(r + 1), "mean": np.float32(r)})  # by counts that are floats
-    assert float(counted["mean"]) == pytest.approx(np.average(np.arange(n), weights=np.arange(n) + 1))
+    # by counts that are floats
+    counted = average_batch_stats({"count": np.float32(r + 1), "mean": np.float32(r)})
+    assert float(counted["mean"]) == pytest.approx(
+        np.average(np.arange(n), weights=np.arange(n) + 1)
+    )
     assert float(counted["count"]) == r + 1
     number = average_batch_stats({"mean": 1.0 * r, "var": 1.0}, weight=r + 1)
     assert float(number["mean"]) == pytest.approx(float(counted["mean"]))

@@ -19,10 +19,18 @@ RANK, N = jnp.float32(jaxmpi.rank()), jaxmpi.size()
 
 def gradients(rank):
     w = jnp.asarray(np.arange(24, dtype=np.float32).reshape(6, 4) / 24) + rank
-    return {"w": w, "b": jnp.full(6, 0.5, jnp.float32) + rank, "d": jnp.arange(5, dtype=jnp.float64) + rank.astype(jnp.float64)}
+    return {
+        "w": w,
+        "b": jnp.full(6, 0.5, jnp.float32) + rank,
+        "d": jnp.arange(5, dtype=jnp.float64) + rank.astype(jnp.float64),
+    }
 
 
-PARAMS = {"w": jnp.ones((6, 4), jnp.float32), "b": jnp.ones(6, jnp.float32), "d": jnp.ones(5, jnp.float64)}
+PARAMS = {
+    "w": jnp.ones((6, 4), jnp.float32),
+    "b": jnp.ones(6, jnp.float32),
+    "d": jnp.ones(5, jnp.float64),
+}
 
 
 def steps(tx, n=3, **extra):
@@ -45,7 +53,10 @@ def fsdp():
     tx = optax.sgd(0.1, momentum=0.9)
 
     def step(shards, state, rank):
-        loss = lambda shards: sum(jnp.sum(x * x).astype(jnp.float32) for x in jax.tree.leaves(jaxmpi.unshard(shards))) * rank
+        loss = lambda shards: (
+            sum(jnp.sum(x * x).astype(jnp.float32) for x in jax.tree.leaves(jaxmpi.unshard(shards)))
+            * rank
+        )
         updates, state = tx.update(jax.grad(loss)(shards), state, shards)
         return optax.apply_updates(shards, updates), state
 
@@ -56,7 +67,9 @@ def fsdp():
 
 def micro():
     tx = jaxmpi.distributed(optax.sgd(0.1, momentum=0.9), micro_batches=4 * N)
-    grads = jaxmpi.micro_batch_grads(jax.grad(lambda p, x: jnp.mean((x @ p["w"].T + p["b"]) ** 2)), 4 * N)
+    grads = jaxmpi.micro_batch_grads(
+        jax.grad(lambda p, x: jnp.mean((x @ p["w"].T + p["b"]) ** 2)), 4 * N
+    )
 
     def step(params, state, x):
         updates, state = tx.update(grads(params, x), state, params)
@@ -90,7 +103,9 @@ def sampled():
 
 sgd, adam = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)  # optax.adam itself needs promotion
 ring = lambda n: [(r, (r + 1) % n) for r in range(n)]
-along = lambda f: lambda: jaxmpi.jit(f)(jnp.asarray(np.arange(2 * N, dtype=np.float32).reshape(N, 2)) + RANK)
+along = lambda f: (
+    lambda: jaxmpi.jit(f)(jnp.asarray(np.arange(2 * N, dtype=np.float32).reshape(N, 2)) + RANK)
+)
 OPS = ("mean", "sum", "max", "min", "prod")
 DTYPES = ("float32", "float64", "int8", "int32", "int64", "uint8", "bfloat16")
 CODECS = {
@@ -160,7 +175,11 @@ def outcome(case, promotion):
         try:
             return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(case()))], ""
         except Exception as error:
-            where = [f"{t.filename}:{t.lineno}" for t in traceback.extract_tb(error.__traceback__) if "/jaxmpi/" in t.filename]
+            where = [
+                f"{t.filename}:{t.lineno}"
+                for t in traceback.extract_tb(error.__traceback__)
+                if "/jaxmpi/" in t.filename
+            ]
             return [], f"{type(error).__name__}: {str(error)[:300]} {where[-3:]}"
 
 
@@ -173,5 +192,8 @@ for name, case in CASES.items():
     for a, b in zip(standard, strict, strict=False):
         equal = equal and np.array_equal(a, b) and a.dtype == b.dtype
     if why or why_strict or not equal:
-        print(f"DIFFERS {name}: {why or 'right'} | {why_strict or [x.dtype for x in strict]}", flush=True)
+        print(
+            f"DIFFERS {name}: {why or 'right'} | {why_strict or [x.dtype for x in strict]}",
+            flush=True,
+        )
 print("done", flush=True)

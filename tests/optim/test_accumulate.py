@@ -13,7 +13,9 @@ from jaxmpi.testing import run_ranks
 def test_every_one_is_inner():
     inner = optax.sgd(0.1)
     params = {"w": jnp.ones(3)}
-    assert jax.tree.structure(jaxmpi.accumulate(inner, 1).init(params)) == jax.tree.structure(inner.init(params))
+    assert jax.tree.structure(jaxmpi.accumulate(inner, 1).init(params)) == jax.tree.structure(
+        inner.init(params)
+    )
 
 
 @run_ranks(2, 3)
@@ -33,7 +35,9 @@ def test_it_communicates_once_every_few_steps():
     np.testing.assert_allclose(first, [0, 0, mean] * 2)
     assert int(state.calls) == 0
     entries = step.program(grads, state).entries
-    assert [(entry.call.kind, entry.path, entry.times) for entry in entries] == [("allreduce", "cond:1", None)]
+    assert [(entry.call.kind, entry.path, entry.times) for entry in entries] == [
+        ("allreduce", "cond:1", None)
+    ]
     if backend.transport == "native":
         assert calls[1:] == [0, 1, 0, 0, 1]
 
@@ -56,7 +60,9 @@ def test_in_a_scan():
     params = {"w": jnp.zeros(1)}
     (params, _), updates = step(params, tx.init(params), all_xs[r].astype(np.float32))
     means = [(part**2).sum() / part.sum() for part in (all_xs[:, :4], all_xs[:, 4:])]
-    np.testing.assert_allclose(np.asarray(updates)[:, 0], [0, 0, 0, -means[0], 0, 0, 0, -means[1]], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(updates)[:, 0], [0, 0, 0, -means[0], 0, 0, 0, -means[1]], rtol=1e-6
+    )
     np.testing.assert_allclose(params["w"], [-sum(means)], rtol=1e-6)
 
 
@@ -66,11 +72,14 @@ def test_weights_are_exact_and_zero_counts_for_nothing():
     tx = jaxmpi.distributed(optax.sgd(1.0))
     state = tx.init(jnp.zeros(2))
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        grads = jnp.full(2, jnp.nan if r == 0 else r, dtype)  # rank 0 has no samples, and a mean over none is NaN
+        # rank 0 has no samples, and a mean over none is NaN
+        grads = jnp.full(2, jnp.nan if r == 0 else r, dtype)
         updates, _ = jax.jit(lambda g, w: tx.update(g, state, weight=w))(grads, jnp.int32(1000 * r))
         assert updates.dtype == dtype
         want = -sum(q * q for q in range(n)) / sum(range(n))
-        np.testing.assert_allclose(np.asarray(updates, np.float32), [want] * 2, rtol=1e-2 if dtype != jnp.float32 else 1e-6)
+        np.testing.assert_allclose(
+            np.asarray(updates, np.float32), [want] * 2, rtol=1e-2 if dtype != jnp.float32 else 1e-6
+        )
     nothing, _ = tx.update(jnp.full(2, jnp.nan), state, weight=0)
     np.testing.assert_array_equal(nothing, [0, 0])
 
@@ -105,7 +114,9 @@ def test_bad_every(every):
 
 def batches_of(rank, n_batches):
     """(mean, samples) of one rank's batches, with other numbers of samples on each rank."""
-    return [(np.float32(3 * i + 2 * rank + 1), np.float32(1 + (i + rank) % 3)) for i in range(n_batches)]
+    return [
+        (np.float32(3 * i + 2 * rank + 1), np.float32(1 + (i + rank) % 3)) for i in range(n_batches)
+    ]
 
 
 def one_step(inner, params, state, some, weighted):
@@ -155,7 +166,9 @@ def test_flush_of_every_call_is_inner():
     params = {"w": jnp.zeros(2)}
     for every in (1, 3):
         tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), every)
-        updates, _ = tx.update({"w": jnp.full(2, jaxmpi.rank() + 1.0)}, tx.init(params), params, flush=True)
+        updates, _ = tx.update(
+            {"w": jnp.full(2, jaxmpi.rank() + 1.0)}, tx.init(params), params, flush=True
+        )
         np.testing.assert_allclose(updates["w"], [-(jaxmpi.size() + 1) / 2] * 2)
 
 
@@ -164,9 +177,13 @@ def test_ranks_that_differ_in_flush_are_told():
     tx = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(1.0)), 3)
     update = lambda g, s, flush: tx.update(g, s, flush=flush)
     grads, state, flush = jnp.ones(2), tx.init(jnp.zeros(2)), jaxmpi.rank() == 0
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"decided by rank 0: .* at test_accumulate.py"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"decided by rank 0: .* at test_accumulate.py"
+    ):
         jaxmpi.jit(update, static_argnums=2)(grads, state, flush)
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"argument 2: .* is named in replicated_argnums"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError, match=r"argument 2: .* is named in replicated_argnums"
+    ):
         jaxmpi.jit(update, replicated_argnums=2)(grads, state, flush)
     with pytest.raises(ValueError, match=r"which branch is taken may differ.*replicated_argnums"):
         jaxmpi.jit(update)(grads, state, flush)

@@ -28,7 +28,11 @@ def parameters():
 def loss(params, x):
     """Its gradients depend on the parameters and on the samples of a rank."""
     out = jnp.tanh(x @ params["w"]) * params["scale"]
-    return jnp.mean(out**2) + jnp.sum(jnp.sin(params["b"] * x[0, 0])) + jnp.sum(params["one"] * x[1, 1]) ** 2
+    return (
+        jnp.mean(out**2)
+        + jnp.sum(jnp.sin(params["b"] * x[0, 0]))
+        + jnp.sum(params["one"] * x[1, 1]) ** 2
+    )
 
 
 def gradients_of(params, x):
@@ -61,8 +65,15 @@ def train(tx, gradients=gradients_of, start=lambda params: params, end=lambda pa
 
 
 def close(got, want):
-    assert not all(np.allclose(x, y[None]) for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12), jaxmpi.local(got), jaxmpi.local(want))
+    assert not all(
+        np.allclose(x, y[None])
+        for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True)
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
+        jaxmpi.local(got),
+        jaxmpi.local(want),
+    )
 
 
 def fully(tx, axis):
@@ -101,7 +112,10 @@ def check_hybrid(axis, other):
 def check_islands():
     """Without it each island trains its own: as with `distributed` over the axis."""
     with jax.enable_x64(True):
-        close(fully(clipped_adam(), "member"), train(jaxmpi.distributed(clipped_adam(), axis="member")))
+        close(
+            fully(clipped_adam(), "member"),
+            train(jaxmpi.distributed(clipped_adam(), axis="member")),
+        )
 
 
 def check_local_sgd():
@@ -110,11 +124,24 @@ def check_local_sgd():
         wrapped = lambda wrap, *rest, **options: train(
             jaxmpi.local_sgd(wrap(clipped_adam(), axis="member"), *rest, axis="island", **options)
         )
-        for rest, options in [((1,), {}), ((3, outer), {}), ((3, outer), {"fragments": 2, "delay": 1})]:
+        for rest, options in [
+            ((1,), {}),
+            ((3, outer), {}),
+            ((3, outer), {"fragments": 2, "delay": 1}),
+        ]:
             want = wrapped(jaxmpi.distributed, *rest, **options)
             close(wrapped(jaxmpi.sharded, *rest, **options), want)
-        coded = wrapped(jaxmpi.distributed, 3, outer, fragments=2, delay=1, codec=jaxmpi.codecs.topk(1.0, axis="island"))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), coded, want)
+        coded = wrapped(
+            jaxmpi.distributed,
+            3,
+            outer,
+            fragments=2,
+            delay=1,
+            codec=jaxmpi.codecs.topk(1.0, axis="island"),
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), coded, want
+        )
         assert np.ptp(want["w"], axis=0).max() > 1e-6  # the islands go their own ways
 
 
@@ -136,12 +163,16 @@ def check_codecs():
             for key, x in jax.device_get(got).items():
                 grid = x.reshape(*GRID.values(), -1)
                 np.testing.assert_array_equal(grid[:, 0], grid[:, 1], err_msg=name)
-                np.testing.assert_allclose(x, want[key], rtol=tolerance, atol=tolerance, err_msg=f"{name} {key}")
+                np.testing.assert_allclose(
+                    x, want[key], rtol=tolerance, atol=tolerance, err_msg=f"{name} {key}"
+                )
 
 
 def check_micro_batches():
     """The bits of one rank with the batch of all ranks of its group."""
-    of_islands = jnp.asarray(np.random.default_rng(4).normal(size=(GRID["island"], 8, 5)), jnp.float32)
+    of_islands = jnp.asarray(
+        np.random.default_rng(4).normal(size=(GRID["island"], 8, 5)), jnp.float32
+    )
 
     def trained(axis):
         tx = jaxmpi.distributed(clipped_adam(), micro_batches=4, axis=axis)
@@ -153,7 +184,9 @@ def check_micro_batches():
 
         return jax.device_get(train(tx, gradients))
 
-    for got, want in zip(*(jax.tree.leaves(trained(axis)) for axis in ("member", "solo")), strict=True):
+    for got, want in zip(
+        *(jax.tree.leaves(trained(axis)) for axis in ("member", "solo")), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
         assert np.ptp(got, axis=0).max() > 0  # the islands have batches of their own
 
@@ -163,11 +196,18 @@ def check_branches():
     norm = optax.conditionally_transform(optax.clip_by_global_norm(0.1), lambda step: step > 1)
     once = optax.apply_if_finite(optax.adam(0.1), 5)
     bad_island = lambda params, x: jax.tree.map(
-        lambda g: jnp.where(jax.lax.axis_index("island") == 0, jnp.nan, g), jax.grad(loss)(params, x)
+        lambda g: jnp.where(jax.lax.axis_index("island") == 0, jnp.nan, g),
+        jax.grad(loss)(params, x),
     )
     with jax.enable_x64(True):
-        for inner, gradients in ((optax.chain(norm, optax.sgd(0.1)), jax.grad(loss)), (once, bad_island)):
-            got, want = (train(wrap(inner, axis="member"), gradients) for wrap in (jaxmpi.sharded, jaxmpi.distributed))
+        for inner, gradients in (
+            (optax.chain(norm, optax.sgd(0.1)), jax.grad(loss)),
+            (once, bad_island),
+        ):
+            got, want = (
+                train(wrap(inner, axis="member"), gradients)
+                for wrap in (jaxmpi.sharded, jaxmpi.distributed)
+            )
             close(got, want)
 
 
@@ -176,7 +216,9 @@ def check_average_loss():
         return jax.grad(jaxmpi.average_loss(loss, axis="member"))(params, x)
 
     with jax.enable_x64(True):
-        close(train(optax.sgd(0.1), newton), train(jaxmpi.distributed(optax.sgd(0.1), axis="member")))
+        close(
+            train(optax.sgd(0.1), newton), train(jaxmpi.distributed(optax.sgd(0.1), axis="member"))
+        )
 
 
 def check_whole_states():
@@ -189,11 +231,15 @@ def check_whole_states():
             whole = jaxmpi.unshard(state)
             for name, x in parameters().items():
                 np.testing.assert_array_equal(whole.master[name], x)
-            for x, y in zip(jax.tree.leaves(jaxmpi.reshard(whole)), jax.tree.leaves(state), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(jaxmpi.reshard(whole)), jax.tree.leaves(state), strict=True
+            ):
                 np.testing.assert_array_equal(x, y)
             shards = jaxmpi.fully_shard(parameters(), axis=axis)
             assert shards["w"].shard.shape == (-(-15 // n), 1)
-            for x, y in zip(jax.tree.leaves(jaxmpi.unshard(shards)), jax.tree.leaves(parameters()), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(jaxmpi.unshard(shards)), jax.tree.leaves(parameters()), strict=True
+            ):
                 np.testing.assert_array_equal(x, y)
 
 
@@ -249,7 +295,11 @@ def check_named(names):
     ("backend", "names"),
     [
         ("auto", ["hybrid", "local_sgd"]),
-        pytest.param("auto", ["sharded", "sharded over the columns", "whole states"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            "auto",
+            ["sharded", "sharded over the columns", "whole states"],
+            marks=pytest.mark.exhaustive,
+        ),
         ("auto", ["codecs", "micro-batches"]),
         pytest.param("xla", ["hybrid"], marks=pytest.mark.exhaustive),
         pytest.param("xla", ["codecs"], marks=pytest.mark.exhaustive),
@@ -271,7 +321,9 @@ def of_shards(tx, axis="member"):
     """One step on shards, with gradients by `unshard`."""
     grads = lambda cut: jax.grad(lambda cut: loss(jaxmpi.unshard(cut), samples()))(cut)
     cut = shards(axis)
-    return jaxmpi.jit(lambda cut, state: tx.update(grads(cut), state, cut))(cut, jaxmpi.jit(tx.init)(cut))
+    return jaxmpi.jit(lambda cut, state: tx.update(grads(cut), state, cut))(
+        cut, jaxmpi.jit(tx.init)(cut)
+    )
 
 
 def of_state(made, used):
@@ -340,7 +392,12 @@ def test_sums_of_squares_over_the_axis_are_right():
 
 
 def check_refused_on_all_ranks():
-    for name in ("unknown axis", "state of another axis", "mean over the axis", "norm after the mean"):
+    for name in (
+        "unknown axis",
+        "state of another axis",
+        "mean over the axis",
+        "norm after the mean",
+    ):
         call, text = REFUSED[name]
         with pytest.raises(ValueError, match=text):
             call()
@@ -356,12 +413,20 @@ def test_shards_and_states_of_other_axes_are_refused():
     with simulated(GRID):
         cut, state = shards(), jaxmpi.sharded(optax.adam(0.1), axis="member").init(parameters())
     with simulated({"island": 2, "member": 3}):
-        with pytest.raises(ValueError, match=r"leaf \['b'\] is one of 2 shards, and there are 3 ranks along axis 'member'"):
+        with pytest.raises(
+            ValueError,
+            match=r"leaf \['b'\] is one of 2 shards, and there are 3 ranks along axis 'member'",
+        ):
             jaxmpi.unshard(cut)
-        with pytest.raises(ValueError, match=r"made for 2 ranks, and there are 3 along axis 'member'"):
+        with pytest.raises(
+            ValueError, match=r"made for 2 ranks, and there are 3 along axis 'member'"
+        ):
             jaxmpi.unshard(state)
     with jaxmpi.simulate(4):
-        with pytest.raises(ValueError, match=r"leaf \['b'\] is a shard over axis 'member', and the ranks have 'ranks'"):
+        with pytest.raises(
+            ValueError,
+            match=r"leaf \['b'\] is a shard over axis 'member', and the ranks have 'ranks'",
+        ):
             jaxmpi.unshard(cut)
         with pytest.raises(ValueError, match=r"unshard: axis 'member' is unknown"):
             jaxmpi.unshard(state)

@@ -55,14 +55,18 @@ def test_all_ranks_get_the_same_and_nothing_is_lost(name):
     arrived, steps = 0, 30
     for _ in range(steps):
         out, state = mean(gradient(r), state)
-        assert {k: (x.shape, x.dtype) for k, x in out.items()} == {k: (s, jnp.float32) for k, s in SHAPES.items()}
+        assert {k: (x.shape, x.dtype) for k, x in out.items()} == {
+            k: (s, jnp.float32) for k, s in SHAPES.items()
+        }
         arrived = arrived + flat(out)
     assert len(set(jaxmpi.allgather_object(arrived.tobytes()))) == 1
     error = np.linalg.norm(arrived / steps - exact) / np.linalg.norm(exact)
     assert error < {"bf16": 4e-3, "f16": 5e-4, "int8": 1e-3, "topk": 0.25, "powersgd": 0.35}[name]
     if name in ("int8", "topk"):
         own = jaxmpi.tree_allreduce(kept(name, state), "sum")
-        np.testing.assert_allclose(arrived * n + np.asarray(own)[: exact.size], exact * n * steps, rtol=0, atol=2e-3)
+        np.testing.assert_allclose(
+            arrived * n + np.asarray(own)[: exact.size], exact * n * steps, rtol=0, atol=2e-3
+        )
 
 
 def kept(name, state):
@@ -85,7 +89,9 @@ def test_int8_is_within_a_half_of_its_steps():
 def test_topk_of_everything_is_the_mean():
     codec = codecs.topk(1.0)
     out, state = mean_of(codec)(gradient(jaxmpi.rank()), codec.init(params()))
-    np.testing.assert_allclose(flat(out), np.mean([flat(gradient(q)) for q in range(jaxmpi.size())], axis=0), atol=1e-6)
+    np.testing.assert_allclose(
+        flat(out), np.mean([flat(gradient(q)) for q in range(jaxmpi.size())], axis=0), atol=1e-6
+    )
     assert all(not np.any(x) for x in state)
 
 
@@ -95,7 +101,8 @@ def test_powersgd_of_a_low_rank_is_the_mean():
     rng = np.random.default_rng(0)
     right = rng.normal(size=(2, 30))
     grads = [
-        {"w": (np.random.default_rng(q + 1).normal(size=(40, 2)) @ right).astype(np.float32)} for q in range(jaxmpi.size())
+        {"w": (np.random.default_rng(q + 1).normal(size=(40, 2)) @ right).astype(np.float32)}
+        for q in range(jaxmpi.size())
     ]
     codec = codecs.powersgd(2)
     mean, state = mean_of(codec), codec.init({"w": jnp.zeros((40, 30))})
@@ -111,7 +118,10 @@ def test_powersgd_of_a_low_rank_is_the_mean():
 def test_training_with_a_codec_arrives_where_training_without_does(name):
     """A least-squares problem; with weights, and a rank that has no samples in some steps."""
     rng = np.random.default_rng(3)
-    x, truth = rng.normal(size=(48, 16)).astype(np.float32), rng.normal(size=(16, 12)).astype(np.float32)
+    x, truth = (
+        rng.normal(size=(48, 16)).astype(np.float32),
+        rng.normal(size=(16, 12)).astype(np.float32),
+    )
     y = x @ truth
     part = jaxmpi.shard((x, y))[:]
     tx = jaxmpi.distributed(optax.sgd(0.05, momentum=0.8), codec=ALL[name]())
@@ -154,7 +164,9 @@ def test_a_codec_in_twenty_lines():
     grads = {"w": jnp.array([1.0, -3.0, 2.0]) * (1 + jaxmpi.rank())}
     updates, state = jaxmpi.jit(lambda g, s: tx.update(g, s))(grads, tx.init(grads))
     np.testing.assert_allclose(updates["w"], [-3.0, 3.0, -3.0])
-    np.testing.assert_allclose(state.codec.per_rank["w"], np.array([-1.0, -1.0, 0.0]) * (1 + jaxmpi.rank()))
+    np.testing.assert_allclose(
+        state.codec.per_rank["w"], np.array([-1.0, -1.0, 0.0]) * (1 + jaxmpi.rank())
+    )
 
 
 @run_ranks(2)
@@ -166,7 +178,9 @@ def test_what_is_sent_is_less(name):
     step = jaxmpi.jit(lambda g, s: codec.mean(g, s))
     entries = step.program(grads, codec.init(grads)).entries
     sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int32": 4}
-    sent = sum(int(np.prod(shape)) * sizes[dtype] for entry in entries for shape, dtype in entry.arrays)
+    sent = sum(
+        int(np.prod(shape)) * sizes[dtype] for entry in entries for shape, dtype in entry.arrays
+    )
     bound = {"bf16": 2, "f16": 2, "int8": 1.6, "topk": 0.85, "powersgd": 0.05}[name]
     assert sent <= 512 * 512 * (bound if name not in ("bf16", "f16") else 4) * 1.01
 
@@ -178,8 +192,14 @@ def test_what_is_sent_is_less(name):
         (lambda: codecs.topk(1.5), "codecs.topk: fraction is 1.5"),
         (lambda: codecs.powersgd(0), "codecs.powersgd: rank is 0"),
         (lambda: codecs.int8(block=0), "codecs.int8: block is 0"),
-        (lambda: jaxmpi.distributed(optax.sgd(1.0), op="max", codec=codecs.bf16()), "do not go together"),
-        (lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=2, codec=codecs.bf16()), "do not go together"),
+        (
+            lambda: jaxmpi.distributed(optax.sgd(1.0), op="max", codec=codecs.bf16()),
+            "do not go together",
+        ),
+        (
+            lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=2, codec=codecs.bf16()),
+            "do not go together",
+        ),
         (lambda: jaxmpi.distributed(optax.sgd(1.0), micro_batches=0), "micro_batches is 0"),
         (lambda: jaxmpi.distributed(optax.sgd(1.0), op="median"), "op 'median' is unknown"),
     ],

@@ -64,20 +64,26 @@ def test_a_rank_without_samples_stops_nobody():
     tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.sgd(1.0)))
     r = jaxmpi.rank()
     grads, weight = jnp.full(3, np.nan if r == 0 else 2.0), np.int32(0 if r == 0 else 4)
-    updates, state = jaxmpi.jit(lambda g, s, w: tx.update(g, s, weight=w))(grads, tx.init(jnp.zeros(3)), weight)
+    updates, state = jaxmpi.jit(lambda g, s, w: tx.update(g, s, weight=w))(
+        grads, tx.init(jnp.zeros(3)), weight
+    )
     np.testing.assert_allclose(updates, [-2.0] * 3)
     assert int(state.skipped) == 0
 
 
 @run_ranks(1, 2, 3)
 def test_the_loss_scale_finds_its_way():
-    tx = jaxmpi.dynamic_loss_scale(jaxmpi.distributed(optax.sgd(1.0)), initial=2.0**20, growth_every=4)
+    tx = jaxmpi.dynamic_loss_scale(
+        jaxmpi.distributed(optax.sgd(1.0)), initial=2.0**20, growth_every=4
+    )
     params = jnp.ones(3)
     state = tx.init(params)
 
     @jaxmpi.jit
     def step(params, state, x):
-        loss = lambda p: jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16)) * state.scale.astype(jnp.float16)
+        loss = lambda p: (
+            jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16)) * state.scale.astype(jnp.float16)
+        )
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return updates, state
 
@@ -104,7 +110,10 @@ def test_one_bit_on_one_rank_is_found(dtype):
     n, every = jaxmpi.size(), 4
     with jax.enable_x64(True):
         tx = jaxmpi.watch_replicas(jaxmpi.distributed(optax.sgd(0.0)), every)
-        params = {"a": jnp.ones(3, dtype), "layer": {"kernel": jnp.ones((4, 5), dtype), "n": jnp.arange(3)}}
+        params = {
+            "a": jnp.ones(3, dtype),
+            "layer": {"kernel": jnp.ones((4, 5), dtype), "n": jnp.arange(3)},
+        }
         grads = jax.tree.map(jnp.zeros_like, params)
         step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p)[1])
         state = tx.init(params)
@@ -117,7 +126,8 @@ def test_one_bit_on_one_rank_is_found(dtype):
             if int(state.found) < 0:
                 jaxmpi.check_replicas(state, params)
         with pytest.raises(
-            jaxmpi.RankMismatchError, match=rf"leaf \['layer'\]\['kernel'\] of the parameters on rank {n - 1} .* at step 8"
+            jaxmpi.RankMismatchError,
+            match=rf"leaf \['layer'\]\['kernel'\] of the parameters on rank {n - 1} .* at step 8",
         ):
             jaxmpi.check_replicas(state, params)
 
@@ -132,7 +142,9 @@ def test_what_a_plain_sum_would_miss_is_found(change):
     _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))(params, tx.init(params), params)
     with pytest.raises(jaxmpi.RankMismatchError, match=r"leaf \['w'\] of the parameters on rank 1"):
         jaxmpi.check_replicas(state, params)
-    _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))({"w": x}, state, jaxmpi.synchronize(params))
+    _, state = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))(
+        {"w": x}, state, jaxmpi.synchronize(params)
+    )
     jaxmpi.check_replicas(state, params)  # they were made equal
 
 
@@ -178,16 +190,25 @@ def adasum_of(gs):
 
     def two(a, b):
         ab = a.ravel() @ b.ravel()
-        return (1 - ab / (2 * a.ravel() @ a.ravel())) * a + (1 - ab / (2 * b.ravel() @ b.ravel())) * b
+        return (1 - ab / (2 * a.ravel() @ a.ravel())) * a + (
+            1 - ab / (2 * b.ravel() @ b.ravel())
+        ) * b
 
     return adasum_of([two(*p) if len(p) == 2 else p[0] for p in pairs])
 
 
 @run_ranks(1, 2, 3, 4)
 def test_adasum():
-    gs = [np.random.default_rng(r).normal(size=(7, 3)).astype(np.float32) + 0.5 for r in range(jaxmpi.size())]
+    gs = [
+        np.random.default_rng(r).normal(size=(7, 3)).astype(np.float32) + 0.5
+        for r in range(jaxmpi.size())
+    ]
     tx = jaxmpi.distributed(optax.sgd(1.0), op="adasum")
-    tree = {"w": jnp.asarray(gs[jaxmpi.rank()]), "zero": jnp.zeros(2), "b": jnp.asarray(gs[jaxmpi.rank()][0])}
+    tree = {
+        "w": jnp.asarray(gs[jaxmpi.rank()]),
+        "zero": jnp.zeros(2),
+        "b": jnp.asarray(gs[jaxmpi.rank()][0]),
+    }
     updates, _ = jaxmpi.jit(lambda g, s: tx.update(g, s))(tree, tx.init(tree))
     np.testing.assert_allclose(updates["w"], -adasum_of(gs), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(updates["b"], -adasum_of([g[0] for g in gs]), rtol=1e-4, atol=1e-5)
@@ -205,10 +226,17 @@ def test_adasum_is_a_mean_of_equal_gradients_and_a_sum_of_orthogonal_ones():
 
 def trained_bits(micro_batches, steps):
     rng = np.random.default_rng(0)
-    data = {"x": rng.normal(size=(240, 9)).astype(np.float32), "y": rng.normal(size=(240, 4)).astype(np.float32)}
-    make = lambda *shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+    data = {
+        "x": rng.normal(size=(240, 9)).astype(np.float32),
+        "y": rng.normal(size=(240, 4)).astype(np.float32),
+    }
+    make = lambda *shape: jnp.asarray(
+        np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32
+    )
     params = {"w": make(9, 17), "b": make(17), "v": make(17, 4)}
-    loss = lambda p, batch: jnp.mean((jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"] - batch["y"]) ** 2)
+    loss = lambda p, batch: jnp.mean(
+        (jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"] - batch["y"]) ** 2
+    )
     tx = jaxmpi.distributed(optax.adamw(0.01), micro_batches=micro_batches)
 
     @jaxmpi.jit
@@ -245,12 +273,20 @@ def test_any_number_of_ranks_gives_the_same_bits():
 def test_micro_batches_that_do_not_fit_are_refused():
     n = jaxmpi.size()
     grads = jaxmpi.micro_batch_grads(lambda p, b: p * b.sum(), 2 * n)
-    with pytest.raises(ValueError, match=r"leaf the argument of the batch has shape \[5\], which cannot be cut into 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"leaf the argument of the batch has shape \[5\], which cannot be cut into 2",
+    ):
         grads(jnp.ones(()), jnp.ones(5))
-    with pytest.raises(ValueError, match=rf"micro_batches is {n + 1}, which {n} ranks cannot share"):
+    with pytest.raises(
+        ValueError, match=rf"micro_batches is {n + 1}, which {n} ranks cannot share"
+    ):
         jaxmpi.micro_batch_grads(lambda p, b: p, n + 1)(jnp.ones(()), jnp.ones(4))
     tx = jaxmpi.distributed(optax.sgd(1.0), micro_batches=2 * n)
-    with pytest.raises(ValueError, match=r"leaf \['w'\] has shape \[3\], and its first axis must be the 2 micro-batches"):
+    with pytest.raises(
+        ValueError,
+        match=r"leaf \['w'\] has shape \[3\], and its first axis must be the 2 micro-batches",
+    ):
         tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
     with pytest.raises(ValueError, match="weight does not go together with micro_batches"):
         tx.update({"w": jnp.ones((2, 3))}, tx.init({"w": jnp.ones(3)}), weight=1)

@@ -41,7 +41,9 @@ def with_leaves(state, **fields):
 def cut_reshard(tree):
     """`reshard` of a state of one rank, as `unshard` and `restore` give it."""
     state = jaxmpi.unshard(jaxmpi.sharded(optax.adam(0.1)).init({"w": jnp.ones((3, 5))}))
-    return jaxmpi.reshard(with_leaves(state, mu=tree["w"], count=jnp.asarray(tree["count"][0], jnp.int32)))
+    return jaxmpi.reshard(
+        with_leaves(state, mu=tree["w"], count=jnp.asarray(tree["count"][0], jnp.int32))
+    )
 
 
 def floats(tree):
@@ -50,7 +52,9 @@ def floats(tree):
 
 CUTS = {
     "fully_shard": lambda tree, axis: jaxmpi.fully_shard(tree, axis=axis),
-    "sharded.init": lambda tree, axis: jaxmpi.sharded(optax.adam(0.1), axis=axis).init(floats(tree)),
+    "sharded.init": lambda tree, axis: jaxmpi.sharded(optax.adam(0.1), axis=axis).init(
+        floats(tree)
+    ),
     "reshard": lambda tree, axis: cut_reshard(tree),
 }
 
@@ -64,7 +68,9 @@ def last_rank(of=7):
 def test_cuts_refuse_leaves_that_differ_between_ranks(name):
     cut = CUTS[name]
     cut(params(), jaxmpi.AXIS)
-    leaves = {"reshard": ["w", "count"], "sharded.init": ["w", "half", "scale", "host"]}.get(name, list(params()))
+    leaves = {"reshard": ["w", "count"], "sharded.init": ["w", "half", "scale", "host"]}.get(
+        name, list(params())
+    )
     last = jaxmpi.size() - 1
     for leaf in leaves:
         where = rf"{name}: leaf .*{leaf if name != 'reshard' else ''}.* has other values on rank"
@@ -79,7 +85,9 @@ def test_cuts_refuse_leaves_that_differ_between_ranks(name):
 @run_ranks(2, backend="xla")
 def test_cuts_refuse_leaves_that_differ_between_ranks_on_xla():
     for name, cut in CUTS.items():
-        with pytest.raises(jaxmpi.RankMismatchError, match=f"{name}: leaf .*w.* has other values on rank"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError, match=f"{name}: leaf .*w.* has other values on rank"
+        ):
             cut(with_leaf("w", last_rank()), jaxmpi.AXIS)
         cut(params(), jaxmpi.AXIS)
 
@@ -98,9 +106,15 @@ def test_cuts_see_one_bit_and_not_what_each_rank_has_of_its_own():
 @run_ranks(2)
 def test_cuts_of_other_structures_are_refused_with_both_sides():
     tree = {"w": jnp.ones((3, 5 + jaxmpi.rank()))}
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"(?s)fully_shard: .*\['w'\]: float32\[3, 5\].*float32\[3, 6\]"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=r"(?s)fully_shard: .*\['w'\]: float32\[3, 5\].*float32\[3, 6\]",
+    ):
         jaxmpi.fully_shard(tree)
-    with pytest.raises(jaxmpi.RankMismatchError, match=r"rank 0 called fully_shard at .*, and rank 1 called synchronize"):
+    with pytest.raises(
+        jaxmpi.RankMismatchError,
+        match=r"rank 0 called fully_shard at .*, and rank 1 called synchronize",
+    ):
         jaxmpi.fully_shard(params()) if jaxmpi.rank() == 0 else jaxmpi.synchronize(params())
 
 
@@ -129,9 +143,14 @@ def test_cuts_along_an_axis_compare_within_the_groups():
     island = rank // 2
     for name in ("fully_shard", "sharded.init"):
         CUTS[name](params(island), "member")  # each island has a model of its own
-        with pytest.raises(jaxmpi.RankMismatchError, match=f"{name}: .* on rank . than on rank . along axis 'island'"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=f"{name}: .* on rank . than on rank . along axis 'island'",
+        ):
             CUTS[name](params(island), "island")
-        with pytest.raises(jaxmpi.RankMismatchError, match="on rank 3 than on rank 2 along axis 'member'"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError, match="on rank 3 than on rank 2 along axis 'member'"
+        ):
             CUTS[name](params(1 if rank == 3 else 0), "member")
     shards = jaxmpi.fully_shard(params(island), axis="member")
     np.testing.assert_array_equal(jaxmpi.local(jaxmpi.unshard(shards)["w"]), params(island)["w"])
@@ -142,9 +161,15 @@ def test_cuts_of_simulated_ranks_refuse_values_that_differ():
         w = np.ones((3, 4, 2), np.float32)
         jaxmpi.fully_shard({"w": jaxmpi.PerRank(w)})
         w[1] += 1
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"fully_shard: leaf \['w'\] .* on rank 1 than on ranks 0, 2"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=r"fully_shard: leaf \['w'\] .* on rank 1 than on ranks 0, 2",
+        ):
             jaxmpi.fully_shard({"w": jaxmpi.PerRank(w)})
-        with pytest.raises(jaxmpi.RankMismatchError, match=r"sharded.init: leaf \['w'\] .* on rank 1 than on ranks 0, 2"):
+        with pytest.raises(
+            jaxmpi.RankMismatchError,
+            match=r"sharded.init: leaf \['w'\] .* on rank 1 than on ranks 0, 2",
+        ):
             jaxmpi.sharded(optax.adam(0.1)).init({"w": jaxmpi.PerRank(w)})
 
 

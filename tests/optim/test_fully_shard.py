@@ -57,12 +57,24 @@ def tree(dtype=jnp.float32):
     rng = np.random.default_rng(1)
     shapes = {"w": (13, 7), "b": (7,), "scale": (), "one": (1,), "none": (0, 3)}
     floats = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-    return {**floats, "half": floats["w"].astype(jnp.bfloat16), "count": jnp.arange(3), "key": jax.random.key(0), "no": None}
+    return {
+        **floats,
+        "half": floats["w"].astype(jnp.bfloat16),
+        "count": jnp.arange(3),
+        "key": jax.random.key(0),
+        "no": None,
+    }
 
 
 @run_ranks(1, 2, 3, 4)
 def test_what_is_cut_and_made_whole_again_is_the_same():
-    for stacked in (False, {"w": True, **dict.fromkeys(["b", "scale", "one", "none", "half", "count", "key", "no"], False)}):
+    for stacked in (
+        False,
+        {
+            "w": True,
+            **dict.fromkeys(["b", "scale", "one", "none", "half", "count", "key", "no"], False),
+        },
+    ):
         shards = jaxmpi.fully_shard(tree(), stacked=stacked)
         for whole in (jaxmpi.unshard(shards), jaxmpi.jit(jaxmpi.unshard)(shards)):
             assert jax.tree.structure(whole) == jax.tree.structure(tree())
@@ -78,7 +90,11 @@ def test_what_is_cut_and_made_whole_again_is_the_same():
 
 def layers(count=4, width=6):
     rng = np.random.default_rng(2)
-    return {"w": jnp.asarray(rng.normal(size=(count, width, width)) / 3), "b": jnp.zeros((count, width)), "s": jnp.ones(count)}
+    return {
+        "w": jnp.asarray(rng.normal(size=(count, width, width)) / 3),
+        "b": jnp.zeros((count, width)),
+        "s": jnp.ones(count),
+    }
 
 
 def block(x, p):
@@ -106,10 +122,14 @@ def check_layers():
         p = jaxmpi.size()
         stack = layers()
         shards = jaxmpi.fully_shard(stack, stacked=True)
-        step = jaxmpi.jit(lambda shards, x: jaxmpi.unshard(jax.grad(scanned)(shards, x, jaxmpi.unshard)))
+        step = jaxmpi.jit(
+            lambda shards, x: jaxmpi.unshard(jax.grad(scanned)(shards, x, jaxmpi.unshard))
+        )
         batch = next(iter(jaxmpi.batches(np.concatenate([x_of(r) for r in range(p)]), 3 * p)))
         got = jaxmpi.local(step(shards, batch))
-        want = jax.tree.map(lambda *g: sum(g) / p, *(jax.grad(unrolled)(stack, x_of(r)) for r in range(p)))
+        want = jax.tree.map(
+            lambda *g: sum(g) / p, *(jax.grad(unrolled)(stack, x_of(r)) for r in range(p))
+        )
         for name, g in want.items():
             np.testing.assert_allclose(got[name], g, rtol=1e-12, atol=1e-14)
 
@@ -145,8 +165,14 @@ def test_three_times_the_parameters_are_sent():
         return jax.lax.scan(jax.checkpoint(layer), 1.0 + jaxmpi.rank(), shards)[0]
 
     plan = jaxmpi.explain(jaxmpi.jit(jax.grad(loss)), shards)
-    assert [(e.call.kind, e.times) for e in plan.entries] == [("allgather", 5), ("allgather", 5), ("reduce_scatter", 5)]
-    assert plan.sent_bytes == pytest.approx(3 * (p - 1) / p * sum(x.nbytes for x in jax.tree.leaves(stack)))
+    assert [(e.call.kind, e.times) for e in plan.entries] == [
+        ("allgather", 5),
+        ("allgather", 5),
+        ("reduce_scatter", 5),
+    ]
+    assert plan.sent_bytes == pytest.approx(
+        3 * (p - 1) / p * sum(x.nbytes for x in jax.tree.leaves(stack))
+    )
 
 
 @run_ranks(2, 3)
@@ -163,7 +189,10 @@ def test_an_optimizer_that_looks_across_elements_is_refused():
     ):
         state = inner.init(shards)
         step = jaxmpi.jit(lambda g, s, p, inner=inner: inner.update(g, s, p))
-        with pytest.raises(ValueError, match=rf"is a shard, and depends on {name}.* at test_fully_shard.*elementwise opt"):
+        with pytest.raises(
+            ValueError,
+            match=rf"is a shard, and depends on {name}.* at test_fully_shard.*elementwise opt",
+        ):
             step(shards, state, shards)
 
 
@@ -177,7 +206,9 @@ def test_gradients_of_a_scan_are_shards_to_the_check(remat):
         with pytest.raises(ValueError, match="depends on clip_by_global_norm"):
             jaxmpi.jit(lambda shards: clip_of(jax.grad(loss)(shards), 0.01))(shards)
         ours = jaxmpi.clip_by_global_norm(0.01)
-        got = jaxmpi.unshard(jaxmpi.jit(lambda shards: ours.update(jax.grad(loss)(shards), None)[0])(shards))
+        got = jaxmpi.unshard(
+            jaxmpi.jit(lambda shards: ours.update(jax.grad(loss)(shards), None)[0])(shards)
+        )
         want = clip_of(jax.grad(lambda stack: unrolled(stack, x_of(0)))(layers()), 0.01)
         for name, g in want.items():
             np.testing.assert_allclose(got[name], g, rtol=1e-12, atol=1e-14)
@@ -193,7 +224,9 @@ def test_transforms_of_jaxmpi_on_shards():
     shards = jaxmpi.fully_shard({"w": jnp.arange(7.0), "s": jnp.float32(1)})
     tx = jaxmpi.skip_nonfinite(optax.sgd(1.0))
     step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
-    bad = jax.tree.map(lambda x: x.at[-1].set(jnp.nan) if x.ndim and jaxmpi.rank() == 0 else x, shards)
+    bad = jax.tree.map(
+        lambda x: x.at[-1].set(jnp.nan) if x.ndim and jaxmpi.rank() == 0 else x, shards
+    )
     updates, state = step(bad, tx.init(shards), shards)
     assert int(state.skipped) == 1
     assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(updates))
@@ -212,7 +245,9 @@ def test_shards_where_whole_arrays_are_wanted_are_refused():
         lambda: jaxmpi.tree_allreduce(shards),
         lambda: jaxmpi.jit(jaxmpi.tree_allreduce)(shards),
     ):
-        with pytest.raises(ValueError, match=r"leaf \['w'\] is a ShardedArray.*jaxmpi.unshard, are means"):
+        with pytest.raises(
+            ValueError, match=r"leaf \['w'\] is a ShardedArray.*jaxmpi.unshard, are means"
+        ):
             call()
     with pytest.raises(ValueError, match=r"fully_shard: leaf \['w'\] is a ShardedArray already"):
         jaxmpi.fully_shard(shards)
@@ -225,8 +260,15 @@ def test_shards_where_whole_arrays_are_wanted_are_refused():
 @run_ranks(1, 2, 3)
 def test_shards_of_other_ranks_are_refused():
     other = jaxmpi.ShardedArray(jnp.ones(3), of=(12,), ranks=5)
-    for call in (jaxmpi.unshard, jaxmpi.jit(jaxmpi.unshard), lambda tree: jaxmpi.clip_by_global_norm(1.0).update(tree, None)):
-        with pytest.raises(ValueError, match=r"leaf \['w'\] is one of 5 shards, and there are .* ranks.*jaxmpi.restore"):
+    for call in (
+        jaxmpi.unshard,
+        jaxmpi.jit(jaxmpi.unshard),
+        lambda tree: jaxmpi.clip_by_global_norm(1.0).update(tree, None),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"leaf \['w'\] is one of 5 shards, and there are .* ranks.*jaxmpi.restore",
+        ):
             call({"w": other})
 
 
@@ -236,7 +278,11 @@ def test_outside_of_a_step():
         shards = jaxmpi.fully_shard({"w": jnp.arange(5.0)})
         np.testing.assert_array_equal(jaxmpi.unshard(shards)["w"], np.arange(5.0))
         with pytest.raises(RuntimeError, match=r"inside of jaxmpi.jit"):
-            jax.jit(jaxmpi.unshard)(jax.tree.map(lambda x: x[0], shards, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank)))
+            jax.jit(jaxmpi.unshard)(
+                jax.tree.map(
+                    lambda x: x[0], shards, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank)
+                )
+            )
 
 
 @pytest.mark.slow
@@ -264,7 +310,9 @@ def check_gradient(whole, cut, loss, loss_of_shards):
 
     got, after = step(shards, adam.init(shards), x)
     want = jaxmpi.tree_allreduce(jax.grad(loss)(whole, x))
-    assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.structure(after) == jax.tree.structure(shards)
+    assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.structure(
+        after
+    ) == jax.tree.structure(shards)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -296,10 +344,14 @@ def test_linen():
 
     def loss_of_shards(shards, x):
         outer = jaxmpi.unshard({name: p for name, p in shards.items() if name != "blocks"})
-        return jnp.mean(Stack(sharded=True).apply({"params": {**outer, "blocks": shards["blocks"]}}, x) ** 2)
+        return jnp.mean(
+            Stack(sharded=True).apply({"params": {**outer, "blocks": shards["blocks"]}}, x) ** 2
+        )
 
     loss = lambda params, x: jnp.mean(Stack().apply({"params": params}, x) ** 2)
-    check_gradient(params, lambda params: jaxmpi.fully_shard(params, stacked=stacked), loss, loss_of_shards)
+    check_gradient(
+        params, lambda params: jaxmpi.fully_shard(params, stacked=stacked), loss, loss_of_shards
+    )
 
 
 @pytest.mark.slow
@@ -315,7 +367,11 @@ def test_train_state_of_flax():
     ):
         state = TrainState.create(apply_fn=None, params=start, tx=tx)
         gradient = jax.grad(lambda params, x, whole=whole: loss(whole(params), x))
-        step = jaxmpi.jit(lambda state, x, gradient=gradient: state.apply_gradients(grads=gradient(state.params, x)))
+        step = jaxmpi.jit(
+            lambda state, x, gradient=gradient: state.apply_gradients(
+                grads=gradient(state.params, x)
+            )
+        )
         for _ in range(3):
             state = step(state, x)
         ends.append(jaxmpi.unshard(state.params))
@@ -329,12 +385,18 @@ def test_nnx():
     model = nnx.Sequential(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 2, rngs=nnx.Rngs(1)))
     graph, params = nnx.split(model)
     loss = lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2)
-    check_gradient(params, jaxmpi.fully_shard, loss, lambda shards, x: loss(jaxmpi.unshard(shards), x))
+    check_gradient(
+        params, jaxmpi.fully_shard, loss, lambda shards, x: loss(jaxmpi.unshard(shards), x)
+    )
 
 
 @pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_equinox():
-    params, static = eqx.partition(eqx.nn.MLP(6, 2, 5, 2, key=jax.random.key(0)), eqx.is_inexact_array)
+    params, static = eqx.partition(
+        eqx.nn.MLP(6, 2, 5, 2, key=jax.random.key(0)), eqx.is_inexact_array
+    )
     loss = lambda params, x: jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
-    check_gradient(params, jaxmpi.fully_shard, loss, lambda shards, x: loss(jaxmpi.unshard(shards), x))
+    check_gradient(
+        params, jaxmpi.fully_shard, loss, lambda shards, x: loss(jaxmpi.unshard(shards), x)
+    )

@@ -46,7 +46,9 @@ def reference(make_inner, every, steps, outer=None):
         if (i + 1) % every == 0:
             mean = jax.tree.map(lambda *x: sum(x) / n, *(p for p, _ in ranks))
             if outer:
-                u, outer_state = outer.update(jax.tree.map(lambda a, m: a - m, anchor, mean), outer_state, anchor)
+                u, outer_state = outer.update(
+                    jax.tree.map(lambda a, m: a - m, anchor, mean), outer_state, anchor
+                )
                 anchor = optax.apply_updates(anchor, u)
             else:
                 anchor = mean
@@ -119,7 +121,9 @@ def spread(seed, exponents):
 def bits_equal(tree):
     """Which leaves have the same bits on all ranks."""
     mine = [np.asarray(x).tobytes() for x in jax.tree.leaves(jaxmpi.local(tree))]
-    return [len(set(of_ranks)) == 1 for of_ranks in zip(*jaxmpi.allgather_object(mine), strict=True)]
+    return [
+        len(set(of_ranks)) == 1 for of_ranks in zip(*jaxmpi.allgather_object(mine), strict=True)
+    ]
 
 
 def rounds(tx, steps, every, exponents=(-12, 8)):
@@ -243,8 +247,12 @@ def test_local_sgd_parameters_after_a_round_are_the_mean():
         here = np.stack([np.asarray(x, np.float64) for x in here])
         # a sum of n numbers and a rounding, beside the largest of them
         tolerance = (n + 1) * 2.0**-23 * np.abs(here).max(0)
-        tolerance += float(jnp.finfo(dtype).eps) * np.abs(here.mean(0)) + float(jnp.finfo(dtype).tiny)
-        assert np.all(np.abs(np.asarray(params[dtype], np.float64) - here.mean(0)) <= tolerance), dtype
+        tolerance += float(jnp.finfo(dtype).eps) * np.abs(here.mean(0)) + float(
+            jnp.finfo(dtype).tiny
+        )
+        assert np.all(np.abs(np.asarray(params[dtype], np.float64) - here.mean(0)) <= tolerance), (
+            dtype
+        )
 
 
 @run_ranks(2)
@@ -307,10 +315,14 @@ def test_local_sgd_with_a_delay_has_equal_anchors_and_equal_bits_where_no_rank_h
     tx = jaxmpi.local_sgd(optax.sgd(1.0), 3, delay=2)
     params = spread(9, (-12, 8))
     state = tx.init(params)
-    step = jaxmpi.jit(lambda p, s, g: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)))
+    step = jaxmpi.jit(
+        lambda p, s, g: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p))
+    )
     still = jax.tree.map(jnp.zeros_like, params)
     for i in range(1, 6):  # sent after the third call, used after the fifth
-        params, state = step(params, state, spread([jaxmpi.rank(), i], (-12, 8)) if i <= 3 else still)
+        params, state = step(
+            params, state, spread([jaxmpi.rank(), i], (-12, 8)) if i <= 3 else still
+        )
         assert bits_equal(params) == [i == 5] * 3
     assert all(bits_equal(state.fragments[0].anchor))
 
@@ -319,7 +331,9 @@ def test_update_to_leads_there_where_a_float_does():
     """All pairs of a format of few bits: x + u is `to` for every `to` that some u leads to, and next to it elsewhere."""
     all_bits = np.arange(1 << 16, dtype=np.uint16)
     grid = jax.lax.bitcast_convert_type(jnp.asarray(all_bits), jnp.float16)
-    some = np.random.default_rng(3).permutation(np.asarray(grid)[np.isfinite(np.asarray(grid))])[:300]
+    some = np.random.default_rng(3).permutation(np.asarray(grid)[np.isfinite(np.asarray(grid))])[
+        :300
+    ]
     updates = np.asarray(grid)[np.isfinite(np.asarray(grid))]
     reached = 0
     for x, to in zip(some[:150], some[150:], strict=True):
@@ -331,7 +345,9 @@ def test_update_to_leads_there_where_a_float_does():
             reached += 1
             assert got == to, (x, to)
         else:
-            assert abs(float(got) - float(to)) <= 1.01 * np.nanmin(np.abs(sums.astype(np.float64) - float(to))), (x, to)
+            assert abs(float(got) - float(to)) <= 1.01 * np.nanmin(
+                np.abs(sums.astype(np.float64) - float(to))
+            ), (x, to)
     assert 20 < reached < 150
 
 
@@ -341,7 +357,12 @@ def test_update_to_is_replaced_where_a_program_adds_it():
     to = jnp.asarray([1.5 + delta, 1.5 + delta, 1e-8, 0.0, -1e-45, 2.0], jnp.float32)
     assert not np.all(np.asarray(x + update_to(x, to)) == np.asarray(to))
     with jaxmpi.simulate(2):
-        step = jaxmpi.jit(lambda x, to: (optax.apply_updates(x, update_to(x, to)), jaxmpi.tree_allreduce(to.sum())))
+        step = jaxmpi.jit(
+            lambda x, to: (
+                optax.apply_updates(x, update_to(x, to)),
+                jaxmpi.tree_allreduce(to.sum()),
+            )
+        )
         got, _ = step(x, to)
         assert np.asarray(got).tobytes() == np.asarray(to).tobytes()
 
@@ -352,7 +373,9 @@ def through_cond(x, to, flag):
 
 
 def through_cond_and_where(x, to, flag):
-    u = jax.lax.cond(flag > 0, lambda: jnp.where(flag > 2, 0, update_to(x, to)), lambda: jnp.zeros_like(x))
+    u = jax.lax.cond(
+        flag > 0, lambda: jnp.where(flag > 2, 0, update_to(x, to)), lambda: jnp.zeros_like(x)
+    )
     return jnp.where(flag == -1, 0.0, u) + x
 
 
@@ -364,12 +387,16 @@ def another_start(x, to, flag):
 PATHS = {
     "update in a jit": lambda x, to, flag: x + jax.jit(update_to)(x, to),
     "sum in a jit": lambda x, to, flag: jax.jit(optax.apply_updates)(x, update_to(x, to)),
-    "sum in a jit in a jit": lambda x, to, flag: jax.jit(lambda x, u: jax.jit(jnp.add)(x, u))(x, update_to(x, to)),
+    "sum in a jit in a jit": lambda x, to, flag: jax.jit(lambda x, u: jax.jit(jnp.add)(x, u))(
+        x, update_to(x, to)
+    ),
     "where": lambda x, to, flag: x + jnp.where(flag > 0, update_to(x, to), 0),
     "select": lambda x, to, flag: x + jax.lax.select(flag > 0, update_to(x, to), jnp.zeros_like(x)),
     "cond": through_cond,
     "cond and where": through_cond_and_where,
-    "in a scan": lambda x, to, flag: jax.lax.scan(lambda c, _: (through_cond(c, to, flag), None), x, None, length=2)[0],
+    "in a scan": lambda x, to, flag: jax.lax.scan(
+        lambda c, _: (through_cond(c, to, flag), None), x, None, length=2
+    )[0],
 }
 
 
@@ -379,11 +406,15 @@ def test_update_to_is_replaced_on_its_way_to_the_sum(name):
     x = jnp.asarray([-1.0, -(1 + delta), 1e8, 3.0], jnp.float32)
     to = jnp.asarray([1.5 + delta, 1.5 + delta, 1e-8, 0.0], jnp.float32)
     with jaxmpi.simulate(2):
-        step = jaxmpi.jit(lambda x, to, flag: (PATHS[name](x, to, flag), jaxmpi.tree_allreduce(to.sum())))
+        step = jaxmpi.jit(
+            lambda x, to, flag: (PATHS[name](x, to, flag), jaxmpi.tree_allreduce(to.sum()))
+        )
         np.testing.assert_array_equal(step(x, to, 1.0)[0], to)
         takes_no_flag = "jit" in name
         np.testing.assert_array_equal(step(x, to, -1.0)[0], to if takes_no_flag else x)
-        step = jaxmpi.jit(lambda x, to, flag: (another_start(x, to, flag), jaxmpi.tree_allreduce(to.sum())))
+        step = jaxmpi.jit(
+            lambda x, to, flag: (another_start(x, to, flag), jaxmpi.tree_allreduce(to.sum()))
+        )
         np.testing.assert_allclose(step(x, to, 1.0)[0], to - x, rtol=1e-6)
 
 
@@ -392,7 +423,9 @@ def test_update_to_is_replaced_on_its_way_to_the_sum(name):
 
 def many(seed=9):
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
 
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2, 3), "d": (300,)}
@@ -400,7 +433,9 @@ SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2, 3), "d": (300,)}
 
 def streamed(tx, steps):
     """The parameters after each step, of this rank."""
-    step = jaxmpi.jit(lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)))
+    step = jaxmpi.jit(
+        lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p))
+    )
     params, history = many(), []
     state = tx.init(params)
     for i in range(steps):
@@ -448,7 +483,9 @@ def streamed_reference(inner, every, steps, outer, fragments, delay):
 def near(got, want, **tolerance):
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         for name in SHAPES:
-            np.testing.assert_allclose(a[name], b[name], err_msg=f"{name} after step {i}", **tolerance)
+            np.testing.assert_allclose(
+                a[name], b[name], err_msg=f"{name} after step {i}", **tolerance
+            )
 
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -462,7 +499,12 @@ def test_fragments_arrive_later(fragments, delay, diloco):
     outer = NESTEROV if diloco else None
     tx = jaxmpi.local_sgd(optax.adam(0.1), 5, outer, fragments=fragments, delay=delay)
     got, state = streamed(tx, 14)
-    near(got, streamed_reference(optax.adam(0.1), 5, 14, outer, fragments, delay), rtol=1e-5, atol=2e-6)
+    near(
+        got,
+        streamed_reference(optax.adam(0.1), 5, 14, outer, fragments, delay),
+        rtol=1e-5,
+        atol=2e-6,
+    )
     assert len(state.fragments) == fragments
     for x in jax.tree.leaves([fragment.anchor for fragment in state.fragments]):
         assert len(set(jaxmpi.allgather_object(np.asarray(x).tobytes()))) == 1
@@ -473,7 +515,9 @@ def test_fragments_arrive_later(fragments, delay, diloco):
 @pytest.mark.parametrize("codec", ["bf16", "f16", "int8", "topk"])
 def test_fragments_of_fewer_bytes(codec):
     codec = jaxmpi.codecs.topk(1.0) if codec == "topk" else getattr(jaxmpi.codecs, codec)()
-    got, _ = streamed(jaxmpi.local_sgd(optax.sgd(0.01), 4, NESTEROV, codec=codec, fragments=2, delay=1), 14)
+    got, _ = streamed(
+        jaxmpi.local_sgd(optax.sgd(0.01), 4, NESTEROV, codec=codec, fragments=2, delay=1), 14
+    )
     want = streamed_reference(optax.sgd(0.01), 4, 14, NESTEROV, 2, 1)
     near(got, want, rtol=0.02, atol=0.02)
 

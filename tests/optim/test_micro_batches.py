@@ -36,13 +36,20 @@ def loss(params, batch):
     """A sum over the samples for every bias, sums over a row in the normalization, and a scan."""
     x, y = batch
     h = jnp.tanh(x @ params["w"] + params["b"])
-    h, _ = jax.lax.scan(lambda h, scale: (jax.checkpoint(jax.nn.standardize)(h) * scale, None), h, params["scales"])
+    h, _ = jax.lax.scan(
+        lambda h, scale: (jax.checkpoint(jax.nn.standardize)(h) * scale, None), h, params["scales"]
+    )
     return jnp.mean((h @ params["v"] - y) ** 2)
 
 
 def digests():
     """The parameters after two steps of each transform."""
-    params = {"w": normal(1, 16, 784), "b": jnp.zeros(784), "scales": jnp.ones((2, 784)), "v": normal(2, 784, 96)}
+    params = {
+        "w": normal(1, 16, 784),
+        "b": jnp.zeros(784),
+        "scales": jnp.ones((2, 784)),
+        "v": normal(2, 784, 96),
+    }
     batch = jaxmpi.shard(np.asarray(normal(3, 24 * MICRO_BATCHES, 16 + 96)))[:]
     batch = batch[:, :16], batch[:, 16:]
     found = {}
@@ -58,7 +65,9 @@ def digests():
         new, state = params, tx.init(params)
         for _ in range(2):
             new, state = step(new, state, batch)
-        found[name] = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(new))).hexdigest()
+        found[name] = hashlib.sha256(
+            b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(new))
+        ).hexdigest()
     return found
 
 
@@ -66,10 +75,17 @@ def digests():
 def test_any_number_of_threads_gives_the_same_bits():
     """NPROC is the number of threads of XLA's CPU client; the sums of these optimizers are large enough for several."""
     runs = [
-        subprocess.Popen([sys.executable, __file__], env={**os.environ, "NPROC": str(n)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, "NPROC": str(n)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for n in (1, 2, 3)
     ]
-    one, *others = [dict(line.split() for line in run.communicate(timeout=300)[0].splitlines()) for run in runs]
+    one, *others = [
+        dict(line.split() for line in run.communicate(timeout=300)[0].splitlines()) for run in runs
+    ]
     assert one.keys() == TRANSFORMS.keys()
     for other in others:
         assert other == one
@@ -84,7 +100,10 @@ def test_all_ranks_have_the_same_bits():
 
 @pytest.mark.parametrize(
     ("inner", "name"),
-    [(optax.contrib.muon(1e-2), "scale_by_muon"), (optax.chain(optax.clip(1.0), optax.contrib.muon(1e-2)), "scale_by_muon")],
+    [
+        (optax.contrib.muon(1e-2), "scale_by_muon"),
+        (optax.chain(optax.clip(1.0), optax.contrib.muon(1e-2)), "scale_by_muon"),
+    ],
 )
 def test_matrix_products_of_an_optimizer_are_refused_by_name(inner, name):
     jaxmpi.init()
@@ -109,14 +128,19 @@ def test_what_communicates_within_a_micro_batch_is_refused(how):
 
     def value(params, x):
         if how == "BatchNorm":
-            return jnp.sum(model.apply({**variables, "params": params}, x, mutable=["batch_stats"])[0])
+            return jnp.sum(
+                model.apply({**variables, "params": params}, x, mutable=["batch_stats"])[0]
+            )
         mean = lambda x: jax.lax.pmean(x, jaxmpi.AXIS)
         if how == "in a scan":
             return jnp.sum(jax.lax.scan(lambda c, row: (mean(c + row), None), x[0], x)[0])
         return jnp.sum(jaxmpi.tree_bcast(x)) if jaxmpi.size() > 1 else jnp.sum(mean(x))
 
     step = jaxmpi.jit(jaxmpi.micro_batch_grads(jax.grad(value), 2 * jaxmpi.size()))
-    with pytest.raises(ValueError, match=r"micro_batch_grads: fun communicates \(\w+ at .*\), so that its results depend"):
+    with pytest.raises(
+        ValueError,
+        match=r"micro_batch_grads: fun communicates \(\w+ at .*\), so that its results depend",
+    ):
         step(variables["params"], np.ones((4, 3), np.float32))
 
 

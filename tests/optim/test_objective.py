@@ -43,7 +43,8 @@ def test_matrix_of_transforms_that_take_the_loss():
     check(LOSSES)
 
 
-# closed forms: rank r has the loss f_r(w) = a_r·Σ w² / 2 with a_r = r + 1, so f'_r = a_r·w, f''_r = a_r
+# closed forms: rank r has the loss f_r(w) = a_r·Σ w² / 2 with a_r = r + 1, so f'_r = a_r·w, f''_r =
+# a_r
 
 
 def recorder():
@@ -85,7 +86,9 @@ def expected(a, w=(3.0, -1.0)):
 
 
 def same(got, want):
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
@@ -96,7 +99,10 @@ def test_means():
         same(given(jaxmpi.distributed(recorder()), jit=jit), expected((n + 1) / 2))
     weights = np.arange(n) + 0.0  # rank 0 does not count, but where it is alone
     a = np.sum(weights * (1 + np.arange(n))) / max(weights.sum(), 1)
-    same(given(jaxmpi.distributed(recorder()), weights), expected(a) | ({} if n > 1 else {"value_fn": expected(1)["value_fn"]}))
+    same(
+        given(jaxmpi.distributed(recorder()), weights),
+        expected(a) | ({} if n > 1 else {"value_fn": expected(1)["value_fn"]}),
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -104,15 +110,26 @@ def test_sums_and_others(ranks):
     with jaxmpi.simulate(ranks):
         total, mean = ranks * (ranks + 1) / 2, (ranks + 1) / 2
         same(given(jaxmpi.distributed(recorder(), op="sum")), expected(total))
-        largest = given(jaxmpi.distributed(recorder(), op="max"), value_fn=False, parameters=(3.0, 1.0))
-        same(largest, {"value": mean * 5, "grad": np.array([3, 1]) * ranks, "updates": np.array([3, 1]) * ranks})
+        largest = given(
+            jaxmpi.distributed(recorder(), op="max"), value_fn=False, parameters=(3.0, 1.0)
+        )
+        same(
+            largest,
+            {
+                "value": mean * 5,
+                "grad": np.array([3, 1]) * ranks,
+                "updates": np.array([3, 1]) * ranks,
+            },
+        )
         same(given(jaxmpi.distributed(recorder(), codec=jaxmpi.codecs.bf16()))["value"], mean * 5)
         for name, options in (
             ("op 'max'", {"op": "max"}),
             ("op 'adasum'", {"op": "adasum"}),
             ("micro_batches", {"micro_batches": 6}),
         ):
-            with pytest.raises(ValueError, match=f"distributed: value_fn does not go together with {name}"):
+            with pytest.raises(
+                ValueError, match=f"distributed: value_fn does not go together with {name}"
+            ):
                 given(jaxmpi.distributed(recorder(), **options))
 
 
@@ -121,7 +138,9 @@ def test_shards(ranks):
     with jaxmpi.simulate(ranks):
         same(given(jaxmpi.sharded(recorder())), expected((ranks + 1) / 2))
         weights = np.arange(ranks) + 1.0
-        same(given(jaxmpi.sharded(recorder()), weights), expected(np.sum(weights**2) / weights.sum()))
+        same(
+            given(jaxmpi.sharded(recorder()), weights), expected(np.sum(weights**2) / weights.sum())
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -132,20 +151,26 @@ def test_micro_batches(ranks):
 
         def step(w, x):
             mine = x.reshape(ranks, -1)[jaxmpi.rank()]
-            value, grad = jaxmpi.micro_batch_grads(jax.value_and_grad(lambda w, x: jnp.mean(x) * jnp.sum(w)), 6)(w, mine)
+            value, grad = jaxmpi.micro_batch_grads(
+                jax.value_and_grad(lambda w, x: jnp.mean(x) * jnp.sum(w)), 6
+            )(w, mine)
             return tx.update(grad, {}, w, value=value)[1]
 
         got = jaxmpi.jit(step)(jnp.ones(2), jnp.arange(12.0))
     same(got, {"value": 11.0, "updates": np.array([5.5, 5.5])})
 
 
-@pytest.mark.parametrize("give", [{"value": 1.0}, {"grad": jnp.ones(2)}, {"value_fn": loss}, {"obj_fn": loss}])
+@pytest.mark.parametrize(
+    "give", [{"value": 1.0}, {"grad": jnp.ones(2)}, {"value_fn": loss}, {"obj_fn": loss}]
+)
 def test_average_gradients_takes_none(give):
     tx = optax.chain(jaxmpi.average_gradients(), optax.sgd(0.1))
     for ranks in (1, 2):
         with (
             jaxmpi.simulate(ranks),
-            pytest.raises(ValueError, match=f"average_gradients: update got {next(iter(give))}.*distributed"),
+            pytest.raises(
+                ValueError, match=f"average_gradients: update got {next(iter(give))}.*distributed"
+            ),
         ):
             jaxmpi.jit(lambda w: tx.update(w, tx.init(w), w, **give))(jnp.ones(2))
 
@@ -172,14 +197,19 @@ def test_value_travels_with_the_gradients():
 
         def step(g):
             args = {name: g if name == "grad" else 1.0 for name in names}
-            return tx.update(g, tx.init(g), g, **args, **({} if weight is None else {"weight": weight}))[0]
+            return tx.update(
+                g, tx.init(g), g, **args, **({} if weight is None else {"weight": weight})
+            )[0]
 
         return jaxmpi.explain(jaxmpi.jit(step), {"w": jnp.ones(5), "b": jnp.ones(3)})
 
     for names, numbers in (((), 8), (("value",), 9), (("value", "grad"), 9)):
         for weight in (None, 2.0):
             plan = explained(*names, weight=weight)
-            assert (plan.messages, plan.sent_bytes) == (1, 4 * (numbers + (weight is not None))), (names, weight)
+            assert (plan.messages, plan.sent_bytes) == (1, 4 * (numbers + (weight is not None))), (
+                names,
+                weight,
+            )
 
 
 # average_loss
@@ -202,9 +232,12 @@ def test_average_loss_and_its_derivatives(ranks):
             value, push = jax.linearize(f, w)
             (back,) = jax.linear_transpose(push, w)(1.0)
             checkpointed = jax.grad(jax.checkpoint(f))(w)
-            scanned = jax.lax.scan(lambda c, _: (jax.tree.map(lambda x, g: x - 0.1 * g, c, jax.grad(f)(c)), None), w, None, 2)[
-                0
-            ]
+            scanned = jax.lax.scan(
+                lambda c, _: (jax.tree.map(lambda x, g: x - 0.1 * g, c, jax.grad(f)(c)), None),
+                w,
+                None,
+                2,
+            )[0]
             return value, jax.grad(f)(w), back, checkpointed, push(w), hessian_times, scanned
 
         value, *gradients, pushed, hessian_times, scanned = derivatives(w)
@@ -227,7 +260,8 @@ def test_a_rank_without_weight_does_not_count():
         def f(w):
             r = jaxmpi.rank()
             fun = jaxmpi.average_loss(
-                lambda w: jnp.where(r == 1, jnp.nan, r + 1.0) * w**2, weight=jnp.asarray([1.0, 0.0, 3.0])[r]
+                lambda w: jnp.where(r == 1, jnp.nan, r + 1.0) * w**2,
+                weight=jnp.asarray([1.0, 0.0, 3.0])[r],
             )
             return jax.value_and_grad(fun)(w)
 
@@ -240,7 +274,9 @@ def test_a_rank_without_weight_does_not_count():
 def test_optax_without_distributed():
     """Plain optax with a loss of all ranks: L-BFGS finds the minimum of the sum, on every rank the same bits."""
     center = np.asarray([1.0, -2.0, 4.0])[jaxmpi.rank()]
-    loss_of_all = jaxmpi.average_loss(lambda w: jnp.sum((w - center) ** 2 * jnp.asarray([1.0, 3.0])))
+    loss_of_all = jaxmpi.average_loss(
+        lambda w: jnp.sum((w - center) ** 2 * jnp.asarray([1.0, 3.0]))
+    )
     tx, value_and_grad = optax.lbfgs(), optax.value_and_grad_from_state(loss_of_all)
 
     def step(w, state):
@@ -262,7 +298,9 @@ def test_one_rank_has_the_jaxpr_of_plain_optax():
     def text(tx):
         def step(w):
             value, grad = jax.value_and_grad(loss)(w, 2.0)
-            return tx.update(grad, tx.init(w), w, value=value, grad=grad, value_fn=lambda w: loss(w, 2.0))
+            return tx.update(
+                grad, tx.init(w), w, value=value, grad=grad, value_fn=lambda w: loss(w, 2.0)
+            )
 
         return str(jax.make_jaxpr(step)(jnp.ones(3)))
 
@@ -299,7 +337,9 @@ def searched(tx, mean, x, jit):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:jaxmpi.jit. what is summed or averaged")  # of a mean of means
-@pytest.mark.parametrize("make", [optax.lbfgs, lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(9))])
+@pytest.mark.parametrize(
+    "make", [optax.lbfgs, lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(9))]
+)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("wrap", WRAP)
 def test_a_line_search_is_right_or_refused(make, mean, wrap):
@@ -307,16 +347,22 @@ def test_a_line_search_is_right_or_refused(make, mean, wrap):
     x = np.sin(np.arange(36.0)).reshape(3, 4, 3)
     with jaxmpi.simulate(3):
         run = lambda: searched(
-            WRAP[wrap](make()), MEANS[mean], jaxmpi.PerRank(x), partial(jaxmpi.jit, replicated_argnums=(0, 1))
+            WRAP[wrap](make()),
+            MEANS[mean],
+            jaxmpi.PerRank(x),
+            partial(jaxmpi.jit, replicated_argnums=(0, 1)),
         )
         if wrap == "plain" and mean in ("pmean", "tree_allreduce"):
-            with pytest.raises(ValueError, match=r"in a line search take jaxmpi\.average_loss for its value_fn"):
+            with pytest.raises(
+                ValueError, match=r"in a line search take jaxmpi\.average_loss for its value_fn"
+            ):
                 run()
             return
         got = run()
     want = searched(make(), MEANS["own"], x.reshape(12, 3), jax.jit)
     if wrap == "plain" and mean == "own":
-        assert not np.allclose(got, want, atol=1e-3)  # each rank trains alone, which its PerRank shows
+        # each rank trains alone, which its PerRank shows
+        assert not np.allclose(got, want, atol=1e-3)
         assert got.shape == (3, 3)
         return
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)

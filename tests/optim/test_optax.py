@@ -15,9 +15,27 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "optax.md"
-ON_MPI = (  # of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
-    ("adamw", "lamb", "apply_if_finite", "MultiSteps", "add_noise", "monitor", "contrib.prodigy", "contrib.reduce_on_plateau"),
-    ("lbfgs", "scale_by_backtracking_linesearch", "polyak_sgd", "adafactor", "contrib.muon", "contrib.sam", "contrib.sophia"),
+# of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
+ON_MPI = (
+    (
+        "adamw",
+        "lamb",
+        "apply_if_finite",
+        "MultiSteps",
+        "add_noise",
+        "monitor",
+        "contrib.prodigy",
+        "contrib.reduce_on_plateau",
+    ),
+    (
+        "lbfgs",
+        "scale_by_backtracking_linesearch",
+        "polyak_sgd",
+        "adafactor",
+        "contrib.muon",
+        "contrib.sam",
+        "contrib.sophia",
+    ),
 )
 
 
@@ -71,19 +89,33 @@ def aggregate(noise):
 @pytest.mark.parametrize("make", ["distributed", "sharded", "average_gradients"])
 def test_gradients_of_single_samples_are_refused(make):
     inner = optax.chain(aggregate(0.1), optax.sgd(RATE))
-    tx = optax.chain(jaxmpi.average_gradients(), inner) if make == "average_gradients" else getattr(jaxmpi, make)(inner)
+    tx = (
+        optax.chain(jaxmpi.average_gradients(), inner)
+        if make == "average_gradients"
+        else getattr(jaxmpi, make)(inner)
+    )
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(())}
-    with jaxmpi.simulate(2), pytest.raises(ValueError, match=rf"{make}: leaf \['b'\] of the gradients has shape \[8\]"):
-        jaxmpi.jit(lambda g, p: tx.update(g, tx.init(p), p))(jax.tree.map(lambda x: jnp.ones((8, *x.shape)), params), params)
+    with (
+        jaxmpi.simulate(2),
+        pytest.raises(ValueError, match=rf"{make}: leaf \['b'\] of the gradients has shape \[8\]"),
+    ):
+        jaxmpi.jit(lambda g, p: tx.update(g, tx.init(p), p))(
+            jax.tree.map(lambda x: jnp.ones((8, *x.shape)), params), params
+        )
 
 
 def test_aggregates_of_single_samples_are_averaged():
     """The way that the error names: each rank adds size times less noise, of one key, and the mean of the sums is the sum."""
-    params, grads = jnp.ones(3), jnp.asarray(np.random.default_rng(2).normal(size=(12, 3)), jnp.float32)
+    params, grads = (
+        jnp.ones(3),
+        jnp.asarray(np.random.default_rng(2).normal(size=(12, 3)), jnp.float32),
+    )
     plain = optax.chain(aggregate(0.1), optax.sgd(RATE))
     want, _ = plain.update(grads, plain.init(params), params)
     with jaxmpi.simulate(3):
-        tx = optax.chain(aggregate(0.1 / jaxmpi.size()), jaxmpi.average_gradients(), optax.sgd(RATE))
+        tx = optax.chain(
+            aggregate(0.1 / jaxmpi.size()), jaxmpi.average_gradients(), optax.sgd(RATE)
+        )
         mine = lambda x: x.reshape(3, 4, 3)[jaxmpi.rank()]
         got = jaxmpi.jit(lambda g, p: tx.update(mine(g), tx.init(p), p)[0])(grads, params)
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -97,14 +129,22 @@ def table():
     sent = {name: sends_more(name) for name in CASES if name not in WRAPPERS}
     rows = [
         ("nothing more", [name for name in sent if sent[name] == "nothing"]),
-        ("one number for each norm, sum or flag", [name for name in sent if sent[name] == "numbers"]),
+        (
+            "one number for each norm, sum or flag",
+            [name for name in sent if sent[name] == "numbers"],
+        ),
         ("arrays that `inner` needs whole", [name for name in sent if sent[name] == "arrays"]),
         ("what the transforms and functions in it need", WRAPPERS),
-        ("refused, in `distributed`, too: it takes the gradients of single samples", SINGLE_SAMPLES),
+        (
+            "refused, in `distributed`, too: it takes the gradients of single samples",
+            SINGLE_SAMPLES,
+        ),
     ]
     lines = ["| `sharded` sends | transforms |", "|---|---|"]
     for text, found in rows:
-        lines.append(f"| {text} | {', '.join(f'`{name}`' for name in sorted(found, key=str.lower))} |")
+        lines.append(
+            f"| {text} | {', '.join(f'`{name}`' for name in sorted(found, key=str.lower))} |"
+        )
     return "\n".join(lines)
 
 
@@ -112,7 +152,11 @@ def table():
 def test_the_table_of_the_documentation_is_made_by_this_test():
     """With JAXMPI_WRITE_DOCS=1 it writes it."""
     text = PAGE.read_text()
-    made = re.sub(r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text)
+    made = re.sub(
+        r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text
+    )
     if os.environ.get("JAXMPI_WRITE_DOCS"):
         PAGE.write_text(made)
-    assert text == made, "docs/tables/optax.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"
+    assert text == made, (
+        "docs/tables/optax.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"
+    )

@@ -12,7 +12,11 @@ import jaxmpi
 from jaxmpi import codecs
 from jaxmpi.testing import run_ranks
 
-PARAMS = {"a": np.arange(21.0, dtype=np.float32).reshape(7, 3), "b": np.ones(5, np.float32), "c": np.float32(2)}
+PARAMS = {
+    "a": np.arange(21.0, dtype=np.float32).reshape(7, 3),
+    "b": np.ones(5, np.float32),
+    "c": np.float32(2),
+}
 
 
 def adam():
@@ -40,20 +44,30 @@ MAKE = {
     "local_sgd outer": lambda: jaxmpi.local_sgd(adam(), 2, **DILOCO),
     "local_sgd codec": lambda: jaxmpi.local_sgd(adam(), 2, codec=codecs.topk(0.5)),
     "local_sgd streaming": lambda: jaxmpi.local_sgd(adam(), 4, fragments=2, delay=1, **DILOCO),
-    "local_sgd streaming codec": lambda: jaxmpi.local_sgd(adam(), 4, fragments=3, codec=codecs.int8()),
+    "local_sgd streaming codec": lambda: jaxmpi.local_sgd(
+        adam(), 4, fragments=3, codec=codecs.int8()
+    ),
     "skip_nonfinite": lambda: jaxmpi.skip_nonfinite(jaxmpi.distributed(adam())),
     "skip_nonfinite sharded": lambda: jaxmpi.skip_nonfinite(jaxmpi.sharded(adam())),
     "dynamic_loss_scale": lambda: jaxmpi.dynamic_loss_scale(jaxmpi.distributed(adam())),
     "watch_replicas": lambda: jaxmpi.watch_replicas(jaxmpi.distributed(adam())),
-    "chain": lambda: optax.chain(jaxmpi.clip_by_global_norm(1.0), jaxmpi.average_gradients(), adam()),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda lr: jaxmpi.sharded(optax.adam(lr)))(0.1),
+    "chain": lambda: optax.chain(
+        jaxmpi.clip_by_global_norm(1.0), jaxmpi.average_gradients(), adam()
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        lambda lr: jaxmpi.sharded(optax.adam(lr))
+    )(0.1),
     "masked": lambda: optax.masked(jaxmpi.sharded(adam()), {"a": True, "b": True, "c": True}),
 }
 
 
 def number(tree, name):
     """The number of adam's own that has this name; other parts of a state may have one, too."""
-    (value,) = [x for path, x in optax.tree.get_all_with_path(tree, name) if "ScaleByAdamState" in str(path[-1])]
+    (value,) = [
+        x
+        for path, x in optax.tree.get_all_with_path(tree, name)
+        if "ScaleByAdamState" in str(path[-1])
+    ]
     return value
 
 
@@ -82,18 +96,27 @@ def functions_of_optax(name):
     same(arrays(number(whole, "mu")), want[0].mu)
     same(arrays(number(whole, "nu")), want[0].nu)
     assert number(whole, "count") == 0  # which is none of the parameters'
-    names = optax.tree.map_params(tx, lambda _: "like a parameter", state, transform_non_params=lambda _: "no such")
+    names = optax.tree.map_params(
+        tx, lambda _: "like a parameter", state, transform_non_params=lambda _: "no such"
+    )
     assert number(names, "count") == "no such"
     assert set(jax.tree.leaves(number(names, "mu"))) == {"like a parameter"}
 
-    if name == "inject_hyperparams":  # below a count of its own, optax.tree.set looks into tuples and dicts only
+    # below a count of its own, optax.tree.set looks into tuples and dicts only
+    if name == "inject_hyperparams":
         changed = optax.tree.set(state, lr=jnp.float32(0.5))
         assert optax.tree.get(changed, "lr") == 0.5
     else:
-        changed = optax.tree.set(state, lambda path, _: "ScaleByAdamState" in str(path[-1]), count=jnp.int32(4))
+        changed = optax.tree.set(
+            state, lambda path, _: "ScaleByAdamState" in str(path[-1]), count=jnp.int32(4)
+        )
         assert number(changed, "count") == 4
     assert jax.tree.structure(changed) == jax.tree.structure(state)
-    for function in (optax.tree.zeros_like, partial(optax.tree.scale, 2), partial(optax.tree.cast, dtype=jnp.float32)):
+    for function in (
+        optax.tree.zeros_like,
+        partial(optax.tree.scale, 2),
+        partial(optax.tree.cast, dtype=jnp.float32),
+    ):
         assert jax.tree.structure(function(state)) == jax.tree.structure(state)
     return tx, params, state
 
@@ -110,11 +133,18 @@ def test_functions_of_optax_on_simulated_ranks(name, ranks):
 def test_functions_of_optax():
     for name in MAKE:
         tx, params, state = functions_of_optax(name)
-        assert jax.tree.structure(jax.eval_shape(tx.init, params)) == jax.tree.structure(state), name
+        assert jax.tree.structure(jax.eval_shape(tx.init, params)) == jax.tree.structure(state), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MAKE if "sharded" not in name and name not in ("inject_hyperparams", "masked")]
+    "name",
+    [
+        name
+        for name in MAKE
+        if "sharded" not in name and name not in ("inject_hyperparams", "masked")
+    ],
 )
 def test_map_params_with_other_trees(name):
     """Where there are no shards; on one rank there are none."""
@@ -123,7 +153,10 @@ def test_map_params_with_other_trees(name):
         with jaxmpi.simulate(ranks):
             tx = MAKE[name]()
             state = tx.init(jax.tree.map(jnp.asarray, PARAMS))
-            assert number(optax.tree.map_params(tx, lambda _, label: label, state, labels), "mu") == labels
+            assert (
+                number(optax.tree.map_params(tx, lambda _, label: label, state, labels), "mu")
+                == labels
+            )
 
 
 # shards are no whole arrays
@@ -136,7 +169,9 @@ def test_shards_are_not_taken_for_whole_arrays():
     state = tx.init(params)
     whole = jaxmpi.unshard(state)
     same(whole.master, params)
-    assert {k: x.shape for k, x in optax.tree.get(whole, "ema").items()} == {k: x.shape for k, x in params.items()}
+    assert {k: x.shape for k, x in optax.tree.get(whole, "ema").items()} == {
+        k: x.shape for k, x in params.items()
+    }
     if n == 1:
         same(state.inner, whole.inner)
         return

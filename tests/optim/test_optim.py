@@ -28,7 +28,9 @@ class LinenNet(linen.Module):
 
 def linen_model():
     net = LinenNet()
-    return net.init(jax.random.key(jaxmpi.rank()), jnp.ones((1, 5)))["params"], lambda p, x: net.apply({"params": p}, x)
+    return net.init(jax.random.key(jaxmpi.rank()), jnp.ones((1, 5)))[
+        "params"
+    ], lambda p, x: net.apply({"params": p}, x)
 
 
 def nnx_model():
@@ -63,17 +65,25 @@ def test_ranks_train_as_one(optimizer, make_model, chained):
         params, apply = make_model()
         params = jaxmpi.synchronize(params)
         inner = OPTIMIZERS[optimizer]()
-        tx = optax.chain(jaxmpi.average_gradients(), inner) if chained else jaxmpi.distributed(inner)
+        tx = (
+            optax.chain(jaxmpi.average_gradients(), inner) if chained else jaxmpi.distributed(inner)
+        )
 
         mine = jaxmpi.shard((x, y))[:]
         got, state, losses = train(params, apply, tx, *mine)
-        want, want_state, want_losses = train(params, apply, OPTIMIZERS[optimizer](), x, y)  # plain optax, the whole batch
+        # plain optax, the whole batch
+        want, want_state, want_losses = train(params, apply, OPTIMIZERS[optimizer](), x, y)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
         for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
         np.testing.assert_allclose(jaxmpi.average_metrics(losses), want_losses, rtol=0, atol=1e-12)
-        assert np.abs(np.asarray(jax.tree.leaves(got)[0]) - np.asarray(jax.tree.leaves(params)[0])).max() > 1e-3
+        assert (
+            np.abs(
+                np.asarray(jax.tree.leaves(got)[0]) - np.asarray(jax.tree.leaves(params)[0])
+            ).max()
+            > 1e-3
+        )
 
 
 @run_ranks(2, 3)
@@ -92,7 +102,11 @@ def test_clipping_before_and_after_the_average():
     after = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(n))
     mean_norm = 5.0 * (n + 1) / 2
     np.testing.assert_allclose(before.update(grads, before.init(grads))[0], [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_allclose(after.update(grads, after.init(grads))[0], np.array([0.6, 0.8]) * min(n, mean_norm), rtol=1e-6)
+    np.testing.assert_allclose(
+        after.update(grads, after.init(grads))[0],
+        np.array([0.6, 0.8]) * min(n, mean_norm),
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.slow
@@ -112,9 +126,9 @@ def test_extra_arguments_reach_inner():
 @run_ranks(1, 2)
 def test_state_is_that_of_inner():
     params = {"w": jnp.ones(3), "frozen": None}
-    assert jax.tree.structure(jaxmpi.distributed(optax.adam(1.0)).init(params)) == jax.tree.structure(
-        optax.adam(1.0).init(params)
-    )
+    assert jax.tree.structure(
+        jaxmpi.distributed(optax.adam(1.0)).init(params)
+    ) == jax.tree.structure(optax.adam(1.0).init(params))
 
 
 @run_ranks(1)

@@ -28,7 +28,9 @@ def doubled(x):
 
 doubled.defvjp(lambda x: (2 * x, None), lambda _, t: (2 * t,))
 
-FUNCTIONS = {  # of two matrices, a vector and a number; and what it sends: numbers that are reduced, arrays that are gathered
+# of two matrices, a vector and a number; and what it sends: numbers that are reduced, arrays that
+# are gathered
+FUNCTIONS = {
     "elementwise": (lambda x, y, v, s: jnp.where(x > 0, jnp.tanh(x) * y / s, s) + jnp.clip(y, -s, 1) ** 3, (0, 0)),
     "dtypes": (lambda x, y, v, s: (x.astype(jnp.int32) // 2, x > y, x + 1j * y, x.astype(jnp.bfloat16)), (0, 0)),
     "constants": (lambda x, y, v, s: x * jnp.ones(SHAPE) + jnp.arange(15.0).reshape(SHAPE), (0, 0)),
@@ -82,13 +84,21 @@ def check(names):
     with jax.enable_x64(True):
         functions = {name: FUNCTIONS[name][0] for name in names}
         want = jax.jit(lambda *args: {name: f(*args) for name, f in functions.items()})(*inputs())
-        got = jaxmpi.jit(lambda *args: {name: on_ranks(f)(*args) for name, f in functions.items()})(*inputs())
+        got = jaxmpi.jit(lambda *args: {name: on_ranks(f)(*args) for name, f in functions.items()})(
+            *inputs()
+        )
         assert jax.tree.structure(got) == jax.tree.structure(want)
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+        ):
             assert a.shape == b.shape and a.dtype == b.dtype, jax.tree_util.keystr(path)
             wide = np.complex128 if b.dtype != np.bool_ else np.bool_
             np.testing.assert_allclose(
-                np.asarray(a, wide), np.asarray(b, wide), 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path)
+                np.asarray(a, wide),
+                np.asarray(b, wide),
+                1e-12,
+                1e-12,
+                err_msg=jax.tree_util.keystr(path),
             )
 
 
@@ -121,7 +131,10 @@ def test_what_is_sent(name):
             outs = on_shards(function, *(shard(own(a), a.shape) for a in (x, y, v)), s)
             return jax.tree.map(lambda x: x.value if is_shard(x) else x, outs, is_leaf=is_shard)
 
-        assert collectives(jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)) == (numbers, arrays)
+        assert collectives(jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)) == (
+            numbers,
+            arrays,
+        )
 
 
 def collectives(jaxpr):
@@ -129,8 +142,16 @@ def collectives(jaxpr):
     padded = {3 * 5: 15, 3 * 3: 7}
     reduced = arrays = 0
     for eqn in jaxpr.eqns:
-        reduced += sum(v.aval.size for v in eqn.outvars) if eqn.primitive.name in ("psum", "pmax", "pmin") else 0
-        arrays += sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars) if eqn.primitive.name == "all_gather" else 0
+        reduced += (
+            sum(v.aval.size for v in eqn.outvars)
+            if eqn.primitive.name in ("psum", "pmax", "pmin")
+            else 0
+        )
+        arrays += (
+            sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars)
+            if eqn.primitive.name == "all_gather"
+            else 0
+        )
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if hasattr(inner, "eqns"):
@@ -161,28 +182,42 @@ def clip_from(first):
 
     def update(updates, count, params=None):
         clipped, _ = clip.update(updates, optax.EmptyState())
-        return jax.tree.map(lambda a, b: jnp.where(count >= first, a, b), clipped, updates), count + 1
+        return jax.tree.map(
+            lambda a, b: jnp.where(count >= first, a, b), clipped, updates
+        ), count + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
 def scaled_by_mean():
-    return optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / (1 + jnp.abs(jnp.mean(u))), updates))
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda u: u / (1 + jnp.abs(jnp.mean(u))), updates)
+    )
 
 
 DECIDING = {
     "decay by size": lambda: optax.masked(optax.add_decayed_weights(0.5), big),
-    "decay of matrices": lambda: optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
-    "labels by path": lambda: optax.partition({True: optax.lamb(0.1), False: optax.adam(0.1)}, by_path),
+    "decay of matrices": lambda: optax.adamw(
+        0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    ),
+    "labels by path": lambda: optax.partition(
+        {True: optax.lamb(0.1), False: optax.adam(0.1)}, by_path
+    ),
     "a factor of the shape": lambda: optax.stateless(
         lambda u, p: jax.tree.map(lambda x: x / np.sqrt(max(x.shape, default=1)), u)
     ),
     "by the mean": scaled_by_mean,
     "clips late": lambda: clip_from(3),
     "lamb late": lambda: optax.lamb(optax.piecewise_constant_schedule(0.0, {3: 1.0})),
-    "lamb after warm-up": lambda: optax.conditionally_transform(optax.lamb(0.1), lambda step: step >= 3),
-    "skips large": lambda: optax.MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=once_large).gradient_transformation(),
-    "norm in the state": lambda: optax.monitor({"norm": optax.measure_with_ema(optax.tree.norm, 0.5)}),
+    "lamb after warm-up": lambda: optax.conditionally_transform(
+        optax.lamb(0.1), lambda step: step >= 3
+    ),
+    "skips large": lambda: optax.MultiSteps(
+        optax.adam(0.1), 2, should_skip_update_fn=once_large
+    ).gradient_transformation(),
+    "norm in the state": lambda: optax.monitor(
+        {"norm": optax.measure_with_ema(optax.tree.norm, 0.5)}
+    ),
     "skips NaN": lambda: optax.apply_if_finite(optax.sgd(0.1), 1),
     "clips": lambda: jaxmpi.clip_by_global_norm(0.1),
     "scalar by the norm of all": lambda: optax.normalize_by_update_norm(),
@@ -192,7 +227,11 @@ DECIDING = {
 def train(wrap, bad):
     tx = {name: wrap(optax.chain(make(), optax.scale(-0.1))) for name, make in DECIDING.items()}
     rng = np.random.default_rng(4)
-    start = {"matrix": rng.normal(size=SHAPE), "bias": rng.normal(size=3), "mean": rng.normal(size=())}
+    start = {
+        "matrix": rng.normal(size=SHAPE),
+        "bias": rng.normal(size=3),
+        "mean": rng.normal(size=()),
+    }
 
     @jaxmpi.jit
     def step(params, states, scale, spoilt):
@@ -201,21 +240,30 @@ def train(wrap, bad):
             grads = jax.tree.map(lambda x: jnp.cos(x * scale) * (1 + jaxmpi.rank()), params[name])
             grads["bias"] = grads["bias"].at[1].add(jnp.where(spoilt, jnp.nan, 0))
             updates, state = t.update(grads, states[name], params[name])
-            out[name] = jax.tree.map(jnp.nan_to_num, optax.apply_updates(params[name], updates)), state
+            out[name] = (
+                jax.tree.map(jnp.nan_to_num, optax.apply_updates(params[name], updates)),
+                state,
+            )
         return {name: x for name, (x, _) in out.items()}, {name: x for name, (_, x) in out.items()}
 
     params = {name: jax.tree.map(jnp.asarray, start) for name in tx}
-    states = jaxmpi.jit(lambda params: {name: t.init(params[name]) for name, t in tx.items()})(params)
+    states = jaxmpi.jit(lambda params: {name: t.init(params[name]) for name, t in tx.items()})(
+        params
+    )
     for i in range(7):
         params, states = step(params, states, 1.0 + i, i == bad)
     whole = lambda state: jaxmpi.unshard(state).inner if hasattr(state, "layout") else state
-    return params, jaxmpi.jit(lambda states: {name: whole(state) for name, state in states.items()})(states)
+    return params, jaxmpi.jit(
+        lambda states: {name: whole(state) for name, state in states.items()}
+    )(states)
 
 
 def equal_to_distributed():
     with jax.enable_x64(True):
         got, want = train(jaxmpi.sharded, 2), train(jaxmpi.distributed, 2)
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+        ):
             np.testing.assert_allclose(a, b, 1e-12, 1e-12, err_msg=jax.tree_util.keystr(path))
 
 

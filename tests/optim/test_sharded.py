@@ -19,7 +19,9 @@ def params(dtype=jnp.float32):
 
 def grads(rank, step):
     rng = np.random.default_rng([rank, step])
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
 
 
 def train(tx, start, steps, state=None, first=0, ranks=None):
@@ -40,7 +42,13 @@ def train(tx, start, steps, state=None, first=0, ranks=None):
 @pytest.mark.slow
 @run_ranks(1, 2, 3, 4)
 def test_it_is_distributed():
-    for inner in (optax.adam(0.1), optax.adamw(0.1), optax.lion(0.1), optax.rmsprop(0.1), optax.sgd(0.1, momentum=0.9)):
+    for inner in (
+        optax.adam(0.1),
+        optax.adamw(0.1),
+        optax.lion(0.1),
+        optax.rmsprop(0.1),
+        optax.sgd(0.1, momentum=0.9),
+    ):
         got, _ = train(jaxmpi.sharded(inner), params(), 4)
         want, _ = train(jaxmpi.distributed(inner), params(), 4)
         for name in SHAPES:
@@ -51,12 +59,18 @@ def test_it_is_distributed():
 def test_each_rank_has_its_share_of_the_state():
     big = {"w": jnp.zeros((1000, 1000)), "b": jnp.zeros(1000)}
     number = lambda state: sum(x.nbytes for x in jax.tree.leaves(state))
-    whole, part = number(jaxmpi.distributed(optax.adam(0.1)).init(big)), number(jaxmpi.sharded(optax.adam(0.1)).init(big))
+    whole, part = (
+        number(jaxmpi.distributed(optax.adam(0.1)).init(big)),
+        number(jaxmpi.sharded(optax.adam(0.1)).init(big)),
+    )
     assert abs(part - whole / jaxmpi.size()) <= 64  # a padding and a counter
 
 
 @run_ranks(1, 2, 3)
-@pytest.mark.parametrize(("dtype", "master_dtype"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")])
+@pytest.mark.parametrize(
+    ("dtype", "master_dtype"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")],
+)
 def test_sharded_parameters_are_the_rounded_masters_at_all_magnitudes(dtype, master_dtype):
     with jax.enable_x64(True):
         rng = np.random.default_rng(7)
@@ -75,7 +89,9 @@ def test_sharded_parameters_are_the_rounded_masters_at_all_magnitudes(dtype, mas
         params, state = step(start, tx.init(start), grads)
         master = np.asarray(jaxmpi.unshard(state).master["w"])
         assert master.dtype == master_dtype
-        np.testing.assert_array_equal(np.asarray(params["w"]), np.asarray(jnp.asarray(master).astype(dtype)))
+        np.testing.assert_array_equal(
+            np.asarray(params["w"]), np.asarray(jnp.asarray(master).astype(dtype))
+        )
 
 
 @run_ranks(1, 2, 3)
@@ -89,7 +105,8 @@ def test_masters_in_float32():
         updates, state = step({"w": jnp.ones((3, 5), jnp.bfloat16)}, state, ps)
         ps = optax.apply_updates(ps, updates)
     assert ps["w"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(ps["w"], jnp.full((3, 5), 0.9, jnp.bfloat16))  # without masters it stays 1
+    # without masters it stays 1
+    np.testing.assert_array_equal(ps["w"], jnp.full((3, 5), 0.9, jnp.bfloat16))
 
 
 @pytest.mark.slow
@@ -102,7 +119,9 @@ def test_from_these_ranks_to_others():
     assert {k: x.shape for k, x in whole.inner[0].mu.items()} == SHAPES
     one, one_state = reference(3)
     for name in SHAPES:
-        np.testing.assert_allclose(whole.inner[0].mu[name], one_state[0].mu[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            whole.inner[0].mu[name], one_state[0].mu[name], rtol=1e-5, atol=1e-6
+        )
         np.testing.assert_allclose(whole.master[name], one[name], rtol=1e-5, atol=1e-6)
     again = jaxmpi.reshard(whole)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
@@ -181,7 +200,9 @@ def test_states_can_be_donated():
     for tx in (
         jaxmpi.sharded(optax.adam(0.1), master_dtype=jnp.float32),
         jaxmpi.dynamic_loss_scale(jaxmpi.accumulate(jaxmpi.distributed(optax.adam(0.1)), 2)),
-        jaxmpi.watch_replicas(jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1), codec=jaxmpi.codecs.int8()))),
+        jaxmpi.watch_replicas(
+            jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1), codec=jaxmpi.codecs.int8()))
+        ),
         jaxmpi.local_sgd(optax.adam(0.1), 2, optax.sgd(0.7)),
     ):
         step = jaxmpi.jit(lambda s, p, tx=tx: tx.update(p, s, p), donate_argnums=(0, 1))
@@ -199,7 +220,9 @@ def test_its_state_may_stand_in_what_is_replicated():
         jaxmpi.sharded(inner, master_dtype=jnp.float32),
         jaxmpi.accumulate(jaxmpi.sharded(inner), 2),
         jaxmpi.distributed(inner, codec=jaxmpi.codecs.int8()),
-        jaxmpi.skip_nonfinite(jaxmpi.accumulate(jaxmpi.distributed(inner, codec=jaxmpi.codecs.topk(0.5)), 2)),
+        jaxmpi.skip_nonfinite(
+            jaxmpi.accumulate(jaxmpi.distributed(inner, codec=jaxmpi.codecs.topk(0.5)), 2)
+        ),
     ]
     for tx in transforms:
         declared = {"replicated_argnums": (1, 2), "replicated_outnums": (0, 1)}
@@ -212,8 +235,12 @@ def test_its_state_may_stand_in_what_is_replicated():
         for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(state), strict=True):
             np.testing.assert_array_equal(a, b)
         assert len(set(jaxmpi.allgather_object(repr(jax.tree.leaves(state))))) > 1
-    with pytest.raises(ValueError, match=r"output .* is declared replicated but may differ across ranks"):
-        jaxmpi.jit(lambda g, s, p: inner.update(g, s, p), **declared)(grads(0, 0), inner.init(params()), params())
+    with pytest.raises(
+        ValueError, match=r"output .* is declared replicated but may differ across ranks"
+    ):
+        jaxmpi.jit(lambda g, s, p: inner.update(g, s, p), **declared)(
+            grads(0, 0), inner.init(params()), params()
+        )
 
 
 @run_ranks(2)
@@ -224,7 +251,9 @@ def test_clip_by_global_norm_clips_as_optax_does():
         want, _ = optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())
         for name in SHAPES:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
-    nan, _ = jaxmpi.clip_by_global_norm(1.0).update({"a": jnp.array(np.nan), "b": jnp.ones(2)}, None)
+    nan, _ = jaxmpi.clip_by_global_norm(1.0).update(
+        {"a": jnp.array(np.nan), "b": jnp.ones(2)}, None
+    )
     assert all(np.isnan(x).all() for x in jax.tree.leaves(nan))
     with pytest.raises(ValueError, match="max_norm is 0"):
         jaxmpi.clip_by_global_norm(0)

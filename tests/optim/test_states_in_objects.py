@@ -1,8 +1,9 @@
 """States of our transforms inside of nnx, Flax and Equinox objects do what they do as plain optax states.
 
-Each pair of a transform and an object that holds its state is trained, synchronized, saved, restored, resharded, watched, and
-passed as a replicated argument; the numbers, and the errors, are those of the plain state. The plain states of the transforms
-that are exact means are compared with NumPy.
+Each pair of a transform and an object that holds its state is trained, synchronized, saved,
+restored, resharded, watched, and passed as a replicated argument; the numbers, and the errors, are
+those of the plain state. The plain states of the transforms that are exact means are compared with
+NumPy.
 """
 
 import tempfile
@@ -48,7 +49,9 @@ TRANSFORMS = {
     "guarded": lambda: jaxmpi.skip_nonfinite(jaxmpi.sharded(sgd())),
     "scaled": lambda: jaxmpi.dynamic_loss_scale(jaxmpi.sharded(sgd()), initial=1.0),
     "measured": lambda: optax.chain(jaxmpi.measure_noise_scale(), sgd()),
-    "masked": lambda: jaxmpi.sharded(optax.masked(sgd(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))),
+    "masked": lambda: jaxmpi.sharded(
+        optax.masked(sgd(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    ),
 }
 EVERY = {"accumulated": 2, "accumulated and sharded": 2}  # calls for one step
 MEANS = ("sharded", "fully sharded", "guarded", "scaled", "measured", *EVERY)  # that are exact
@@ -249,7 +252,9 @@ def arrays(tree):
 
 def assert_same(got, want, what):
     assert jax.tree.structure(got) == jax.tree.structure(want), what
-    for (path, _), x, y in zip(jax.tree_util.tree_leaves_with_path(got), arrays(got), arrays(want), strict=True):
+    for (path, _), x, y in zip(
+        jax.tree_util.tree_leaves_with_path(got), arrays(got), arrays(want), strict=True
+    ):
         np.testing.assert_array_equal(x, y, err_msg=f"{what}: {jax.tree_util.keystr(path)}")
 
 
@@ -273,7 +278,9 @@ def failure(call):
 def synchronized(tree):
     """How many numbers each rank keeps, of a state all of whose numbers are made to differ between the ranks."""
     rank = jaxmpi.rank()
-    moved = jax.tree.map(lambda x: x ^ bool(rank) if x.dtype == bool else x + jnp.asarray(rank, x.dtype), tree)
+    moved = jax.tree.map(
+        lambda x: x ^ bool(rank) if x.dtype == bool else x + jnp.asarray(rank, x.dtype), tree
+    )
     kept, root = 0, jaxmpi.broadcast_object(arrays(moved))
     for x, mine, theirs in zip(arrays(jaxmpi.synchronize(moved)), arrays(moved), root, strict=True):
         if rank and np.array_equal(x, mine):
@@ -310,11 +317,19 @@ def outcome(make, transform):
     train(holder, 2, STEPS + 1)
     watched.append(check())
     twin = make(tx, sharded, True)
-    return Outcome(trained, kept, restored, watched, failure(lambda: [x.tobytes() for x in arrays(train(twin, 2))]))
+    return Outcome(
+        trained,
+        kept,
+        restored,
+        watched,
+        failure(lambda: [x.tobytes() for x in arrays(train(twin, 2))]),
+    )
 
 
 def holds_sharded(transform):
-    return transform in ("guarded", "scaled", "masked") or ("sharded" in transform and transform != "fully sharded")
+    return transform in ("guarded", "scaled", "masked") or (
+        "sharded" in transform and transform != "fully sharded"
+    )
 
 
 def check(transform, objects=tuple(OBJECTS)):
@@ -322,7 +337,9 @@ def check(transform, objects=tuple(OBJECTS)):
     if transform in MEANS:
         for steps, params in enumerate(want.trained, 1):
             exact = expected(jaxmpi.size(), steps, EVERY.get(transform, 1))
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), params, exact)
+            jax.tree.map(
+                lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), params, exact
+            )
     if jaxmpi.size() > 1 and not transform.startswith("local"):
         # a step with masters ends at the masters' values, wherever a replica was
         heals = transform in ("fully sharded", "sharded with masters")
@@ -331,7 +348,9 @@ def check(transform, objects=tuple(OBJECTS)):
     for name in objects:
         got = outcome(OBJECTS[name], transform)
         for what, x, y in zip(Outcome._fields, got, want, strict=True):
-            assert_same(x, y, f"{name}, {what}") if isinstance(x, list) and what != "watched" else None
+            assert_same(x, y, f"{name}, {what}") if isinstance(
+                x, list
+            ) and what != "watched" else None
             assert isinstance(x, list) or x == y, f"{name}, {what}: {x}, and {y} in a plain state"
         assert got.watched == want.watched, f"{name}, watched"
 
@@ -349,10 +368,22 @@ def test_a_state_in_an_object_does_what_a_plain_one_does(transform):
     check(transform)
 
 
-RESTORED = ["sharded", "sharded with masters", "fully sharded", "accumulated and sharded", "guarded"]  # on any number of ranks
+# on any number of ranks
+RESTORED = [
+    "sharded",
+    "sharded with masters",
+    "fully sharded",
+    "accumulated and sharded",
+    "guarded",
+]
 
 
-STATELESS_OR_NOT = {"sgd": optax.sgd(RATE), "schedule": optax.sgd(lambda _: RATE), "momentum": sgd(), "adam": optax.adam(RATE)}
+STATELESS_OR_NOT = {
+    "sgd": optax.sgd(RATE),
+    "schedule": optax.sgd(lambda _: RATE),
+    "momentum": sgd(),
+    "adam": optax.adam(RATE),
+}
 
 
 @run_ranks(1, 2)
@@ -372,14 +403,20 @@ def test_reshard_refuses_what_has_no_sharded_state():
     model = nnx_model(False)
     adam = nnx.Optimizer(model, jaxmpi.distributed(optax.adam(RATE)), wrt=nnx.Param)
     for tree in (nnx.state(model), nnx.state(adam), {"a": jnp.ones(3)}):
-        with pytest.raises(TypeError, match=r"reshard: there is no state of jaxmpi\.sharded in the"):
+        with pytest.raises(
+            TypeError, match=r"reshard: there is no state of jaxmpi\.sharded in the"
+        ):
             jaxmpi.reshard(tree)
 
 
 def holders():
     for name, make in {"plain": Plain, **OBJECTS}.items():
         for transform in RESTORED:
-            yield f"{name} {transform}", transform, make(TRANSFORMS[transform](), transform == "fully sharded")
+            yield (
+                f"{name} {transform}",
+                transform,
+                make(TRANSFORMS[transform](), transform == "fully sharded"),
+            )
 
 
 def save_all(directory):
@@ -409,4 +446,6 @@ def restore_all(directory):
 def test_a_state_in_an_object_is_restored_on_another_number_of_ranks(tmp_path):
     """As a plain state is: shards are cut again, and a whole state is cut by `reshard`."""
     for ranks, function in ((2, save_all), (3, restore_all), (1, restore_all)):
-        pool(ranks, "auto").run(Task(__file__, function.__name__, {"directory": str(tmp_path)}, 400.0))
+        pool(ranks, "auto").run(
+            Task(__file__, function.__name__, {"directory": str(tmp_path)}, 400.0)
+        )

@@ -20,7 +20,9 @@ def test_strict_promotion_changes_nothing(ranks):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("environ", [{"JAXMPI_BACKEND": "xla"}, {"JAXMPI_NODE_RANKS": "1", "JAXMPI_OVERLAP": "1"}])
+@pytest.mark.parametrize(
+    "environ", [{"JAXMPI_BACKEND": "xla"}, {"JAXMPI_NODE_RANKS": "1", "JAXMPI_OVERLAP": "1"}]
+)
 def test_strict_promotion_changes_nothing_on_other_ways(environ):
     check(2, **environ)
 

@@ -21,7 +21,13 @@ def loss_fn(params, x, y, key, dropout):
     return jnp.mean((hidden @ params["out"] - y) ** 2)
 
 
-@partial(jax.pmap, axis_name="devices", in_axes=(0, 0, 0, None, None), static_broadcasted_argnums=4, donate_argnums=(0, 1))
+@partial(
+    jax.pmap,
+    axis_name="devices",
+    in_axes=(0, 0, 0, None, None),
+    static_broadcasted_argnums=4,
+    donate_argnums=(0, 1),
+)
 def update(params, opt_state, batch, key, dropout):
     key = jax.random.fold_in(key, jax.lax.axis_index("devices"))
     loss, grads = jax.value_and_grad(loss_fn)(params, *batch, key, dropout)
@@ -48,7 +54,9 @@ def main():
     losses = []
     for step, batch in enumerate(local_batches()):
         dropout = step % 2 == 0
-        params, opt_state, loss = update(params, opt_state, batch, jax.random.fold_in(key, step), dropout)
+        params, opt_state, loss = update(
+            params, opt_state, batch, jax.random.fold_in(key, step), dropout
+        )
         losses.append(float(loss[0]))
     return losses
 

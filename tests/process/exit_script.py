@@ -28,13 +28,19 @@ def busy():
 
 
 if kind == "prefetch":
-    for _, batch in zip(range(3), jaxmpi.prefetch(jaxmpi.batches(rows, 2 * world.size)), strict=False):
+    for _, batch in zip(
+        range(3), jaxmpi.prefetch(jaxmpi.batches(rows, 2 * world.size)), strict=False
+    ):
         jaxmpi.tree_allreduce(batch)
 elif kind in ("blocked", "busy"):
-    for _, batch in zip(range(2), jaxmpi.prefetch({"blocked": blocked, "busy": busy}[kind]()), strict=False):
+    for _, batch in zip(
+        range(2), jaxmpi.prefetch({"blocked": blocked, "busy": busy}[kind]()), strict=False
+    ):
         jaxmpi.tree_allreduce(batch)
 elif kind == "save":
-    jaxmpi.save(folder, 1, {"x": jnp.ones((2_000_000,)), "y": jaxmpi.PerRankState(jnp.arange(500_000))})
+    jaxmpi.save(
+        folder, 1, {"x": jnp.ones((2_000_000,)), "y": jaxmpi.PerRankState(jnp.arange(500_000))}
+    )
 elif kind == "progress":
     bar = iter(jaxmpi.progress(range(100), mininterval=0.0))
     for i in zip(range(5), bar, strict=False):

@@ -88,7 +88,10 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path, above):
     folders = [tmp_path / "a" / "b" / "c", tmp_path / "a" / "b", tmp_path / "a"]
     folders[0].mkdir(parents=True)
     folders[above].chmod(0o777)
-    with pytest.raises(PermissionError, match=f"{folders[above]} belongs to another user, or others may write to it"):
+    with pytest.raises(
+        PermissionError,
+        match=f"{folders[above]} belongs to another user, or others may write to it",
+    ):
         CompiledFiles(str(folders[0]), LIMIT, print)
 
 
@@ -121,7 +124,10 @@ def test_what_cannot_be_written_is_said_once(kept, said, monkeypatch, number):
     monkeypatch.setattr(files, "replace_bytes", fail)
     kept.put("a", b"one")
     kept.put("b", b"two")
-    assert said == [f"what was compiled is not kept in {kept.path}: {os.strerror(number)}. JAXMPI_CACHE_BYTES=0 does without."]
+    assert said == [
+        f"what was compiled is not kept in {kept.path}: {os.strerror(number)}. "
+        "JAXMPI_CACHE_BYTES=0 does without."
+    ]
 
 
 def test_what_was_read_longest_ago_goes_first(kept, tmp_path):
@@ -165,7 +171,11 @@ def test_doctor_says_where_and_how_large(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "jaxmpi" / "compiled"
     CompiledFiles(str(folder), LIMIT, print).put("a", bytes(3 * 10**5))
-    assert checks.compiled()[:3] == ("ok", "compiled programs", f"1 in {folder}, 0 MB of at most 2000")
+    assert checks.compiled()[:3] == (
+        "ok",
+        "compiled programs",
+        f"1 in {folder}, 0 MB of at most 2000",
+    )
     folder.chmod(0o777)
     assert checks.compiled().verdict == "slow" and str(folder) in checks.compiled().text
     monkeypatch.setenv("JAXMPI_CACHE_BYTES", "0")
@@ -194,7 +204,10 @@ def test_those_who_come_meanwhile_wait(tmp_path):
         return b"one"
 
     first = threading.Thread(target=lambda: made_once(str(tmp_path), "a", make))
-    others = [threading.Thread(target=lambda: got.append(made_once(str(tmp_path), "a", lambda: b"two"))) for _ in range(3)]
+    others = [
+        threading.Thread(target=lambda: got.append(made_once(str(tmp_path), "a", lambda: b"two")))
+        for _ in range(3)
+    ]
     first.start()
     begun.wait()
     for other in others:
@@ -218,7 +231,11 @@ def test_after_an_error_the_next_one_makes_it(tmp_path):
 @pytest.mark.parametrize("directory", [None, "", "missing"])
 def test_without_a_folder_each_makes_its_own(tmp_path, directory):
     made = []
-    assert made_once(directory and str(tmp_path / directory), "a", lambda: made.append(1) or b"one") is None and made
+    assert (
+        made_once(directory and str(tmp_path / directory), "a", lambda: made.append(1) or b"one")
+        is None
+        and made
+    )
 
 
 def test_in_a_folder_of_others_each_makes_its_own(tmp_path):

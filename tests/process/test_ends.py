@@ -34,7 +34,10 @@ start_thread(last.wait, "last", last.set)
 def test_a_call_that_raises_at_the_end_keeps_no_other_from_being_made():
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["THREADS", "RANKS", "MPI", "OUTCOME"]
-    assert done.stderr.count("OSError: a call failed") == 4 and done.stderr.count("OSError: a stop failed") == 1
+    assert (
+        done.stderr.count("OSError: a call failed") == 4
+        and done.stderr.count("OSError: a stop failed") == 1
+    )
     assert done.returncode == 0
 
 
@@ -68,7 +71,9 @@ def handled(suppress):
 )
 def test_what_is_noted_as_a_refused_number_of_ranks(monkeypatch, tmp_path, error, noted):
     notes = []
-    monkeypatch.setattr(refused_count.run_dir, "refuse_count", lambda folder, text: notes.append(text))
+    monkeypatch.setattr(
+        refused_count.run_dir, "refuse_count", lambda folder, text: notes.append(text)
+    )
     monkeypatch.setenv("JAXMPI_RUN_DIR", str(tmp_path))
     thread = threading.Thread(target=refused_count.note_refused_count, args=[error], daemon=True)
     thread.start()

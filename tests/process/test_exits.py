@@ -45,7 +45,10 @@ def exit_of(ranks, kind, ending, folder, python=sys.executable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("kind", "ending"), [pytest.param(*p, marks=[] if p in FEW else pytest.mark.faults) for p in PAIRS])
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [pytest.param(*p, marks=[] if p in FEW else pytest.mark.faults) for p in PAIRS],
+)
 def test_an_exit_has_the_code_of_its_script(ranks, kind, ending, tmp_path):
     for again in range(2):
         code, output, seconds = exit_of(ranks, kind, ending, tmp_path / str(again))

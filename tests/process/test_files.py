@@ -61,7 +61,9 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_flight_records_are_not_written_to_what_is_there_before(recorder, victim, monkeypatch, what):
+def test_flight_records_are_not_written_to_what_is_there_before(
+    recorder, victim, monkeypatch, what
+):
     monkeypatch.setattr("secrets.token_hex", lambda bytes: "guessed")
     path = recorder.shared / f"jaxmpi-flight-{os.getuid()}-guessed"
     PLANTED[what](path, victim)
@@ -80,12 +82,16 @@ def test_flight_records_are_not_written_to_a_folder_of_another_user(recorder, mo
 
 def test_nobody_knows_where_flight_records_will_be(recorder):
     paths = [recorder.make().dump("test") for _ in range(3)]
-    assert len({path.parent for path in paths}) == 3 and {path.name for path in paths} == {"rank-0.json"}
+    assert len({path.parent for path in paths}) == 3 and {path.name for path in paths} == {
+        "rank-0.json"
+    }
     assert {stat.S_IMODE(path.parent.stat().st_mode) for path in paths} == {0o700}
     assert not recorder.said
 
 
-def test_the_folder_of_the_user_is_used_and_links_in_it_are_not(recorder, victim, monkeypatch, tmp_path):
+def test_the_folder_of_the_user_is_used_and_links_in_it_are_not(
+    recorder, victim, monkeypatch, tmp_path
+):
     real = tmp_path / "real"
     real.mkdir()
     (tmp_path / "named").symlink_to(real)  # by the user
@@ -93,7 +99,10 @@ def test_the_folder_of_the_user_is_used_and_links_in_it_are_not(recorder, victim
         (real / name).symlink_to(victim / "rank-0.json")
     monkeypatch.setenv("JAXMPI_FLIGHT_DIR", str(tmp_path / "named"))
     assert recorder.make().dump("test") == tmp_path / "named/rank-0.json"
-    assert not (real / "rank-0.json").is_symlink() and json.loads((real / "rank-0.json").read_text())["why"] == "test"
+    assert (
+        not (real / "rank-0.json").is_symlink()
+        and json.loads((real / "rank-0.json").read_text())["why"] == "test"
+    )
     (real / "restart-2").symlink_to(victim)
     monkeypatch.setenv("JAXMPI_RESTART", "2")
     assert recorder.make().dump("test") is None and "cannot be written" in recorder.said[0]
@@ -121,7 +130,11 @@ def test_a_rank_registers_past_links(tmp_path, victim):
     run_dir.leave(str(run), 0)
     assert [member.left for member in run_dir.members(str(run))] == [True]
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {".rank-0.draft"}
-    assert all(stat.S_IMODE(path.lstat().st_mode) & 0o022 == 0 for path in run.iterdir() if not path.is_symlink())
+    assert all(
+        stat.S_IMODE(path.lstat().st_mode) & 0o022 == 0
+        for path in run.iterdir()
+        if not path.is_symlink()
+    )
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -131,7 +144,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         files.replace(folder, "file", "after")
     os.close(folder)
-    assert (tmp_path / "file").read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "before" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +155,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         (lambda path: path.write_text("text"), nullcontext()),
         (os.mkfifo, pytest.raises(OSError, match="file is no regular file")),
         (Path.mkdir, pytest.raises(OSError, match="file is no regular file")),
-        (lambda path: path.symlink_to("/dev/zero"), pytest.raises(OSError, match="file is no regular file")),
+        (
+            lambda path: path.symlink_to("/dev/zero"),
+            pytest.raises(OSError, match="file is no regular file"),
+        ),
     ],
 )
 def test_only_regular_files_are_read(tmp_path, make, wanted):

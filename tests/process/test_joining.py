@@ -42,7 +42,12 @@ def joined(tmp_path, monkeypatch, launch, ranks, what):
     return end(launch(ranks, str(script), what), str(tmp_path))
 
 
-STATES = {"sleep": "runs", "stop": r"is stopped \(SIGSTOP, or a debugger\)", "exit": "has ended", "MPI, raise": "runs"}
+STATES = {
+    "sleep": "runs",
+    "stop": r"is stopped \(SIGSTOP, or a debugger\)",
+    "exit": "has ended",
+    "MPI, raise": "runs",
+}
 
 
 @pytest.mark.launcher
@@ -61,7 +66,10 @@ def test_a_rank_that_does_not_come_to_init_ends_the_job(tmp_path, monkeypatch, l
     code, output, seconds, left = joined(tmp_path, monkeypatch, launch, ranks, what)
     assert code and seconds < 30 and not left and "through" not in output, output
     who = rf"rank 1 \((pid \d+ )?on \S+\) {STATES[what]}, and has not joined the others in jaxmpi.init"
-    assert re.search(rf"rank 0/{ranks} on \S+\] stalled: has waited [12] s in jaxmpi.init\n  missing: {who}", output), output
+    assert re.search(
+        rf"rank 0/{ranks} on \S+\] stalled: has waited [12] s in jaxmpi.init\n  missing: {who}",
+        output,
+    ), output
     assert re.search(rf"rank 0/{ranks} on \S+\] .*: {who}. The job ends.", output), output
     assert "rank 2 (" not in output
     if launch is jaxmpi_run:
@@ -73,7 +81,9 @@ def test_a_rank_that_does_not_come_to_init_ends_the_job(tmp_path, monkeypatch, l
 def test_a_rank_that_comes_late_to_init_is_waited_for(tmp_path, monkeypatch):
     code, output, _, _ = joined(tmp_path, monkeypatch, jaxmpi_run, 2, "late")
     assert code == 0 and output.count("through") == 2, output
-    assert len(re.findall(r"rank 0/2 on \S+\] stalled: has waited \d s in jaxmpi.init", output)) == 1, output
+    assert (
+        len(re.findall(r"rank 0/2 on \S+\] stalled: has waited \d s in jaxmpi.init", output)) == 1
+    ), output
 
 
 @pytest.mark.launcher
@@ -81,9 +91,19 @@ def test_a_rank_that_comes_late_to_init_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("JAXMPI_NODE_RANKS=1", "RankMismatchError: init: JAXMPI_NODE_RANKS is unset on rank 0 and 1 on rank 1. Give every"),
-        ("JAXMPI_BACKEND=xla", "RankMismatchError: init: backend is 'auto' on rank 0 and 'xla' on rank 1. Give every"),
-        ("JAXMPI_BACKEND=single", r"rank 1 (\(.*\) )?(runs|has ended), and has not joined the others in jaxmpi.init"),
+        (
+            "JAXMPI_NODE_RANKS=1",
+            "RankMismatchError: init: JAXMPI_NODE_RANKS is unset on rank 0 and 1 on rank 1. Give "
+            "every",
+        ),
+        (
+            "JAXMPI_BACKEND=xla",
+            "RankMismatchError: init: backend is 'auto' on rank 0 and 'xla' on rank 1. Give every",
+        ),
+        (
+            "JAXMPI_BACKEND=single",
+            r"rank 1 (\(.*\) )?(runs|has ended), and has not joined the others in jaxmpi.init",
+        ),
     ],
 )
 def test_a_setting_of_one_rank_only_ends_the_job(tmp_path, monkeypatch, setting, said):
@@ -146,7 +166,18 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("what", "backend"),
     [
-        *((what, "mpi") for what in ("spawn", "forkserver", "fork", "subprocess", "exits", "raises", "is killed")),
+        *(
+            (what, "mpi")
+            for what in (
+                "spawn",
+                "forkserver",
+                "fork",
+                "subprocess",
+                "exits",
+                "raises",
+                "is killed",
+            )
+        ),
         *((what, "xla") for what in ("spawn", "exits")),
     ],
 )
@@ -180,4 +211,7 @@ def test_a_job_within_a_rank_has_ranks_of_its_own(tmp_path):
     script.write_text(NESTED)
     code, output, _, _ = end(jaxmpi_run(2, str(script)), str(tmp_path))
     assert code == 0, output
-    assert sorted(re.findall(r"inner \d of \d, sum \d", output)) == ["inner 0 of 2, sum 2", "inner 1 of 2, sum 2"], output
+    assert sorted(re.findall(r"inner \d of \d, sum \d", output)) == [
+        "inner 0 of 2, sum 2",
+        "inner 1 of 2, sum 2",
+    ], output

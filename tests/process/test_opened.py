@@ -61,7 +61,12 @@ def address_of(text):
 
 def sockets(processes):
     """Rows of what listens, or receives datagrams."""
-    owners = {link: who for pid, who in processes.items() for link in links(pid) if link.startswith("socket:")}
+    owners = {
+        link: who
+        for pid, who in processes.items()
+        for link in links(pid)
+        if link.startswith("socket:")
+    }
     rows = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
@@ -69,11 +74,25 @@ def sockets(processes):
             who = owners.get(f"socket:[{rest[5]}]")
             if who and (state == "0A" or kind.startswith("udp")):
                 address = address_of(local)
-                rows.add((who, kind[:3].upper(), "all addresses" if address in ("0.0.0.0", "::") else address))
+                rows.add(
+                    (
+                        who,
+                        kind[:3].upper(),
+                        "all addresses" if address in ("0.0.0.0", "::") else address,
+                    )
+                )
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
         if (who := owners.get(f"socket:[{inode}]")) and int(flags, 16) & 0x10000:  # listens
-            rows.add((who, "Unix", "a name in no file system" if path and path[0].startswith("@") else "in a folder"))
+            rows.add(
+                (
+                    who,
+                    "Unix",
+                    "a name in no file system"
+                    if path and path[0].startswith("@")
+                    else "in a folder",
+                )
+            )
     return rows
 
 
@@ -95,18 +114,28 @@ def files(processes, folders):
         maps = Path(f"/proc/{pid}/maps").read_text()
         mapped = re.findall(r"/dev/shm/.*", maps)
         rows |= {
-            ("memory of a rank", link.removesuffix(" (deleted)"), "no name") for link in links(pid) if "/memfd:jaxmpi" in link
+            ("memory of a rank", link.removesuffix(" (deleted)"), "no name")
+            for link in links(pid)
+            if "/memfd:jaxmpi" in link
         }
         for name in {*mapped, *(link for link in links(pid) if link.startswith("/dev/shm/"))}:
             path, deleted = Path(name.removesuffix(" (deleted)")), name.endswith(" (deleted)")
             mode = "no name" if deleted else f"{stat.S_IMODE(path.lstat().st_mode):o}"
             host = re.sub(re.escape(os.uname().nodename), "HOST", path.name)
-            rows.add(("shared memory", f"/dev/shm/{general(re.sub('[0-9a-f]{6,}', '*', host))}", mode))
+            rows.add(
+                ("shared memory", f"/dev/shm/{general(re.sub('[0-9a-f]{6,}', '*', host))}", mode)
+            )
     return rows
 
 
 def documented():
-    return set(re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \|", PAGE.read_text().split("<!-- opened -->")[1], re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\| (.*?) \| (.*?) \| (.*?) \|",
+            PAGE.read_text().split("<!-- opened -->")[1],
+            re.MULTILINE,
+        )
+    )
 
 
 @pytest.mark.slow
@@ -119,18 +148,33 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
     script, go, mark = tmp_path / "script.py", tmp_path / "go", uuid.uuid4().hex
     script.write_text(SCRIPT)
     ours = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environ = {**ours, **BACKENDS[backend], "MARK": mark, "TMPDIR": str(folders["TMPDIR"]), "HOME": str(folders["HOME"])}
+    environ = {
+        **ours,
+        **BACKENDS[backend],
+        "MARK": mark,
+        "TMPDIR": str(folders["TMPDIR"]),
+        "HOME": str(folders["HOME"]),
+    }
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script), str(go)]
-    with subprocess.Popen(command, cwd=folders["."], env=environ, stdout=-1, stderr=-1, text=True) as job:
+    with subprocess.Popen(
+        command, cwd=folders["."], env=environ, stdout=-1, stderr=-1, text=True
+    ) as job:
         try:
             pids = []
             while len(pids) < 2 and (line := job.stdout.readline()):
                 pids += map(int, re.findall(r"^ready (\d+)", line))
             os.kill(pids[0], signal.SIGUSR1)  # a flight record
             deadline = time.monotonic() + 20
-            while not [*folders["TMPDIR"].glob("jaxmpi-flight-*/rank-*.json")] and time.monotonic() < deadline:
+            while (
+                not [*folders["TMPDIR"].glob("jaxmpi-flight-*/rank-*.json")]
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.05)
-            others = [int(path.name) for path in Path("/proc").glob("[0-9]*") if mark.encode() in environ_of(path.name)]
+            others = [
+                int(path.name)
+                for path in Path("/proc").glob("[0-9]*")
+                if mark.encode() in environ_of(path.name)
+            ]
             processes = {pid: "rank" if pid in pids else "launcher" for pid in {*others, *pids}}
             rows = sockets(processes) | files(processes, folders)
         finally:
@@ -138,6 +182,8 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
             errors = job.communicate(timeout=60)[1]
     assert job.returncode == 0, errors
     assert not (missing := sorted(rows - documented())), "\n".join(map(str, missing))
-    assert {row for row in rows if row[0] == "rank"} <= {("rank", "TCP", "127.0.0.1")}  # nobody on the network reaches a rank
+    # nobody on the network reaches a rank
+    assert {row for row in rows if row[0] == "rank"} <= {("rank", "TCP", "127.0.0.1")}
     left = {general(path.name) for folder in folders.values() for path in folder.iterdir()}
-    assert left == {"jaxmpi-flight-*-*", ".cache"}, left  # which is asked for, and what was compiled
+    # which is asked for, and what was compiled
+    assert left == {"jaxmpi-flight-*-*", ".cache"}, left

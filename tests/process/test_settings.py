@@ -20,8 +20,16 @@ COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART", "JAXMPI_CACHE_BYTES"]
 SWITCHES = ["JAXMPI_CHECK", "JAXMPI_EXPLAIN", "JAXMPI_TTY"]
 WORDS = ["JAXMPI_BACKEND", "JAXMPI_TRANSPORT", "JAXMPI_COMPILE"]
 REFUSED = [
-    *[(name, text) for name in SECONDS for text in ("soon", "-1", "nan", "inf", "-inf", "1e10", "1e999", "0x10", "1,5", " ")],
-    *[(name, text) for name in COUNTS for text in ("two", "-1", "nan", "inf", "1.5", "1e3", "9" * 30)],
+    *[
+        (name, text)
+        for name in SECONDS
+        for text in ("soon", "-1", "nan", "inf", "-inf", "1e10", "1e999", "0x10", "1,5", " ")
+    ],
+    *[
+        (name, text)
+        for name in COUNTS
+        for text in ("two", "-1", "nan", "inf", "1.5", "1e3", "9" * 30)
+    ],
     *[(name, text) for name in SWITCHES for text in ("2", "-1", "yes", "nan")],
     *[(name, text) for name in WORDS for text in ("nccl", "MPI", "1", "mpi ")],
     ("JAXMPI_NODE_RANKS", "0"),
@@ -53,12 +61,19 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
     """And none is read past the table, but where `_settings` cannot be."""
     package = Path(jaxmpi.__file__).parent
     sources = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
-    named = {name for text in sources.values() for name in re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text)}
-    assert named - {children._VARIABLE} == set(settings.SETTINGS)  # ranks set it, for their children
-    past = {
-        (str(path), name) for path, text in sources.items() for name in re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text)
+    named = {
+        name for text in sources.values() for name in re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text)
     }
-    assert {name for _, name in past} <= {"JAXMPI_RUN_DIR", "JAXMPI_MPIEXEC", "JAXMPI_CACHE_DIR"}, past
+    # ranks set it, for their children
+    assert named - {children._VARIABLE} == set(settings.SETTINGS)
+    past = {
+        (str(path), name)
+        for path, text in sources.items()
+        for name in re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text)
+    }
+    assert {name for _, name in past} <= {"JAXMPI_RUN_DIR", "JAXMPI_MPIEXEC", "JAXMPI_CACHE_DIR"}, (
+        past
+    )
 
 
 @pytest.mark.parametrize(("name", "text"), REFUSED)
@@ -71,19 +86,35 @@ def test_what_is_refused_is_named(monkeypatch, name, text):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        *[(name, text, value) for name in SECONDS for text, value in [("0", 0), ("0.5", 0.5), ("1e9", 1e9)]],
+        *[
+            (name, text, value)
+            for name in SECONDS
+            for text, value in [("0", 0), ("0.5", 0.5), ("1e9", 1e9)]
+        ],
         *[
             ("JAXMPI_NODE_RANKS", "1", 1),
             ("JAXMPI_RESTART", "0", 0),
             ("JAXMPI_RESTART", "", 0),
             ("JAXMPI_NODE_RANKS", "", None),
         ],
-        *[("JAXMPI_STALL_SECONDS", "", 60), ("JAXMPI_STALL_END_SECONDS", "", None), ("JAXMPI_BACKEND", "", "auto")],
+        *[
+            ("JAXMPI_STALL_SECONDS", "", 60),
+            ("JAXMPI_STALL_END_SECONDS", "", None),
+            ("JAXMPI_BACKEND", "", "auto"),
+        ],
         *[
             ("JAXMPI_TUNE", text, value)
-            for text, value in [("", None), ("0", {}), ("chunks=3,small_bytes=0", {"chunks": 3, "small_bytes": 0})]
+            for text, value in [
+                ("", None),
+                ("0", {}),
+                ("chunks=3,small_bytes=0", {"chunks": 3, "small_bytes": 0}),
+            ]
         ],
-        *[(name, text, value) for name in SWITCHES for text, value in [("1", True), ("0", False), ("", False)]],
+        *[
+            (name, text, value)
+            for name in SWITCHES
+            for text, value in [("1", True), ("0", False), ("", False)]
+        ],
     ],
 )
 def test_what_is_allowed(monkeypatch, name, text, value):
@@ -95,7 +126,10 @@ def test_jaxmpi_run_starts_nothing_with_a_bad_value(monkeypatch, tmp_path, capfd
     monkeypatch.setenv("JAXMPI_STALL_SECONDS", "nan")
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
     assert main(["run", "-n", "2", str(tmp_path / "script.py")]) == 2
-    assert capfd.readouterr().err == "jaxmpi run: JAXMPI_STALL_SECONDS is 'nan'. It is a number of seconds, from 0 to 1e9.\n"
+    assert (
+        capfd.readouterr().err
+        == "jaxmpi run: JAXMPI_STALL_SECONDS is 'nan'. It is a number of seconds, from 0 to 1e9.\n"
+    )
 
 
 SCRIPT = """
@@ -116,17 +150,42 @@ except Exception as error:
 @pytest.mark.parametrize(
     ("ranks", "name", "value", "said"),
     [
-        ("1", "JAXMPI_STALL_SECONDS", "nan", ["ValueError: init: JAXMPI_STALL_SECONDS is 'nan'", "MPIError: init: rank 1"]),
-        ("1", "JAXMPI_BACKEND", "nccl", ["ValueError: init: JAXMPI_BACKEND is 'nccl'", "MPIError: init: rank 1"]),
-        ("0,1,2", "JAXMPI_CHECK", "2", ["ValueError: init: JAXMPI_CHECK is '2'. It is 0 or 1."] * 3),
-        ("2", "JAXMPI_NODE_RANKS", "1", ["RankMismatchError: init: JAXMPI_NODE_RANKS is unset on rank 0 and 1 on rank 2."] * 3),
+        (
+            "1",
+            "JAXMPI_STALL_SECONDS",
+            "nan",
+            ["ValueError: init: JAXMPI_STALL_SECONDS is 'nan'", "MPIError: init: rank 1"],
+        ),
+        (
+            "1",
+            "JAXMPI_BACKEND",
+            "nccl",
+            ["ValueError: init: JAXMPI_BACKEND is 'nccl'", "MPIError: init: rank 1"],
+        ),
+        (
+            "0,1,2",
+            "JAXMPI_CHECK",
+            "2",
+            ["ValueError: init: JAXMPI_CHECK is '2'. It is 0 or 1."] * 3,
+        ),
+        (
+            "2",
+            "JAXMPI_NODE_RANKS",
+            "1",
+            ["RankMismatchError: init: JAXMPI_NODE_RANKS is unset on rank 0 and 1 on rank 2."] * 3,
+        ),
         (
             "1",
             "JAXMPI_TRANSPORT",
             "mpi4jax",
             ["RankMismatchError: init: JAXMPI_TRANSPORT is 'auto' on rank 0 and 'mpi4jax'"] * 3,
         ),
-        ("1", "JAXMPI_BACKEND", "xla", ["RankMismatchError: init: backend is 'auto' on rank 0 and 'xla' on rank 1."] * 3),
+        (
+            "1",
+            "JAXMPI_BACKEND",
+            "xla",
+            ["RankMismatchError: init: backend is 'auto' on rank 0 and 'xla' on rank 1."] * 3,
+        ),
     ],
 )
 def test_every_rank_raises_whoever_has_the_value(tmp_path, monkeypatch, ranks, name, value, said):
@@ -137,7 +196,8 @@ def test_every_rank_raises_whoever_has_the_value(tmp_path, monkeypatch, ranks, n
     assert code and output.count("caught ") == 3, output
     for text in set(said):
         assert output.count(text) >= said.count(text), output
-    assert output.count(f"{name} is {value!r}") in (0, 3), output  # the others name the variable, too
+    # the others name the variable, too
+    assert output.count(f"{name} is {value!r}") in (0, 3), output
 
 
 if __name__ == "__main__":

@@ -66,14 +66,19 @@ def check_second_thread(name, patch):
     np.testing.assert_array_equal(call(), total())
     error = in_thread(call)
     assert isinstance(error, RuntimeError), error
-    assert "called in thread 'second', while thread 'MainThread', which called the last one, runs" in str(error)
+    assert (
+        "called in thread 'second', while thread 'MainThread', which called the last one, runs"
+        in str(error)
+    )
     np.testing.assert_array_equal(call(), total())  # nothing was sent
-    np.testing.assert_array_equal(in_thread(lambda: jaxmpi.jit(own)(X)), X + 1)  # what sends nothing may run anywhere
+    # what sends nothing may run anywhere
+    np.testing.assert_array_equal(in_thread(lambda: jaxmpi.jit(own)(X)), X + 1)
 
 
 def check_handing_over(name):
     call = CALLS[name]
-    with ThreadPoolExecutor(1) as executor:  # as a server would: the main thread waits for the result
+    # as a server would: the main thread waits for the result
+    with ThreadPoolExecutor(1) as executor:
         for _ in range(3):
             np.testing.assert_array_equal(executor.submit(call).result(), total())
             np.testing.assert_array_equal(call(), total())
@@ -169,7 +174,10 @@ def check_forked_child():
         os.write(write, f"{words} {jaxmpi.rank()} {jaxmpi.size()}".encode())
         os._exit(0)
     os.close(write)
-    assert os.read(read, 100).decode() == f"{[True] * (len(CALLS) + 3)} {jaxmpi.rank()} {jaxmpi.size()}"
+    assert (
+        os.read(read, 100).decode()
+        == f"{[True] * (len(CALLS) + 3)} {jaxmpi.rank()} {jaxmpi.size()}"
+    )
     os.waitpid(child, 0)
     for call in CALLS.values():
         np.testing.assert_array_equal(call(), total())

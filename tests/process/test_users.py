@@ -9,8 +9,21 @@ import pytest
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import parse
 
-COMMAND = str(Path(sys.executable).with_name("jaxmpi"))  # as `python -m jaxmpi` itself looks into the working directory
-PLANTED = ("mpi4py", "mpi4jax", "jax", "jaxlib", "numpy", "jaxmpi", "optax", "flax", "json", "re", "sitecustomize")
+# as `python -m jaxmpi` itself looks into the working directory
+COMMAND = str(Path(sys.executable).with_name("jaxmpi"))
+PLANTED = (
+    "mpi4py",
+    "mpi4jax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "jaxmpi",
+    "optax",
+    "flax",
+    "json",
+    "re",
+    "sitecustomize",
+)
 
 
 @pytest.fixture
@@ -19,7 +32,9 @@ def planted(tmp_path):
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in PLANTED:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\nraise ImportError")
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\nraise ImportError"
+        )
     yield folder
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
 
@@ -36,7 +51,9 @@ def test_what_the_working_directory_holds_is_not_imported_by_run(planted, tmp_pa
 
 @pytest.mark.exhaustive
 def test_what_the_working_directory_holds_is_not_imported_by_doctor(planted):
-    done = subprocess.run([COMMAND, "doctor", "-n", "2"], cwd=planted, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [COMMAND, "doctor", "-n", "2"], cwd=planted, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0 and "jaxmpi works here." in done.stdout, done.stdout + done.stderr
 
 
@@ -48,5 +65,7 @@ def test_a_script_is_no_option_whatever_its_name(tmp_path, monkeypatch, name):
     (tmp_path / name).write_text("import sys; print('ran', *sys.argv)")
     request = parse(["-n", "2", name, "-c", "1"])
     assert request.program == (f"./{name}", "-c", "1") and request.mpi_options == ()
-    done = subprocess.run([sys.executable, *request.program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *request.program], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == f"ran ./{name} -c 1\n"

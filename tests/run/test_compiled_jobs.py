@@ -46,12 +46,17 @@ def job(tmp_path, monkeypatch):
 
     def run(*arguments, fault="", ranks=2, **environ):
         environ = {"HOME": str(tmp_path), "XDG_CACHE_HOME": "", **environ}
-        started = start("-n", ranks, *arguments, tmp_path / "script.py", *([fault] if fault else []), **environ)
+        started = start(
+            "-n", ranks, *arguments, tmp_path / "script.py", *([fault] if fault else []), **environ
+        )
         try:
             output, errors = started.communicate(timeout=110)
         finally:
             started.kill()
-        counts = [(int(rank), int(count)) for rank, count in re.findall(r"rank (\d+) compiled (\d+)", output)]
+        counts = [
+            (int(rank), int(count))
+            for rank, count in re.findall(r"rank (\d+) compiled (\d+)", output)
+        ]
         return started.returncode, [count for _, count in sorted(counts)], errors
 
     run.folder = tmp_path / ".cache" / "jaxmpi" / "compiled"
@@ -90,7 +95,10 @@ def test_nothing_is_kept_where_that_is_asked_for(job):
 
 @pytest.mark.slow
 def test_a_folder_of_jax_s_own_overrides_it(job, tmp_path):
-    theirs = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "theirs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    theirs = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "theirs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     assert job(**theirs)[0] == 0
     assert not job.folder.exists() and [*(tmp_path / "theirs").iterdir()]
 
@@ -133,7 +141,10 @@ def test_a_rank_that_is_killed_while_it_compiles_ends_the_job(job, backend):
     if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax" and backend == "mpi":
         return
     assert code and not counts
-    assert re.match(r"jaxmpi run: the job failed: rank 0 \(pid \d+ on \S+\) was killed by signal 9", errors.splitlines()[-1])
+    assert re.match(
+        r"jaxmpi run: the job failed: rank 0 \(pid \d+ on \S+\) was killed by signal 9",
+        errors.splitlines()[-1],
+    )
 
 
 @pytest.mark.exhaustive
@@ -148,5 +159,12 @@ def test_the_watchdog_knows_why_the_others_wait(job):
     code, counts, errors = job(fault="5", ranks=3, JAXMPI_BACKEND="mpi", **limits)
     assert code == 0 and len(counts) == 3, errors  # it is not ended
     if shared(errors):
-        assert re.search(r"stalled: has waited \d+ s in the compilation of <lambda> on rank 0\n  arrived: ranks 1, 2", errors)
-        assert re.search(r"missing: rank 0 \(pid \d+ on \S+\) is compiling <lambda>, for ranks 1, 2, too\n", errors), errors
+        assert re.search(
+            r"stalled: has waited \d+ s in the compilation of <lambda> on rank 0\n  arrived: ranks "
+            r"1, 2",
+            errors,
+        )
+        assert re.search(
+            r"missing: rank 0 \(pid \d+ on \S+\) is compiling <lambda>, for ranks 1, 2, too\n",
+            errors,
+        ), errors

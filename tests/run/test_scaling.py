@@ -49,7 +49,9 @@ def test_a_program_on_one_and_two_ranks(tmp_path, monkeypatch):
     code, output, _ = end(start("--scaling", "2,1", "script.py"), timeout=120)
     rows = [line.split() for line in output.splitlines()]
     assert code == 0 and [row[0] for row in rows[:3]] == ["ranks", "1", "2"], output
-    assert 40 < float(rows[1][1]) <= 100 and rows[1][-1] == "100%" and "%" in output.splitlines()[2], output
+    assert (
+        40 < float(rows[1][1]) <= 100 and rows[1][-1] == "100%" and "%" in output.splitlines()[2]
+    ), output
     assert (tmp_path / "scaling.svg").read_text().count("<svg") == 1
     code, _, last = end(start("--scaling", "1", "script.py", "silent"), timeout=120)
     assert code == 1 and "has noted no throughput" in last

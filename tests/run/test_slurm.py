@@ -47,7 +47,8 @@ for i in range(20 if what == "train" else 100_000):
 print(f"rank {world.rank} of {world.size}: {float(w)!r}", flush=True)
 """
 
-# What runs on the node: srun, and the signal once the ranks train, which goes to them and not to srun.
+# What runs on the node: srun, and the signal once the ranks train, which goes to them and not to
+# srun.
 COMMANDS = """
 set -u
 srun --mpi={plugin} --ntasks={ranks} --overcommit {python} {script} {what} > {folder}/out 2>&1 &
@@ -101,7 +102,8 @@ def srun(tmp_path):
 def test_ranks_of_srun_train(srun, ranks):
     code, _, said = srun("train", ranks)
     assert code == 0, said
-    # mean over ranks and rows of d/dw (w x - 3 x)^2 = 2 (w - 3) x^2, so that w - 3 shrinks by 1 - 0.02 mean(x^2) a step
+    # mean over ranks and rows of d/dw (w x - 3 x)^2 = 2 (w - 3) x^2, so that w - 3 shrinks by 1 -
+    # 0.02 mean(x^2) a step
     squares = [(row * (rank + 1)) ** 2 for rank in range(ranks) for row in range(1, 5)]
     expected = 3.0 * (1.0 - (1.0 - 0.02 * sum(squares) / len(squares)) ** 20)
     found = re.findall(rf"rank (\d) of {ranks}: (\S+)", said)

@@ -17,13 +17,17 @@ assert (jax.process_index(), jax.process_count(), jax.device_count()) == (rank, 
 assert jax.local_device_count() == 1 and world.device == jax.local_devices()[0]
 
 # JAX's own tools
-np.testing.assert_array_equal(multihost_utils.process_allgather(np.float32(rank + 1)), np.arange(1, size + 1))
+np.testing.assert_array_equal(
+    multihost_utils.process_allgather(np.float32(rank + 1)), np.arange(1, size + 1)
+)
 assert multihost_utils.broadcast_one_to_all(np.float32(rank + 3)) == 3
 multihost_utils.sync_global_devices("here")
 
 # Grain: each record on one rank
 shard = grain.ShardByJaxProcess()
-mine = [int(x) for x in grain.MapDataset.source(np.arange(10))[shard.shard_index :: shard.shard_count]]
+mine = [
+    int(x) for x in grain.MapDataset.source(np.arange(10))[shard.shard_index :: shard.shard_count]
+]
 assert sorted(np.concatenate(jaxmpi.allgather_object(mine))) == list(range(10))
 
 # jaxmpi beside them: a step, eager collectives, a second call that compiles nothing
@@ -48,6 +52,10 @@ assert jaxmpi.init(jax_processes=True) is world
 mine = jnp.asarray([rank + 1.0])
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    np.testing.assert_allclose(jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2)
-np.testing.assert_allclose(jaxmpi.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2)
+    np.testing.assert_allclose(
+        jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2
+    )
+np.testing.assert_allclose(
+    jaxmpi.pmap(lambda x: jax.lax.psum(x, "i"), "i")(mine), size * (size + 1) / 2
+)
 jaxmpi.print("right")

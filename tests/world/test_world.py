@@ -24,7 +24,13 @@ PACKAGE = Path(jaxmpi.__file__).parent
 
 def python(code, **environ):
     clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**clean, **environ})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, **environ},
+    )
 
 
 def test_import_starts_neither_mpi_nor_a_backend():
@@ -64,16 +70,23 @@ MPICH = ("PMI_SIZE", "MPI_LOCALNRANKS", "UCX_NET_DEVICES")
         (MPICH, None, None, None, True, None),
     ],
 )
-def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(monkeypatch, names, ranks, here, set_by_user, room, wanted):
+def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(
+    monkeypatch, names, ranks, here, set_by_user, room, wanted
+):
     monkeypatch.setattr(mpi_library, "_has_shared_memory", lambda ranks: room)
-    environ = {name: value for name, value in zip(names, (ranks, here, set_by_user), strict=True) if value is not None}
+    environ = {
+        name: value
+        for name, value in zip(names, (ranks, here, set_by_user), strict=True)
+        if value is not None
+    }
     mpi_library._keep_to_this_host(environ)
     assert environ.get(names[2]) == wanted
     assert set(environ) <= set(names)
 
 
 @pytest.mark.parametrize(
-    ("free", "writable", "has"), [(512, True, True), (64, True, False), (512, False, False), (None, True, False)]
+    ("free", "writable", "has"),
+    [(512, True, True), (64, True, False), (512, False, False), (None, True, False)],
 )
 def test_whether_shared_memory_will_do(monkeypatch, free, writable, has):
     def statvfs(path):
@@ -119,7 +132,12 @@ assert not jaxmpi.initialized()
 def test_world_of_one_node():
     world = jaxmpi.init()
     n = world.size
-    assert (world.rank, world.local_rank, world.local_size, world.node) == (jaxmpi.rank(), jaxmpi.local_rank(), n, 0)
+    assert (world.rank, world.local_rank, world.local_size, world.node) == (
+        jaxmpi.rank(),
+        jaxmpi.local_rank(),
+        n,
+        0,
+    )
     assert jaxmpi.allgather_object((world.rank, world.local_rank)) == [(r, r) for r in range(n)]
     assert world.backend == ("mpi" if n > 1 else "single") and world.device in jax.local_devices()
     assert jaxmpi.init() is world and jaxmpi.init("auto") is world
@@ -164,8 +182,18 @@ def test_tree_functions_after_finalize_use_the_new_communicator():
             1,
             r"Start a multiple of 2 ranks\. On one rank, .*simulate\(2, axes=.*-1}\):`\.$",
         ),
-        ("init", {"member": 3}, 1, r"Start 3 ranks, or let the size of axis 'member' be -1\. On one rank, "),
-        ("init", {"island": 2, "member": 3}, 4, r"Start 6 ranks, or let the size of axis 'member' be -1\.$"),
+        (
+            "init",
+            {"member": 3},
+            1,
+            r"Start 3 ranks, or let the size of axis 'member' be -1\. On one rank, ",
+        ),
+        (
+            "init",
+            {"island": 2, "member": 3},
+            4,
+            r"Start 6 ranks, or let the size of axis 'member' be -1\.$",
+        ),
         ("init", {"island": 3, "member": -1}, 4, r"Start a multiple of 3 ranks\.$"),
         ("simulate", {"island": 2, "member": 2}, 3, r"Simulate 4 ranks\.$"),
     ],
@@ -203,7 +231,8 @@ def test_a_grouped_script_runs_on_one_rank_and_on_simulated_ranks():
     done = python(GROUPED)
     assert done.returncode == 0, done.stderr
     alone, simulated = done.stdout.splitlines()
-    w = 1.0 + 0.7 * (1 - 0.8**2)  # two steps w <- w + 0.2 (2 - w), of which the outer step takes 0.7
+    # two steps w <- w + 0.2 (2 - w), of which the outer step takes 0.7
+    w = 1.0 + 0.7 * (1 - 0.8**2)
     np.testing.assert_allclose([float(x) for x in alone.split()], [1, w, w, w], rtol=1e-6)
     np.testing.assert_allclose([float(x) for x in simulated.split()], [4, w, w, w], rtol=1e-6)
 
@@ -213,14 +242,22 @@ def test_a_grouped_script_runs_on_one_rank_and_on_simulated_ranks():
 def test_axes_give_each_rank_coordinates():
     n, rank = jaxmpi.size(), jaxmpi.rank()
     jaxmpi.finalize()
-    with pytest.raises(ValueError, match=f"init: axes are .*, which are a multiple of 3 ranks together, and there .* {n} rank"):
+    with pytest.raises(
+        ValueError,
+        match=f"init: axes are .*, which are a multiple of 3 ranks together, and there .* {n} rank",
+    ):
         jaxmpi.init(axes={"island": 3, "member": -1})
     islands = min(n, 2)
     world = jaxmpi.init(axes={"island": islands, "member": -1})
     assert world.axes == {"island": islands, "member": n // islands}
     assert world.coordinates == {"island": rank // (n // islands), "member": rank % (n // islands)}
-    assert jaxmpi.init() is world and jaxmpi.init(axes={"island": -1, "member": n // islands}) is world
-    with pytest.raises(ValueError, match=r"init: axes are .* since the first call, and now {'member': \d} were asked for"):
+    assert (
+        jaxmpi.init() is world and jaxmpi.init(axes={"island": -1, "member": n // islands}) is world
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"init: axes are .* since the first call, and now {'member': \d} were asked for",
+    ):
         jaxmpi.init(axes={"member": n})
     place = jaxmpi.jit(lambda: {name: jax.lax.axis_index(name) for name in world.axes})()
     assert place == world.coordinates
@@ -233,14 +270,22 @@ def test_axes_give_each_rank_coordinates():
 
 def test_unknown_backend():
     done = python("import jaxmpi; jaxmpi.init('nccl')")
-    assert "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi, xla." in done.stderr
+    assert (
+        "ValueError: init: backend 'nccl' is unknown. Use one of auto, single, mpi, xla."
+        in done.stderr
+    )
     done = python("import jaxmpi; jaxmpi.init()", JAXMPI_BACKEND="nccl")
-    assert "ValueError: init: JAXMPI_BACKEND is 'nccl'. It is one of auto, single, mpi, xla." in done.stderr
+    assert (
+        "ValueError: init: JAXMPI_BACKEND is 'nccl'. It is one of auto, single, mpi, xla."
+        in done.stderr
+    )
 
 
 def test_launched_without_mpi_says_what_to_install(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not installed')")
-    done = python("import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4")
+    done = python(
+        "import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4"
+    )
     assert "MPIError: 4 ranks were launched, but mpi4py does not work here" in done.stderr
     assert "pip install" in done.stderr
 
@@ -253,7 +298,9 @@ def launched_by_another_mpi():
 
 def test_launched_by_another_mpi_says_so():
     done = python("import jaxmpi; jaxmpi.init()", **launched_by_another_mpi())
-    assert "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
+    assert (
+        "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
+    )
     assert "Start the job with the mpirun of that MPI" in done.stderr
 
 
@@ -268,13 +315,21 @@ for _ in range(2):
 """
     done = python(code, **launched_by_another_mpi())
     first, second = done.stdout.splitlines()
-    assert "each of them is alone" in first and "MPI has ended in this process already. Start a new one." in second
+    assert (
+        "each of them is alone" in first
+        and "MPI has ended in this process already. Start a new one." in second
+    )
 
 
 def test_mpi4jax_of_another_mpi_says_so(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
-    done = python("import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path), JAXMPI_TRANSPORT="mpi4jax")
-    assert "MPIError: MPI was asked for, but mpi4jax does not work here: MPI ABI incompatibility" in done.stderr
+    done = python(
+        "import jaxmpi; jaxmpi.init('mpi')", PYTHONPATH=str(tmp_path), JAXMPI_TRANSPORT="mpi4jax"
+    )
+    assert (
+        "MPIError: MPI was asked for, but mpi4jax does not work here: MPI ABI incompatibility"
+        in done.stderr
+    )
     assert "--no-build-isolation --no-cache-dir" in done.stderr
 
 
@@ -323,19 +378,29 @@ def test_gpus_of_amd_go_by_local_rank(monkeypatch, tmp_path, variables, local_ra
     updates = {}
     for node, units in enumerate((0, 304, 304)):  # the first is the CPU
         (tmp_path / str(node)).mkdir()
-        (tmp_path / str(node) / "properties").write_text(f"cpu_cores_count {64 * (units == 0)}\nsimd_count {units}\n")
+        (tmp_path / str(node) / "properties").write_text(
+            f"cpu_cores_count {64 * (units == 0)}\nsimd_count {units}\n"
+        )
     monkeypatch.setattr(_devices, "find_spec", lambda name: object() if "rocm" in name else None)
     monkeypatch.setattr(_devices.jax.config, "update", updates.__setitem__)
     monkeypatch.setattr(_devices, "started_without", lambda index, option: False)
     visible = _devices.visible
     monkeypatch.setattr(_devices, "visible", lambda devices=None: visible(devices, kfd=tmp_path))
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "JAX_PLATFORMS",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     index, name = chosen
     assert _devices.choose(local_rank, 4, None) == name
-    assert updates.get("jax_rocm_visible_devices") == index and "jax_cuda_visible_devices" not in updates
+    assert (
+        updates.get("jax_rocm_visible_devices") == index
+        and "jax_cuda_visible_devices" not in updates
+    )
 
 
 def test_device_that_is_not_there(monkeypatch):
@@ -353,7 +418,8 @@ def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(
-        RuntimeError, match=r"init: JAX has started already, .* is to have GPU 5 alone\. Call jaxmpi\.init\(\) before"
+        RuntimeError,
+        match=r"init: JAX has started already, .* is to have GPU 5 alone\. Call jaxmpi\.init\(\) before",
     ):
         _devices.choose(1, 2, None)
 
@@ -388,7 +454,9 @@ def test_xla_is_the_default_with_a_gpu_for_every_rank(shown, enough):
         ("GPU-c", "GPU-c", "GPU-c"),
     ],
 )
-def test_gpus_that_slurm_has_numbered_anew_are_told_apart(monkeypatch, tmp_path, listed, exists, uuid):
+def test_gpus_that_slurm_has_numbered_anew_are_told_apart(
+    monkeypatch, tmp_path, listed, exists, uuid
+):
     if exists is not None:
         (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '%s\\n' " + exists)
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -419,10 +487,14 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("['mpi', 'xla'][rank]", "backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same"),
+        (
+            "['mpi', 'xla'][rank]",
+            "backend is 'mpi' on rank 0 and 'xla' on rank 1. Give every rank the same",
+        ),
         (
             "'mpi', axes=[{'a': 2, 'b': 1}, {'b': 1, 'a': 2}][rank]",
-            "axes is {'a': 2, 'b': 1} on rank 0 and {'b': 1, 'a': 2} on rank 1. Give every rank the same",
+            "axes is {'a': 2, 'b': 1} on rank 0 and {'b': 1, 'a': 2} on rank 1. Give every rank "
+            "the same",
         ),
     ],
     ids=["backend", "axes"],
@@ -451,16 +523,23 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
     ),
     "an extension of older sources": (
         "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
-        ("was built from other sources than those in", "init: rank 1 cannot join the others. MPIError: The extension"),
+        (
+            "was built from other sources than those in",
+            "init: rank 1 cannot join the others. MPIError: The extension",
+        ),
     ),
     "a node with fewer GPUs": (
         "def broken(*_): raise ValueError('init: devices=[3], and this node shows')\n"
         "    from jaxmpi import _devices; _devices.choose = _devices.visible = broken",
-        ("ValueError: init: devices=[3]", "init: rank 1 cannot join the others. ValueError: init: devices=[3]"),
+        (
+            "ValueError: init: devices=[3]",
+            "init: rank 1 cannot join the others. ValueError: init: devices=[3]",
+        ),
     ),
     "something unforeseen": (
         "def broken(*_): raise OSError('unforeseen')\n"
-        "    from jaxmpi._backends import process_group; process_group.unlink_shared_memory = broken",
+        "    from jaxmpi._backends import process_group; process_group.unlink_shared_memory = "
+        "broken",
         ("OSError: unforeseen", "rank 1"),
     ),
 }
@@ -480,7 +559,8 @@ def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, jax, jaxmpi\n"
-        f"if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n    {breaks}\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n    "
+        f"{breaks}\n"
         "jaxmpi.init()\n"
     )
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
@@ -501,10 +581,21 @@ def test_jax_knows_the_ranks_where_that_is_asked_for():
 
 @pytest.mark.slow
 def test_an_array_before_init_on_xla_is_an_error_that_says_so():
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(Path(__file__).with_name("early_array.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        "2",
+        str(Path(__file__).with_name("early_array.py")),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert re.search("init: JAX has started already.* before anything that makes an array", done.stdout + done.stderr)
+    assert re.search(
+        "init: JAX has started already.* before anything that makes an array",
+        done.stdout + done.stderr,
+    )
 
 
 def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
@@ -512,7 +603,10 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     jax_processes.join_jax_processes(1, 2, True, lambda obj: obj)  # they are
-    with pytest.raises(RuntimeError, match=r"made this process 1 of 2, and it is rank 0 of 2 in MPI. Leave that call out"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"made this process 1 of 2, and it is rank 0 of 2 in MPI. Leave that call out",
+    ):
         jax_processes.join_jax_processes(0, 2, True, lambda obj: obj)
 
 
@@ -523,14 +617,23 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
         (2, "node1", "10.0.0.7", "127.0.0.1", "127.0.0.1", "127.0.0.1", "lo"),
         (1, None, "127.0.0.3", "127.0.0.3", "127.0.0.3", "127.0.0.3", None),
         (1, "127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.2", "127.0.0.3", None),
-        (1, "198.51.100.9", "127.0.0.3", "198.51.100.9", "0.0.0.0", "127.0.0.3", None),  # an address that leads here
+        # an address that leads here
+        (1, "198.51.100.9", "127.0.0.3", "198.51.100.9", "0.0.0.0", "127.0.0.3", None),
     ],
 )
-def test_the_addresses_at_which_xla_listens(monkeypatch, local_size, named, own, address, bind, gloo, nccl):
+def test_the_addresses_at_which_xla_listens(
+    monkeypatch, local_size, named, own, address, bind, gloo, nccl
+):
     """Of the hosts of the job alone, and of none but this in a job of one host."""
     seen = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda address, *_, **options: seen.update(options, address=address))
-    monkeypatch.setattr(jax_processes._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host))
+    monkeypatch.setattr(
+        jax.distributed,
+        "initialize",
+        lambda address, *_, **options: seen.update(options, address=address),
+    )
+    monkeypatch.setattr(
+        jax_processes._jaxcompat, "gloo_listens_at", lambda host: seen.update(gloo=host)
+    )
     monkeypatch.setattr(jax_processes._jaxcompat, "backends_started", lambda: False)
     monkeypatch.setattr(jax_processes, "_towards", lambda host: own)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
@@ -539,5 +642,8 @@ def test_the_addresses_at_which_xla_listens(monkeypatch, local_size, named, own,
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     jax_processes.join_jax_processes(0, 2, local_size == 2, lambda obj: obj)
     port = seen["address"].rpartition(":")[2]
-    assert (seen["address"], seen["coordinator_bind_address"]) == (f"{address}:{port}", f"{bind}:{port}")
+    assert (seen["address"], seen["coordinator_bind_address"]) == (
+        f"{address}:{port}",
+        f"{bind}:{port}",
+    )
     assert (seen["gloo"], os.environ.get("NCCL_SOCKET_IFNAME")) == (gloo, nccl)

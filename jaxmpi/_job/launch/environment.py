@@ -24,19 +24,27 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise LaunchError("the working directory is gone. Change to one that exists (cd).") from None
+        raise LaunchError(
+            "the working directory is gone. Change to one that exists (cd)."
+        ) from None
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= limit < FILE_BYTES:
         raise LaunchError(
-            f"files may not be larger than {limit} bytes here, and shared memory needs {FILE_BYTES}. Raise `ulimit -f`."
+            f"files may not be larger than {limit} bytes here, and shared memory needs "
+            f"{FILE_BYTES}. Raise `ulimit -f`."
         )
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < OPEN_FILES:
-        raise LaunchError(f"only {files} files may be open at once here, and a job needs {OPEN_FILES}. Raise `ulimit -n`.")
+        raise LaunchError(
+            f"only {files} files may be open at once here, and a job needs {OPEN_FILES}. Raise "
+            "`ulimit -n`."
+        )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        raise LaunchError("there is no folder for temporary files that can be written to. Set TMPDIR to one.") from None
+        raise LaunchError(
+            "there is no folder for temporary files that can be written to. Set TMPDIR to one."
+        ) from None
     if not environ.get("HOME"):
         environ["HOME"] = _home()
 
@@ -59,6 +67,11 @@ def socket_folder(name_bytes: int) -> str:
     """
     usual = tempfile.gettempdir()
     for folder in (usual, "/tmp", "/var/tmp"):
-        if len(os.fsencode(folder)) + name_bytes <= SOCKET_PATH_BYTES and os.access(folder, os.W_OK | os.X_OK):
+        if len(os.fsencode(folder)) + name_bytes <= SOCKET_PATH_BYTES and os.access(
+            folder, os.W_OK | os.X_OK
+        ):
             return folder
-    raise OSError(f"the path of the temporary folder is too long for a socket: {usual}. Set TMPDIR to a shorter one.")
+    raise OSError(
+        f"the path of the temporary folder is too long for a socket: {usual}. Set TMPDIR to a "
+        "shorter one."
+    )

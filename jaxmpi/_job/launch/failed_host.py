@@ -4,7 +4,8 @@ import re
 
 __all__ = ["failed_host"]
 
-# White space collapsed; the first that matches counts. A launcher that has lost a host kills the ranks of the others.
+# White space collapsed; the first that matches counts. A launcher that has lost a host kills the
+# ranks of the others.
 _LOST = (
     r"Remote daemon: \S+ on node (\S+)",
     r"A daemon failed to report back .{1,900}? Remote host: (\S+)",

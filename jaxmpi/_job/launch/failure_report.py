@@ -11,22 +11,26 @@ from jaxmpi._job.process.run_dir import Member
 
 __all__ = ["End", "Failure", "find_failure"]
 
-# What the launchers say of the rank that ended the job, white space collapsed; the first that matches counts.
+# What the launchers say of the rank that ended the job, white space collapsed; the first that
+# matches counts.
 _VERDICTS = (
-    r"MPI_ABORT was invoked on rank .{1,200}? Proc: \[\[\d+,\d+\],(?P<rank>\d+)\] Errorcode: (?P<abort>-?\d+)",
+    r"MPI_ABORT was invoked on rank .{1,200}? Proc: \[\[\d+,\d+\],(?P<rank>\d+)\] Errorcode: "
+    r"(?P<abort>-?\d+)",
     # Open MPI 4; in another communicator the rank has another number
     r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator MPI_COMM_WORLD"
     r" with errorcode (?P<abort>-?\d+)",
     r"MPI_ABORT was invoked on rank \d+ in communicator .{1,200}?"
     r" with errorcode (?P<abort>-?\d+)",
     r"Abort\((?P<abort>-?\d+)\) on node (?P<rank>\d+)",
-    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exited on signal (?P<signal>\d+)",
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exited on signal "
+    r"(?P<signal>\d+)",
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node \S+ exiting improperly",
     r"Process name: \[\S+,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
-    r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) = EXIT CODE: (?P<code>\d+)(?:.{1,2000}? \(signal (?P<signal>\d+)\))?",
+    r"PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) = EXIT CODE: (?P<code>\d+)(?:.{1,2000}? \(signal "
+    r"(?P<signal>\d+)\))?",
 )
-# Intel MPI lists all ranks that a signal has ended, in the order of the ranks: also those that it has
-# killed itself, because of another.
+# Intel MPI lists all ranks that a signal has ended, in the order of the ranks: also those that it
+# has killed itself, because of another.
 _KILLED = (
     r"RANK (?P<rank>\d+) PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)"
     r" = KILLED BY SIGNAL: (?P<signal>\d+)"
@@ -56,9 +60,9 @@ class Failure(NamedTuple):
         """Return the exit code of the job; `code` is that of the launcher.
 
         It is the same whichever MPI runs: 128 + n where signal n has killed the rank, and else the
-        code that the rank has exited with. Open MPI's launcher says the same, MPICH's n in the place
-        of 128 + n, and Intel's 255 for both. Another code is that of a rank that has ended the job:
-        the signal is the launcher's own.
+        code that the rank has exited with. Open MPI's launcher says the same, MPICH's n in the
+        place of 128 + n, and Intel's 255 for both. Another code is that of a rank that has ended
+        the job: the signal is the launcher's own.
         """
         if self.signal and code in (0, self.signal, 255):
             return 128 + self.signal
@@ -107,7 +111,9 @@ def find_failure(text: str, joined: Sequence[Member], ended: Sequence[End]) -> F
         # Intel MPI kills with SIGKILL: another signal is that of the rank that was first. Otherwise
         # it is the rank that was seen to end first, unless a rank of another host may have been.
         crashed = [groups for groups in killed if int(groups["signal"]) != signal.SIGKILL]
-        away = [groups for groups in killed if joined and not same_host(groups["host"], joined[0].host)]
+        away = [
+            groups for groups in killed if joined and not same_host(groups["host"], joined[0].host)
+        ]
         if away and not crashed:
             return Failure(others=others)
         seen = [groups for groups in killed if first and int(groups["pid"]) == first.member.pid]
@@ -124,9 +130,9 @@ def find_failure(text: str, joined: Sequence[Member], ended: Sequence[End]) -> F
             said["rank"] = int(reported[1])
         return Failure(**said, host=host, joined=True)
 
-    # On this host the order in which the ranks ended is known. What the launcher says of another pid
-    # is about one that it has killed itself. A rank that has called MPI_Abort is killed with the
-    # others, in any order: the first to end is not meant where the launcher names no rank.
+    # On this host the order in which the ranks ended is known. What the launcher says of another
+    # pid is about one that it has killed itself. A rank that has called MPI_Abort is killed with
+    # the others, in any order: the first to end is not meant where the launcher names no rank.
     named = "rank" in said or "abort" not in said
     if first and named and said.get("rank", first.member.rank) == first.member.rank:
         confirmed = said if said.get("pid", first.member.pid) == first.member.pid else {}
@@ -156,4 +162,8 @@ def _outcome(status: int | None) -> dict[str, int]:
     """Return a wait status as fields of `Failure`."""
     if status is None:
         return {}
-    return {"signal": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else {"code": os.WEXITSTATUS(status)}
+    return (
+        {"signal": os.WTERMSIG(status)}
+        if os.WIFSIGNALED(status)
+        else {"code": os.WEXITSTATUS(status)}
+    )

@@ -17,16 +17,19 @@ __all__ = ["HostRanks"]
 class HostRanks:
     """What is known of the ranks of this host, and in which order they end: MPI's launcher kills all when it misses the first.
 
-    What was read from the run's folder is kept: it is in the temporary folder, from which programs remove what is old.
+    What was read from the run's folder is kept: it is in the temporary folder, from which programs
+    remove what is old.
     """
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
-        self.preemptible: set[int] = set()  # ranks that take a SIGTERM, and tell the others, so that all stop in order
+        # ranks that take a SIGTERM, and tell the others, so that all stop in order
+        self.preemptible: set[int] = set()
         self.verdict = ""  # of the ranks: why the job has ended
         self.refused_count = ""  # why the ranks do not work in a job of so many of them
         self._members: dict[int, Member] = {}  # of all hosts, by rank
-        self._open: dict[int, Member] = {}  # by file descriptor: of the rank's pipe, and of the process
+        # by file descriptor: of the rank's pipe, and of the process
+        self._open: dict[int, Member] = {}
         self._process: dict[Member, int] = {}
         self._ended: dict[Member, None] = {}  # in order
         self._epoll = select.epoll()  # what comes first is returned first
@@ -36,12 +39,22 @@ class HostRanks:
         with contextlib.suppress(OSError):
             os.mkdir(self.run_dir, 0o700)  # it was removed: ranks that leave in order say so in it
         if self._is_ours():
-            self.preemptible |= {int(path.name.partition("-")[2]) for path in Path(self.run_dir).glob("preemptible-*")}
+            self.preemptible |= {
+                int(path.name.partition("-")[2])
+                for path in Path(self.run_dir).glob("preemptible-*")
+            }
             for member in registry.members(self.run_dir, skip=self._members):
                 self._members[member.rank] = member
                 if member.host == os.uname().nodename:
-                    with contextlib.suppress(OSError):  # the rank is gone already, or the kernel has no pidfd
-                        self._follow(os.open(f"{self.run_dir}/rank-{member.rank}.pipe", os.O_RDONLY | os.O_NONBLOCK), member)
+                    # the rank is gone already, or the kernel has no pidfd
+                    with contextlib.suppress(OSError):
+                        self._follow(
+                            os.open(
+                                f"{self.run_dir}/rank-{member.rank}.pipe",
+                                os.O_RDONLY | os.O_NONBLOCK,
+                            ),
+                            member,
+                        )
                         self._process[member] = os.pidfd_open(member.pid)
                         self._follow(self._process[member], member)  # a child may hold the pipe
         while events := self._epoll.poll(timeout_seconds, maxevents=1):
@@ -52,7 +65,11 @@ class HostRanks:
     @property
     def members(self) -> list[Member]:
         """The ranks of this host, by rank, as they last described themselves."""
-        now = {member.rank: member for member in registry.members(self.run_dir)} if self._is_ours() else {}
+        now = (
+            {member.rank: member for member in registry.members(self.run_dir)}
+            if self._is_ours()
+            else {}
+        )
         known = {**self._members, **now}
         return [known[rank] for rank in sorted(known) if known[rank].host == os.uname().nodename]
 

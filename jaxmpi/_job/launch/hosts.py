@@ -86,7 +86,8 @@ def _allocated(environ: Mapping[str, str]) -> list[int]:
     """Places on each of the batch system's nodes; empty without one."""
     with contextlib.suppress(KeyError, OSError):
         return [*_places(Path(environ["PBS_NODEFILE"]).read_text().split()).values()]
-    nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # such as "4(x2),3"
+    # such as "4(x2),3"
+    nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
     return [int(ranks) for ranks, times in nodes for _ in range(int(times or 1))]
 
 

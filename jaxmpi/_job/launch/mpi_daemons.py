@@ -9,7 +9,8 @@ from pathlib import Path
 
 __all__ = ["MpiDaemons", "children"]
 
-_LOST = r"control_cb .{0,200}assert \(!closed\) failed"  # what mpiexec says, and ends; then the ranks of all hosts are killed
+# what mpiexec says, and ends; then the ranks of all hosts are killed
+_LOST = r"control_cb .{0,200}assert \(!closed\) failed"
 _NUMBER = re.compile(rb"--proxy-id[\0 ](\d+)")
 
 
@@ -46,7 +47,9 @@ class MpiDaemons:
         number = self._ended[0] if self._ended else len(self._hosts)
         if number >= len(self._hosts) or not re.search(_LOST, " ".join(text.split())):
             return ""
-        return f"MPI's daemon on {self._hosts[number]} ended first: it was killed, or the host failed"
+        return (
+            f"MPI's daemon on {self._hosts[number]} ended first: it was killed, or the host failed"
+        )
 
     def close(self) -> None:
         """Follow nobody any more."""

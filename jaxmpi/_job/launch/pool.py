@@ -35,7 +35,12 @@ _pools: dict[tuple[int, str, str], "Pool"] = {}
 _choosing = threading.Lock()
 
 
-def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf, axes: Mapping[str, int] | None = None) -> "Pool":
+def pool(
+    ranks: int,
+    backend: str = "auto",
+    idle_seconds: float = math.inf,
+    axes: Mapping[str, int] | None = None,
+) -> "Pool":
     """The job of so many ranks on a backend, started now if there is none alive; others end that were idle for so long."""
     key = ranks, backend, repr(axes)
     with _choosing:
@@ -50,18 +55,26 @@ def pool(ranks: int, backend: str = "auto", idle_seconds: float = math.inf, axes
 class Pool:
     """A job of `ranks` ranks that waits for tasks."""
 
-    def __init__(self, ranks: int, backend: str = "auto", axes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, ranks: int, backend: str = "auto", axes: Mapping[str, int] | None = None
+    ) -> None:
         self.ranks: dict[int, Connection] = {}
         self.used = time.monotonic()
         self._ended = False
         self._turn = threading.Lock()  # of the threads that call `run`
         self._printed = ""
-        self._directory = tempfile.TemporaryDirectory(prefix="jaxmpi-pool-", dir=socket_folder(NAME_BYTES))
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="jaxmpi-pool-", dir=socket_folder(NAME_BYTES)
+        )
         self._log = open(Path(self._directory.name, "log"), "a+b")
         address = str(Path(self._directory.name, "socket"))
         launch = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         connections = Listener(address, "AF_UNIX")
-        self._start([sys.executable, *launch, "-m", "jaxmpi._job.launch.worker", json.dumps(axes)], address, backend)
+        self._start(
+            [sys.executable, *launch, "-m", "jaxmpi._job.launch.worker", json.dumps(axes)],
+            address,
+            backend,
+        )
         try:
             with connections as listener:
                 listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
@@ -78,7 +91,8 @@ class Pool:
     def _start(self, command: Sequence[str], address: str, backend: str) -> None:
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, ADDRESS: address} | ({"JAXMPI_BACKEND": backend} if backend != "auto" else {}),
+            env={**os.environ, ADDRESS: address}
+            | ({"JAXMPI_BACKEND": backend} if backend != "auto" else {}),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -103,7 +117,8 @@ class Pool:
     def run(self, task: Task | Call) -> list[Result]:
         """Run one task on every rank; raise a RankFailure with every failing rank's words.
 
-        Whoever interrupts it ends the ranks: their answers are still to come, and would be taken for those to the next task.
+        Whoever interrupts it ends the ranks: their answers are still to come, and would be taken
+        for those to the next task.
         """
         if isinstance(task, Task):
             task = task._replace(
@@ -122,7 +137,9 @@ class Pool:
             raise RankFailure(self._report(failed, sorted(waiting), task.timeout_seconds))
         return sorted(results)
 
-    def _answers(self, task: Task | Call) -> tuple[list[Result], list[Result], dict[int, Connection]]:
+    def _answers(
+        self, task: Task | Call
+    ) -> tuple[list[Result], list[Result], dict[int, Connection]]:
         """All results, those that failed, and the ranks that have not answered in time."""
         self._log.truncate(0)
         for connection in self.ranks.values():
@@ -132,7 +149,9 @@ class Pool:
         deadline = time.monotonic() + task.timeout_seconds
         while waiting and time.monotonic() < deadline:
             left = deadline - time.monotonic()
-            ready = wait(list(waiting.values()), timeout=max(0.0, left) if math.isfinite(left) else None)
+            ready = wait(
+                list(waiting.values()), timeout=max(0.0, left) if math.isfinite(left) else None
+            )
             for rank in [r for r, c in waiting.items() if c in ready]:
                 result = _receive(rank, waiting.pop(rank))
                 results.append(result)
@@ -147,12 +166,16 @@ class Pool:
             lines += [f"---- rank {result.rank}", result.error or "", result.output]
         if waiting and failed:
             lines.append(
-                f"---- ranks {waiting} still ran {GRACE_SECONDS:g} s after that, as in a collective with the one that failed"
+                f"---- ranks {waiting} still ran {GRACE_SECONDS:g} s after that, as in a "
+                "collective with the one that failed"
             )
         elif waiting:
             lines.append(f"---- ranks {waiting} did not end within {timeout_seconds:g} s")
         if self._ended:
-            lines += ["---- the ranks were ended, and the next call starts new ones; the job has written", self._printed]
+            lines += [
+                "---- the ranks were ended, and the next call starts new ones; the job has written",
+                self._printed,
+            ]
         return "\n".join(lines)
 
     def end(self, patience_seconds: float = GRACE_SECONDS) -> None:

@@ -40,7 +40,8 @@ class Restarts:
     def after(self, request: Request, host: str) -> tuple[Request, str]:
         """What to run next, after a job on `request` has failed on `host`; and what to tell the user.
 
-        Without named hosts, or where no one knows which failed, it is one rank less with `--min-ranks`, or else the same.
+        Without named hosts, or where no one knows which failed, it is one rank less with
+        `--min-ranks`, or else the same.
 
         Raises:
           LaunchError: too few hosts are left.
@@ -48,7 +49,11 @@ class Restarts:
         now = named_hosts(self.first.mpi_options)
         blamed = next((name for name in now if host and same_host(name, host)), "")
         if not now or not self._slots or not (blamed or set(now) != set(self._slots)):
-            fewer = request.ranks if request.min_ranks is None else max(request.min_ranks, request.ranks - 1)
+            fewer = (
+                request.ranks
+                if request.min_ranks is None
+                else max(request.min_ranks, request.ranks - 1)
+            )
             return replace(request, ranks=self._accepted(fewer, self._most(request))), ""
         self.failures[blamed] += bool(blamed)
         out = [name for name in now if self.failures[name] > MOST_FAILURES]
@@ -58,12 +63,19 @@ class Restarts:
         needed = self.first.min_ranks or self.first.ranks
         if ranks < needed:
             raise LaunchError(
-                f"{', '.join(out)} failed twice, and the other hosts have room for {ranks} ranks of the {needed} that are "
+                f"{', '.join(out)} failed twice, and the other hosts have room for {ranks} ranks "
+                f"of the {needed} that are "
                 "needed. Add hosts to the file, or give --min-ranks a smaller number."
             )
-        options = with_hosts(self.first.mpi_options, left, self.folder) if out else self.first.mpi_options
-        said = [f"without {', '.join(out)}, which failed twice"] * bool(out) + [f"with {', '.join(joined)}"] * bool(joined)
-        return replace(request, ranks=self._accepted(ranks, ranks), mpi_options=options), "; ".join(said)
+        options = (
+            with_hosts(self.first.mpi_options, left, self.folder) if out else self.first.mpi_options
+        )
+        said = [f"without {', '.join(out)}, which failed twice"] * bool(out) + [
+            f"with {', '.join(joined)}"
+        ] * bool(joined)
+        return replace(request, ranks=self._accepted(ranks, ranks), mpi_options=options), "; ".join(
+            said
+        )
 
     def after_refused(self, request: Request, reason: str) -> Request:
         """Return what to run next, after the program has refused the number of ranks of `request`.
@@ -90,7 +102,8 @@ class Restarts:
                 return number
         each = "".join(f"\n  {number} ranks: {why}" for number, why in sorted(self.refused.items()))
         raise LaunchError(
-            f"the program runs on no number of ranks from {least} to {most}. Give -n and --min-ranks "
+            f"the program runs on no number of ranks from {least} to {most}. Give -n and "
+            "--min-ranks "
             f"others, or change it:{each}"
         )
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from jaxmpi._job.launch.environment import prepare
 from jaxmpi._job.launch.hosts import named_hosts, on_other_nodes
-from jaxmpi._job.launch.mpiexec import Launcher, LaunchError, check_library, environment, find_launcher, identify
+from jaxmpi._job.launch.mpiexec import (
+    Launcher,
+    LaunchError,
+    check_library,
+    environment,
+    find_launcher,
+    identify,
+)
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.output import open_streams, say
 from jaxmpi._job.launch.placement import check_counts, command, plan, survey
@@ -22,7 +29,8 @@ __all__ = ["run"]
 
 PICTURE = "scaling.svg"  # of --scaling, in the working directory
 
-_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")  # what the user sets here holds for ranks on other hosts, too
+# what the user sets here holds for ranks on other hosts, too
+_EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,11 +57,17 @@ def run(arguments: Sequence[str]) -> int:
             try:
                 if refused:  # the program has not failed: it never ran
                     request = restarts.after_refused(request, outcome.refused_count)
-                    say(f"starts on {request.ranks} ranks instead, which does not count as a restart")
+                    say(
+                        f"starts on {request.ranks} ranks instead, which does not count as a "
+                        "restart"
+                    )
                 else:
                     request, changed = restarts.after(request, outcome.host)
                     failures += 1
-                    say(f"restart {failures} of {request.restarts}" + (f" {changed}" if changed else ""))
+                    say(
+                        f"restart {failures} of {request.restarts}"
+                        + (f" {changed}" if changed else "")
+                    )
             except LaunchError as error:
                 say(f"no restart: {error}")
                 return outcome.code
@@ -67,7 +81,10 @@ def _scale(request: Request, launcher: Launcher) -> int:
         if outcome.code:
             return outcome.code
         if not outcome.rates:
-            say("the program has noted no throughput to compare. Call `jaxmpi.Throughput.read` in it, once an epoch, say.")
+            say(
+                "the program has noted no throughput to compare. Call `jaxmpi.Throughput.read` in "
+                "it, once an epoch, say."
+            )
             return 1
         hosts = on_other_nodes(request.mpi_options, os.environ)
         points.append(Point(ranks, outcome.rates, crowded=ranks > cores and not hosts))
@@ -85,12 +102,20 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     decided = plan(request, launcher, survey(), os.environ)
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
-    added = {**decided.environ, **_terminal(os.environ), "JAXMPI_RUN_DIR": run_dir, "JAXMPI_RESTART": str(attempt)}
+    added = {
+        **decided.environ,
+        **_terminal(os.environ),
+        "JAXMPI_RUN_DIR": run_dir,
+        "JAXMPI_RESTART": str(attempt),
+    }
     if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
         added["JAXMPI_CACHE_DIR"] = kept
     own = environment(launcher, os.environ, request.mpi_options, run_dir)
     environ = {**os.environ, **added, **own}
-    exported = [*added, *(name for name in os.environ if name not in added and name.startswith(_EXPORTED))]
+    exported = [
+        *added,
+        *(name for name in os.environ if name not in added and name.startswith(_EXPORTED)),
+    ]
     hosts = [] if launcher.family.names_lost_host else [*named_hosts(request.mpi_options)]
     return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
 
@@ -99,4 +124,7 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     """Tell the ranks, who see pipes only, that their stderr ends up on a terminal, and how wide it is."""
     if not os.isatty(2):
         return {}
-    return {"JAXMPI_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(os.get_terminal_size(2).columns))}
+    return {
+        "JAXMPI_TTY": "1",
+        "COLUMNS": environ.get("COLUMNS", str(os.get_terminal_size(2).columns)),
+    }

@@ -34,7 +34,10 @@ def table(points: Sequence[Point]) -> str:
         spread = f"{min(rates):.4g} to {max(rates):.4g}"
         speedup = efficiency * point.ranks / min(points).ranks
         note = "  more ranks than cores" * point.crowded
-        lines.append(f"{point.ranks:5}  {point.per_second:10.4g}  {spread:>19}  {speedup:7.2f}  {efficiency:10.0%}{note}")
+        lines.append(
+            f"{point.ranks:5}  {point.per_second:10.4g}  {spread:>19}  {speedup:7.2f}  "
+            f"{efficiency:10.0%}{note}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -50,13 +53,23 @@ def picture(points: Sequence[Point], path: str) -> None:
     left, right = figure.subplots(1, 2)
     ranks, base = [point.ranks for point in points], min(points)
     left.plot(ranks, [point.per_second for point in points], "o-", label="measured")
-    left.plot(ranks, [base.per_second * n / base.ranks for n in ranks], "--", color="gray", label="linear")
+    left.plot(
+        ranks, [base.per_second * n / base.ranks for n in ranks], "--", color="gray", label="linear"
+    )
     left.set(xlabel="ranks", ylabel="samples per second", xticks=ranks, ylim=(0, None))
     left.legend()
     right.plot(ranks, efficiencies(points), "o-")
     right.axhline(1.0, linestyle="--", color="gray")
-    right.set(xlabel="ranks", ylabel=f"efficiency against {base.ranks}", xticks=ranks, ylim=(0, 1.1))
+    right.set(
+        xlabel="ranks", ylabel=f"efficiency against {base.ranks}", xticks=ranks, ylim=(0, 1.1)
+    )
     for point, efficiency in zip(points, efficiencies(points), strict=True):
         if point.crowded:
-            right.annotate("more ranks\nthan cores", (point.ranks, efficiency), ha="right", va="top", fontsize=8)
+            right.annotate(
+                "more ranks\nthan cores",
+                (point.ranks, efficiency),
+                ha="right",
+                va="top",
+                fontsize=8,
+            )
     figure.savefig(path)

@@ -1,6 +1,7 @@
 """Run MPI's launcher to its end: pass its output on, stop it on a signal, name the rank that failed, leave nothing behind.
 
-Every process of the job carries JAXMPI_RUN_DIR in its environment: by that it is told from all others.
+Every process of the job carries JAXMPI_RUN_DIR in its environment: by that it is told from all
+others.
 """
 
 import contextlib
@@ -25,10 +26,14 @@ from jaxmpi._job.process import settings
 
 __all__ = ["Outcome", "say", "supervise"]
 
-GRACE_SECONDS = 2.0  # from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
-GONE_SECONDS = 20.0  # the launcher may run on for so long after the ranks of this host have ended, not all of them in order
+# from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
+GRACE_SECONDS = 2.0
+# the launcher may run on for so long after the ranks of this host have ended, not all of them in
+# order
+GONE_SECONDS = 20.0
 
-_RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")  # in the environment of a rank, not of the launcher's daemons
+# in the environment of a rank, not of the launcher's daemons
+_RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")
 
 Received = tuple[int, float]  # a signal, and when
 
@@ -43,13 +48,16 @@ class Outcome(NamedTuple):
     rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()) -> Outcome:
+def supervise(
+    command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()
+) -> Outcome:
     """Run MPI's launcher until it ends, and return how; `hosts` are those that its options name.
 
-    The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is known. Otherwise it is the
-    launcher's own, but 1 where it is 0 and a rank never left in order, or the end of the output could not be written. It is
-    128 + n where signal n stopped the job. Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM:
-    then it is 0. Afterwards neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
+    The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is
+    known. Otherwise it is the launcher's own, but 1 where it is 0 and a rank never left in order,
+    or the end of the output could not be written. It is 128 + n where signal n stopped the job.
+    Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0. Afterwards
+    neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
     """
     started = time.time()
     received, handlers = _receive_signals()
@@ -93,9 +101,14 @@ def _receive_signals() -> tuple[list[Received], dict[int, Any]]:
     """Receive what stops a job: the signals that come from now on, and the handlers that were there before."""
     received: list[Received] = []
     # An ignored SIGHUP is nohup's doing and stays ignored.
-    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
-    handlers: dict[int, Any] = {n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers}
-    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the launcher's exit code
+    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    )
+    handlers: dict[int, Any] = {
+        n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers
+    }
+    # ignored, it would hide the launcher's exit code
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return received, handlers
 
 
@@ -110,14 +123,18 @@ def _end_output(relays: Sequence[Relay]) -> None:
 
 def _stopped(number: int, in_order: bool) -> Outcome:
     """The outcome of a job that a signal has stopped."""
-    say(f"the job was stopped by {signal.Signals(number).name}" + (", and has ended in order" if in_order else ""))
+    say(
+        f"the job was stopped by {signal.Signals(number).name}"
+        + (", and has ended in order" if in_order else "")
+    )
     return Outcome(0 if in_order else 128 + number, failed=False)
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the launcher so that it ends with us, and in a session of its own, where Ctrl-C reaches it through us only.
 
-    With a terminal as stdin it stays in our session: Open MPI reads a terminal only from the terminal's foreground group.
+    With a terminal as stdin it stays in our session: Open MPI reads a terminal only from the
+    terminal's foreground group.
     """
     libc = ctypes.CDLL(None)  # loaded before the fork
     return subprocess.Popen(
@@ -130,7 +147,12 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemons, received: Sequence[Received]) -> None:
+def _wait(
+    process: subprocess.Popen[bytes],
+    ranks: HostRanks,
+    daemons: MpiDaemons,
+    received: Sequence[Received],
+) -> None:
     """Wait for the launcher, and stop it when a signal was received."""
     step, due, asked = 0, 0.0, False
     ranks_until = time.monotonic()
@@ -140,24 +162,39 @@ def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemon
         if not ranks.all_have_failed():
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:
-            say("the ranks of this host have failed, and MPI's launcher runs on, as if other hosts did not answer: it is ended")
+            say(
+                "the ranks of this host have failed, and MPI's launcher runs on, as if other hosts "
+                "did not answer: it is ended"
+            )
             _kill([process.pid, *registry.processes(ranks.run_dir)])
             process.wait()
             break
-        impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5  # not the same signal, delivered twice
+        # not the same signal, delivered twice
+        impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5
         if not received or (time.monotonic() < due and not impatient):
             continue
         number = received[0][0]
         if step == 0 and number == signal.SIGTERM and ranks.preemptible and not asked:
             asked = True
-            _kill([member.pid for member in ranks.members if member.rank in ranks.preemptible], signal.SIGTERM)
+            _kill(
+                [member.pid for member in ranks.members if member.rank in ranks.preemptible],
+                signal.SIGTERM,
+            )
             due = time.monotonic() + settings.get("JAXMPI_PREEMPTION_SECONDS")
             continue
         if step == 0:
-            if not (number == signal.SIGINT and os.isatty(0)):  # the terminal has sent it to the launcher, too
-                _kill(_launchers(process.pid), signal.SIGTERM if number == signal.SIGHUP else number)
-        elif step == 1:  # ranks that are inside MPI do not react; without them the launcher cleans up and ends
-            _kill(pid for pid, environ in registry.processes(ranks.run_dir).items() if _RANK.search(environ))
+            # the terminal has sent it to the launcher, too
+            if not (number == signal.SIGINT and os.isatty(0)):
+                _kill(
+                    _launchers(process.pid), signal.SIGTERM if number == signal.SIGHUP else number
+                )
+        elif step == 1:
+            # ranks that are inside MPI do not react; without them the launcher cleans up and ends
+            _kill(
+                pid
+                for pid, environ in registry.processes(ranks.run_dir).items()
+                if _RANK.search(environ)
+            )
         else:
             _kill([process.pid, *registry.processes(ranks.run_dir)])
         step, due = step + 1, time.monotonic() + GRACE_SECONDS
@@ -166,9 +203,9 @@ def _wait(process: subprocess.Popen[bytes], ranks: HostRanks, daemons: MpiDaemon
 def _launchers(pid: int) -> list[int]:
     """Return the processes that a signal for MPI's launcher goes to; `pid` is what we have started.
 
-    The mpirun of Intel MPI is a script, as is that of a site with a wrapper of its own. A shell that
-    waits for a command passes no signal on, and dies of it while the job lives: what the shell has
-    started gets the signal in its place.
+    The mpirun of Intel MPI is a script, as is that of a site with a wrapper of its own. A shell
+    that waits for a command passes no signal on, and dies of it while the job lives: what the shell
+    has started gets the signal in its place.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -198,6 +235,8 @@ def _kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 def _kill_all(run_dir: str, only: set[int] | None) -> None:
     """Kill what is left of the job, and wait until it is gone; `only` these, where the job ended in order."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and (pids := [p for p in registry.processes(run_dir) if only is None or p in only]):
+    while time.monotonic() < deadline and (
+        pids := [p for p in registry.processes(run_dir) if only is None or p in only]
+    ):
         _kill(pids)
         time.sleep(0.02)

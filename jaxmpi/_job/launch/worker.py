@@ -39,7 +39,8 @@ def work() -> None:
             except EOFError:
                 return
             if math.isfinite(task.timeout_seconds):
-                faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))  # where it hangs
+                # where it hangs
+                faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))
             outer.send(tuple(_run(task, world.rank)))
             limit = _shrink(limit)
             faulthandler.cancel_dump_traceback_later()
@@ -74,7 +75,8 @@ def _run(task: Task | Call, rank: int) -> Result:
                 value = _called(task)
             else:
                 _find(task)(**pickle.loads(task.kwargs))  # what our own outer process has written
-        except BaseException:  # pytest's own failures are no Exceptions; the rank lives on for the next task
+        except BaseException:
+            # pytest's own failures are no Exceptions; the rank lives on for the next task
             error = traceback.format_exc()
     return Result(rank, error, output.getvalue(), value)
 

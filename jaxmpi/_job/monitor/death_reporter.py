@@ -1,8 +1,9 @@
 """Names the rank that was killed, where MPI's launcher does not.
 
-MPICH's mpiexec kills the other ranks as soon as it misses one, and names only a process id; so nobody inside the job is left
-to speak. `call` leaves a small process beside the ranks of a node (this file, run without site-packages), which ends with
-them: silently when it is told that the job ends in order, and otherwise with a line about the first rank that was gone.
+MPICH's mpiexec kills the other ranks as soon as it misses one, and names only a process id; so
+nobody inside the job is left to speak. `call` leaves a small process beside the ranks of a node
+(this file, run without site-packages), which ends with them: silently when it is told that the job
+ends in order, and otherwise with a line about the first rank that was gone.
 """
 
 import contextlib
@@ -31,8 +32,13 @@ def call(backend: "MpiProcessGroup") -> Callable[[], None]:
         return lambda: None
     supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
     address = start() if place.local_rank == 0 and not supervised else ""
-    addresses = dict(reversed(backend.allgather_object((place.node, address))))  # of each node, that of its lowest rank
-    return connect(addresses[place.node], place.rank, place.size) if addresses[place.node] else lambda: None
+    # of each node, that of its lowest rank
+    addresses = dict(reversed(backend.allgather_object((place.node, address))))
+    return (
+        connect(addresses[place.node], place.rank, place.size)
+        if addresses[place.node]
+        else lambda: None
+    )
 
 
 def start() -> str:
@@ -42,7 +48,9 @@ def start() -> str:
     """
     try:
         words = [sys.executable, "-I", "-S", __file__]
-        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, text=True).stdout
+        return subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, text=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -50,10 +58,11 @@ def start() -> str:
 def connect(address: str, rank: int, size: int) -> Callable[[], None]:
     """Have this process watched as a rank of the job; returns what sends the death reporter away."""
     link = socket.socket(socket.AF_UNIX)
-    # The kernel closes the files of a process last opened first: the death reporter sees this one close before the launcher
-    # misses the rank and kills the others.
+    # The kernel closes the files of a process last opened first: the death reporter sees this one
+    # close before the launcher misses the rank and kills the others.
     link.connect(bytes.fromhex(address))
-    if _peer(link)[1] != os.geteuid():  # the death reporter has ended, and another user has taken its address
+    # the death reporter has ended, and another user has taken its address
+    if _peer(link)[1] != os.geteuid():
         link.close()
         return lambda: None
     link.sendall(struct.pack(_RANK, rank, size))
@@ -85,13 +94,15 @@ def _listen() -> None:
 def _watch(listener: socket.socket, starter: int) -> None:
     """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends.
 
-    Any user of this host can connect. Another user's connection is closed unread, and nobody is waited for.
+    Any user of this host can connect. Another user's connection is closed unread, and nobody is
+    waited for.
     """
     epoll = select.epoll()  # what comes first is returned first
     epoll.register(listener, select.EPOLLIN)
     epoll.register(starter, select.EPOLLIN)
     links: dict[int, socket.socket] = {}
-    ranks: dict[int, tuple[int, int, int]] = {}  # by file: of the link, and of the process, as a child may hold the link
+    # by file: of the link, and of the process, as a child may hold the link
+    ranks: dict[int, tuple[int, int, int]] = {}
     while True:
         fd = epoll.poll(maxevents=1)[0][0]
         if fd == listener.fileno():
@@ -123,15 +134,21 @@ def _watch(listener: socket.socket, starter: int) -> None:
 
 def _peer(link: socket.socket) -> tuple[int, int]:
     """The process at the other end, and its user."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+    credentials = link.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+    )
     pid, user, _ = struct.unpack(_CREDENTIALS, credentials)
     return pid, user
 
 
 def _report(rank: int, size: int, pid: int) -> None:
-    # At once: the launcher soon stops passing on what it is told. It says itself which signal it was.
+    # At once: the launcher soon stops passing on what it is told. It says itself which signal it
+    # was.
     where = f"[rank {rank}/{size} on {os.uname().nodename}]"
-    os.write(2, f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n".encode())
+    os.write(
+        2,
+        f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n".encode(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The flight recorder: what this rank has communicated lately, in a file when somebody wants to know.
 
-Each backend keeps its last collectives (`Job.events`). `dump` writes them as JSON: when the job stalls, on SIGUSR1, and where
-JAXMPI_FLIGHT_DIR is set also when the job ends, in order or by an error. `jaxmpi timeline DIR` puts the ranks' files together.
+Each backend keeps its last collectives (`Job.events`). `dump` writes them as JSON: when the job
+stalls, on SIGUSR1, and where JAXMPI_FLIGHT_DIR is set also when the job ends, in order or by an
+error. `jaxmpi timeline DIR` puts the ranks' files together.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ class Recorder:
         # the name of the folder: the same on all ranks, and nobody else can make it before they do
         self._token = self._backend.broadcast_object(secrets.token_hex(8), 0)
         self._backend.barrier()
-        self._zero = time.monotonic_ns()  # at about the same moment on all ranks, whatever their clocks show
+        # at about the same moment on all ranks, whatever their clocks show
+        self._zero = time.monotonic_ns()
         self._at = time.time()
         self._asked = settings.get("JAXMPI_FLIGHT_DIR")
         monitor.topics["dump"] = lambda rank, why: self.dump(why)
@@ -41,7 +43,9 @@ class Recorder:
 
     def _on_signal(self) -> None:
         path = self.dump("SIGUSR1")
-        self._monitor.say(f"SIGUSR1: this rank is {where(self._backend)}; its last collectives are in {path}")
+        self._monitor.say(
+            f"SIGUSR1: this rank is {where(self._backend)}; its last collectives are in {path}"
+        )
 
     def dump(self, why: str) -> Path | None:
         """Write what is known now, over what was written before; returns the file, None where it cannot be written."""
@@ -51,7 +55,10 @@ class Recorder:
                 files.replace(folder, name, json.dumps({**self._about(), "why": why}))
                 return path / name
         except OSError as error:
-            self._monitor.say(f"the last collectives cannot be written: {error}. Set JAXMPI_FLIGHT_DIR to another folder.")
+            self._monitor.say(
+                f"the last collectives cannot be written: {error}. Set JAXMPI_FLIGHT_DIR to "
+                "another folder."
+            )
             return None
 
     @contextlib.contextmanager
@@ -65,7 +72,8 @@ class Recorder:
             else:
                 path = Path(self._asked)
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # the user may have named a link
+                # the user may have named a link
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, folder)
             if self._asked and (restart := settings.get("JAXMPI_RESTART")):
                 path /= f"restart-{restart}"
@@ -84,7 +92,13 @@ class Recorder:
                 names[word] = compare.describe(self._backend, word, lately=True)
             events.append([number, names[word], bytes_, *map(seconds, times)])
         waits = [[*map(seconds, wait)] for wait in self._backend.waits() if all(wait)]
-        about = {"rank": place.rank, "size": place.size, "host": host, "pid": pid, "began": self._at}
+        about = {
+            "rank": place.rank,
+            "size": place.size,
+            "host": host,
+            "pid": pid,
+            "began": self._at,
+        }
         return {**about, "events": events, "waits": waits}
 
 
@@ -101,7 +115,11 @@ def where(backend: MpiProcessGroup) -> str:
     if not inside:
         return f"after {what}"
     # The words for a program have its line. What is no program has not returned yet.
-    return f"in {what}" if compare.is_program(backend, word) else f"in {what}{_line_of(backend.turn.thread)}"
+    return (
+        f"in {what}"
+        if compare.is_program(backend, word)
+        else f"in {what}{_line_of(backend.turn.thread)}"
+    )
 
 
 def _line_of(thread: int) -> str:

@@ -22,8 +22,11 @@ class Live:
     def __init__(self, monitor: Watching) -> None:
         self._monitor, self._backend = monitor, monitor.backend
         self._next, self._entered, self._since = 0.0, -1, time.monotonic()
-        self._counts: deque[tuple[float, int]] = deque(maxlen=1 + round(RATE_SECONDS / EVERY_SECONDS))
-        with contextlib.suppress(OSError):  # without memory for it there is nothing to see, and nothing else is lost
+        self._counts: deque[tuple[float, int]] = deque(
+            maxlen=1 + round(RATE_SECONDS / EVERY_SECONDS)
+        )
+        # without memory for it there is nothing to see, and nothing else is lost
+        with contextlib.suppress(OSError):
             self._writer = Writer()
             monitor.watchers.append(self._look)
             monitor.at_end.append(lambda _: self._look())

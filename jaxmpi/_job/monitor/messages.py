@@ -18,7 +18,8 @@ class Messages:
     """The part of a monitor that sends objects to others, and hands over what has arrived.
 
     Attributes:
-      topics: who gets a message, by its topic: called with the rank that has sent it, and the object.
+      topics: who gets a message, by its topic: called with the rank that has sent it, and the
+        object.
       rounds: text of all ranks that is to be shown, on rank 0.
     """
 

@@ -1,13 +1,15 @@
 """No rank waits for one that is gone.
 
-MPI does not end a job when one rank raises or exits: the others wait in their next collective for ever. On every rank of more
-than one, a Monitor therefore sees to it that
+MPI does not end a job when one rank raises or exits: the others wait in their next collective for
+ever. On every rank of more than one, a Monitor therefore sees to it that
 - an exception that nobody handles is printed with its rank and ends the whole job;
-- a rank that exits while others still wait for it ends the job, too; one that exits at the end waits for the others;
+- a rank that exits while others still wait for it ends the job, too; one that exits at the end
+  waits for the others;
 - an interrupt ends a rank that stands inside MPI and cannot react to it;
-- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a death reporter (death_reporter.py).
-A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too: `Monitor.print`, the stall
-watch, the flight recorder, and the agreement on a call to stop at.
+- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a death reporter
+  (death_reporter.py).
+A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too:
+`Monitor.print`, the stall watch, the flight recorder, and the agreement on a call to stop at.
 """
 
 import os
@@ -35,8 +37,10 @@ from jaxmpi._job.process.signals import Signals
 __all__ = ["Monitor"]
 
 POLL_SECONDS = 0.1
-GRACE_SECONDS = 4.0  # a communicating program may run on for so long after a rank that took part in it has left
-KILLED_SECONDS = 2.0  # for MPI's launcher to miss a rank that was killed, to say so and to end the others
+# a communicating program may run on for so long after a rank that took part in it has left
+GRACE_SECONDS = 4.0
+# for MPI's launcher to miss a rank that was killed, to say so and to end the others
+KILLED_SECONDS = 2.0
 END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
 LEAVE_SECONDS = 30.0  # for the monitor's thread to end
 GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
@@ -56,14 +60,16 @@ class Monitor(Messages):
         self.signals = Signals()
         self.samples = 0  # that `Throughput` has counted on this rank
         self._stop = threading.Event()
-        self._left: tuple[int, int] | None = None  # the rank before this one, and the object collectives it took part in
+        # the rank before this one, and the object collectives it took part in
+        self._left: tuple[int, int] | None = None
         self._waiting_since: float | None = None
         self._waits = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
         self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
         self._dismiss_reporter = death_reporter.call(backend)
         self._stay = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
-        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)  # `leave` ends it
+        # `leave` ends it
+        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
 
     def start(self) -> None:
         """Watch from now on."""
@@ -144,7 +150,8 @@ class Monitor(Messages):
         self.say(f"{why} The job ends.")
         time.sleep(0.1)  # let the launcher pass the lines on
         if self._left is None and self._has_lost_one():
-            time.sleep(KILLED_SECONDS)  # who aborts before the launcher knows would be named instead
+            # who aborts before the launcher knows would be named instead
+            time.sleep(KILLED_SECONDS)
         self._dismiss_reporter()
 
     def _has_lost_one(self) -> bool:
@@ -152,10 +159,14 @@ class Monitor(Messages):
         _, here = self.members[self.backend.place.rank]
         return any(run_dir.state(pid) == "ended" for pid, host in self.members if host == here)
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         try:
-            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(
+                keepends=True
+            )
             label = f"[{self.backend.place.rank}] "
             note_refused_count(error)
             stderr.say("".join(label + line for line in lines))

@@ -69,7 +69,10 @@ class OrderedOutput:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))  # type: ignore[union-attr]
             stream.flush()  # type: ignore[union-attr]
             self._failed = False
-        except Exception as error:  # a full disk, a closed stream, none, or whatever a stream of the script raises
+        except Exception as error:
+            # a full disk, a closed stream, none, or whatever a stream of the script raises
             if not self._failed:
-                stderr.say(f"jaxmpi: a line of jaxmpi.print cannot be written to {name} ({error}):\n{text}")
+                stderr.say(
+                    f"jaxmpi: a line of jaxmpi.print cannot be written to {name} ({error}):\n{text}"
+                )
             self._failed = True

@@ -1,8 +1,9 @@
 """The ranks agree on a call to stop at, once one of them has got a signal to end.
 
-The rank with the signal tells rank 0, which asks all ranks how many calls have returned. From then on the next call of each
-waits until rank 0 has told which one is true: the one after the highest of these numbers, which has returned nowhere yet. The
-monitors' threads do the talking, whatever the main threads do, so that wait is short.
+The rank with the signal tells rank 0, which asks all ranks how many calls have returned. From then
+on the next call of each waits until rank 0 has told which one is true: the one after the highest of
+these numbers, which has returned nowhere yet. The monitors' threads do the talking, whatever the
+main threads do, so that wait is short.
 """
 
 import contextlib
@@ -42,17 +43,23 @@ class Preemption:
         if self._watching:
             return
         if self._monitor:
-            self._watching = self._monitor.signals.take(signal.SIGTERM, lambda: self._send(0, "stop", self._rank))
+            self._watching = self._monitor.signals.take(
+                signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
+            )
             if self._watching:
                 with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
                     run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
-        elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        elif (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
             self._watching = True
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def now(self) -> bool:
         """Whether to stop at this call."""
-        # both in one: a call that is asked about between them would count for one rank and not for the others
+        # both in one: a call that is asked about between them would count for one rank and not for
+        # the others
         with self._changed:
             if self._asked and self._at is None:
                 with self._monitor.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
@@ -61,7 +68,9 @@ class Preemption:
             if self._at is None or self._calls < self._at:
                 return False
         if self._calls == self._at and self._rank == 0:
-            self._monitor.say(f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point.")
+            self._monitor.say(
+                f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point."
+            )
         return True
 
     def _on_signal(self, *_: object) -> None:

@@ -1,9 +1,10 @@
 """Says why a job hangs: who waits for whom, where, and what the missing ranks are doing.
 
-A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the monitors of all others where
-they are: these are threads, and answer whatever their main thread does. The lowest rank that waits writes the report. After
-JAXMPI_STALL_END_SECONDS (ten times as long; 0 for never) the job ends, unless all ranks that are missing are at work, in a
-`jaxmpi.busy` block or at a checkpoint. A wait of many times the usual is announced sooner.
+A rank that has been inside the same collective for JAXMPI_STALL_SECONDS (60; 0 for never) asks the
+monitors of all others where they are: these are threads, and answer whatever their main thread
+does. The lowest rank that waits writes the report. After JAXMPI_STALL_END_SECONDS (ten times as
+long; 0 for never) the job ends, unless all ranks that are missing are at work, in a `jaxmpi.busy`
+block or at a checkpoint. A wait of many times the usual is announced sooner.
 """
 
 import itertools
@@ -28,7 +29,8 @@ from jaxmpi._job.process.busy import work, work_of
 __all__ = ["Watchdog"]
 
 ANSWER_SECONDS = 2.0  # for the monitors of the others
-EARLY_FACTOR, EARLY_SECONDS, EARLY_STEPS = 30, 10.0, 20  # times the usual, at least, after so many collectives
+# times the usual, at least, after so many collectives
+EARLY_FACTOR, EARLY_SECONDS, EARLY_STEPS = 30, 10.0, 20
 FRAMES = 3
 
 
@@ -54,7 +56,8 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._state = (0, False)
         self._since = time.monotonic()
-        self._usual: deque[float] = deque(maxlen=64)  # seconds from one look at which something had happened to the next
+        # seconds from one look at which something had happened to the next
+        self._usual: deque[float] = deque(maxlen=64)
         self._asked: float | None = None
         self._answers: dict[int, Answer] = {}
         self._due = self._deadlines()  # of this wait
@@ -105,17 +108,33 @@ class Watchdog:
     def _here(self) -> Answer:
         entered, inside = self._backend.progress()
         waited, mine = time.monotonic() - self._since, work()
-        at_work, stack = self._backend.long_operation or (str(mine.block) if mine.counts else ""), _stack(self._main)
+        at_work, stack = (
+            self._backend.long_operation or (str(mine.block) if mine.counts else ""),
+            _stack(self._main),
+        )
         if mine.block is not None and not mine.counts:
             stack = [str(mine.block), *stack]
         idle = 0.0 if at_work else mine.idle_seconds
-        return Answer(entered, inside, waited, where(self._backend), at_work, idle, stack, self._backend.in_program())
+        return Answer(
+            entered,
+            inside,
+            waited,
+            where(self._backend),
+            at_work,
+            idle,
+            stack,
+            self._backend.in_program(),
+        )
 
     def _report(self, waited: float) -> None:
         place = self._backend.place
         everyone = {**self._answers, place.rank: self._here()}
         entered = everyone[place.rank].entered
-        arrived = [r for r, a in sorted(everyone.items()) if a.entered > entered or (a.entered == entered and a.inside)]
+        arrived = [
+            r
+            for r, a in sorted(everyone.items())
+            if a.entered > entered or (a.entered == entered and a.inside)
+        ]
         if not arrived:  # it has just gone on
             return
         missing = [rank for rank in range(place.size) if rank not in arrived]
@@ -125,9 +144,12 @@ class Watchdog:
         long = any(everyone[rank].in_program for rank in arrived)
         hopeless = len(at_work) < len(missing) or (not missing and not long)
         self._said = True
-        if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:  # that one says it
+        # that one says it
+        if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:
             return
-        lines = [f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"]
+        lines = [
+            f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"
+        ]
         if missing:
             lines.append(f"  arrived: {in_words(arrived)}")
             for rank in missing:
@@ -135,19 +157,27 @@ class Watchdog:
         elif not long:
             lines.append("  all ranks have arrived: it does not get on")
         else:
-            lines.append("  all ranks are inside of it: it takes long, or one of them is stuck in it")
+            lines.append(
+                "  all ranks are inside of it: it takes long, or one of them is stuck in it"
+            )
         # A rank that was at work when the wait began has all of the time from the end of its work.
         idle = max((min(waited, seconds) for _, seconds in works.values()), default=waited)
         left = self._last - idle if self._last else math.inf
         if stalled and hopeless and 0 < left < math.inf:
-            lines.append(f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
+            lines.append(
+                f"  the job ends in {left:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)"
+            )
             if missing:
-                lines.append("  a rank that works alone for long says so: with jaxmpi.busy('what it does')")
+                lines.append(
+                    "  a rank that works alone for long says so: with jaxmpi.busy('what it does')"
+                )
         self._monitor.say("\n".join(lines))
         if stalled:
             self._monitor.send_all("dump", "stall")
             if path := self._recorder.dump("stall"):
-                self._monitor.say(f"the last collectives of each rank: jaxmpi timeline {path.parent}")
+                self._monitor.say(
+                    f"the last collectives of each rank: jaxmpi timeline {path.parent}"
+                )
         if hopeless and left < 0:
             time.sleep(0.5)  # for the others' dumps
             self._monitor.end(1, f"stalled for {waited:.0f} s: {self._blame(missing)}.")
@@ -156,8 +186,9 @@ class Watchdog:
         """Return what a rank is at work with, "" for nothing, and the seconds since it was."""
         if answer is not None:
             return answer.at_work, answer.idle
-        # C code of a busy rank may hold the GIL, so that its monitor is silent. What the rank has said
-        # before can be read on its host; a rank that is stopped is not at work, whatever it has said.
+        # C code of a busy rank may hold the GIL, so that its monitor is silent. What the rank has
+        # said before can be read on its host; a rank that is stopped is not at work, whatever it
+        # has said.
         pid, host = self._monitor.members[rank]
         if host != os.uname().nodename or run_dir.state(pid) != "runs":
             return "", math.inf
@@ -188,7 +219,10 @@ def _stack(thread: int) -> list[str]:
     calls = list(reversed(traceback.extract_stack(frame))) if frame else []
     of_user = [call for call in calls if not _jaxcompat.in_library(call.filename)]
     shown = [*(calls[:1] if calls[:1] != of_user[:1] else []), *of_user[:FRAMES]]
-    lines = [f"{os.path.basename(c.filename)}:{c.lineno} in {c.name}" + (f": {c.line}" if c.line else "") for c in shown]
+    lines = [
+        f"{os.path.basename(c.filename)}:{c.lineno} in {c.name}" + (f": {c.line}" if c.line else "")
+        for c in shown
+    ]
     return (["(compiling)"] if _jaxcompat.compiling(thread) else []) + lines
 
 

@@ -14,7 +14,8 @@ class Watching(Protocol):
 
     backend: MpiProcessGroup
     watchers: list[Callable[[], None]]  # called by the thread, ten times a second
-    topics: dict[str, Callable[[int, Any], object]]  # what to do with a message of a rank, by what it is about
+    # what to do with a message of a rank, by what it is about
+    topics: dict[str, Callable[[int, Any], object]]
     at_end: list[Callable[[str], object]]  # called with the reason
     signals: Signals
     samples: int  # that `Throughput` has counted on this rank

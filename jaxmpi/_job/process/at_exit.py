@@ -1,9 +1,10 @@
 """The end of the process: jaxmpi's threads, the other ranks, MPI and failed saves, one after the other.
 
-Until Python 3.13, a daemon thread that asks for the GIL while the interpreter shuts down is ended by
-`pthread_exit`, which unwinds its stack. C++ frames such as jaxlib's catch that unwinding, and glibc
-then aborts the process (SIGABRT, exit code 134), whatever the script has done. So each thread of a
-rank is started here, or ended by a step below, and none of them runs when the interpreter shuts down.
+Until Python 3.13, a daemon thread that asks for the GIL while the interpreter shuts down is ended
+by `pthread_exit`, which unwinds its stack. C++ frames such as jaxlib's catch that unwinding, and
+glibc then aborts the process (SIGABRT, exit code 134), whatever the script has done. So each thread
+of a rank is started here, or ended by a step below, and none of them runs when the interpreter
+shuts down.
 """
 
 import atexit
@@ -37,8 +38,8 @@ def at_exit(step: Step, call: Callable[[], object]) -> Callable[[], None]:
     """Make a call in one of the steps.
 
     `atexit` runs last what was registered first. All steps are registered together by the first
-    call, so their order does not depend on which modules were imported before `init`; and JAX, which
-    is imported before, shuts down after them.
+    call, so their order does not depend on which modules were imported before `init`; and JAX,
+    which is imported before, shuts down after them.
 
     Args:
       step: when to make the call.
@@ -52,7 +53,9 @@ def at_exit(step: Step, call: Callable[[], object]) -> Callable[[], None]:
     return lambda: _calls[step].remove(call) if call in _calls.get(step, ()) else None
 
 
-def start_thread(run: Callable[[], object], name: str, stop: Callable[[], object] | None = None) -> threading.Thread:
+def start_thread(
+    run: Callable[[], object], name: str, stop: Callable[[], object] | None = None
+) -> threading.Thread:
     """Start a thread that has ended before the interpreter shuts down.
 
     Args:
@@ -114,10 +117,12 @@ def _end_threads() -> None:
         if stop is None:
             thread.join()
     running = _join([*_threads], STOP_SECONDS)
-    # Such a thread stands in code of the user, an iterator that waits or computes. An exception ends
-    # it at its next instruction of Python.
+    # Such a thread stands in code of the user, an iterator that waits or computes. An exception
+    # ends it at its next instruction of Python.
     for thread in running:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        )
     # What still runs stands in one call of C. It is left behind: a script whose data does not come
     # must end, too, and a call that waits holds no frame of jaxlib.
     _join(running, RAISE_SECONDS)

@@ -1,8 +1,8 @@
 """Blocks of code in which a rank works alone for long, and the others wait for it rather than end the job.
 
-The open blocks of a process stand in memory that has a name but is in no file system: processes of the
-same user find it in `/proc/PID/fd`. So the ranks that wait in `init` see it, where no messages can be
-sent yet, and so it can be seen while C code of the busy rank holds the GIL.
+The open blocks of a process stand in memory that has a name but is in no file system: processes of
+the same user find it in `/proc/PID/fd`. So the ranks that wait in `init` see it, where no messages
+can be sent yet, and so it can be seen while C code of the busy rank holds the GIL.
 """
 
 import contextlib
@@ -60,12 +60,12 @@ class busy(ContextDecorator):
     """Tell the other ranks that this one is at work: they wait for it, and do not end the job.
 
     A rank that waits longer than JAXMPI_STALL_END_SECONDS (ten minutes by default) for another one
-    ends the job. While the missing rank is inside of such a block, the reports of the others name the
-    block, "rank 0 is busy: tokenizing, for 75 s", and the job goes on. A busy rank that ends, crashes
-    or is stopped is found out as ever.
+    ends the job. While the missing rank is inside of such a block, the reports of the others name
+    the block, "rank 0 is busy: tokenizing, for 75 s", and the job goes on. A busy rank that ends,
+    crashes or is stopped is found out as ever.
 
-    Blocks can be nested, and opened in any thread; the one that was entered last is shown. It is also
-    a decorator. Before `init`, ranks of the same host see it.
+    Blocks can be nested, and opened in any thread; the one that was entered last is shown. It is
+    also a decorator. Before `init`, ranks of the same host see it.
 
     **Collective:** no.
     **Communication:** none.
@@ -94,7 +94,9 @@ class busy(ContextDecorator):
         if not what.strip():
             raise ValueError("busy: what is empty. Name what this rank does, such as 'tokenizing'.")
         if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, int | float | None):
-            raise TypeError(f"busy: limit_seconds is {limit_seconds!r}. Pass a number of seconds, or None.")
+            raise TypeError(
+                f"busy: limit_seconds is {limit_seconds!r}. Pass a number of seconds, or None."
+            )
         if limit_seconds is not None and not limit_seconds > 0:  # true for NaN, too
             raise ValueError(f"busy: limit_seconds is {limit_seconds}. Pass more than 0, or None.")
         self._what = " ".join(what.split())[:TEXT_LETTERS]

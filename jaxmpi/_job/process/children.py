@@ -6,8 +6,17 @@ from typing import NamedTuple
 __all__ = ["Parent", "note_rank", "parent"]
 
 _VARIABLE = "JAXMPI_RANK_PROCESS"  # what the rank tells them
-# What launchers tell a rank: where these differ, another launcher has started this process within the rank.
-_LAUNCH = ("JAXMPI_RUN_DIR", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+# What launchers tell a rank: where these differ, another launcher has started this process within
+# the rank.
+_LAUNCH = (
+    "JAXMPI_RUN_DIR",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_FD",
+    "PMI_RANK",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+)
 
 
 class Parent(NamedTuple):

@@ -15,11 +15,20 @@ PATIENCE_SECONDS = 2.0
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _WAITING = tuple(
     _LIBRARY + name
-    for name in ("threading.py", "queue.py", "selectors.py", "concurrent/futures/", "multiprocessing/pool.py", "asyncio/")
+    for name in (
+        "threading.py",
+        "queue.py",
+        "selectors.py",
+        "concurrent/futures/",
+        "multiprocessing/pool.py",
+        "asyncio/",
+    )
 )
 # Where it communicates: our own modules.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_COMMUNICATING = tuple(_PACKAGE + name for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint"))
+_COMMUNICATING = tuple(
+    _PACKAGE + name for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint")
+)
 
 
 class Turn:
@@ -39,7 +48,8 @@ class Turn:
     def take(self) -> None:
         """Take the turn for the calling thread.
 
-        The thread that had it must have ended, or wait in Python's own `threading`, `queue`, `concurrent.futures` or `asyncio`.
+        The thread that had it must have ended, or wait in Python's own `threading`, `queue`,
+        `concurrent.futures` or `asyncio`.
 
         Raises:
           RuntimeError: that thread still runs; or this is a forked child of the rank.
@@ -47,14 +57,18 @@ class Turn:
         with self._lock:
             if self._forked:
                 raise RuntimeError(
-                    "jaxmpi: a collective or a step was called in a forked child of a rank, which cannot talk to the other "
+                    "jaxmpi: a collective or a step was called in a forked child of a rank, which "
+                    "cannot talk to the other "
                     "ranks. Call it in the rank itself, and hand the child what it needs."
                 )
             if self.thread and not self._is_given_up():
                 raise RuntimeError(
-                    f"jaxmpi: a collective was called in thread {threading.current_thread().name!r}, while thread "
-                    f"{_name(self.thread)!r}, which called the last one, runs: the order may differ between the ranks. "
-                    "Call them in one thread, or have the other wait for this one (Thread.join, Future.result)."
+                    "jaxmpi: a collective was called in thread "
+                    f"{threading.current_thread().name!r}, while thread "
+                    f"{_name(self.thread)!r}, which called the last one, runs: the order may "
+                    "differ between the ranks. "
+                    "Call them in one thread, or have the other wait for this one (Thread.join, "
+                    "Future.result)."
                 )
             before, self.thread = self.thread, threading.get_ident()
             if before:
@@ -64,7 +78,11 @@ class Turn:
         """Whether the thread that has the turn waits, or soon does: it may have just started this one."""
         last, deadline = self._last(self.thread), time.monotonic() + PATIENCE_SECONDS
         while not _waits(self.thread):
-            if _communicates(self.thread) or time.monotonic() > deadline or self._last(self.thread) != last:
+            if (
+                _communicates(self.thread)
+                or time.monotonic() > deadline
+                or self._last(self.thread) != last
+            ):
                 return False
             time.sleep(0.001)
         return True

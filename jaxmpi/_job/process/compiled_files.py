@@ -1,8 +1,8 @@
 """What JAX has compiled, kept in files for the next job: machine code, so nobody else may be able to write it.
 
-The folder and all above it are checked, and each file that is read. An entry begins with the digest of the rest: one that a
-full disk or a crash has cut off is removed, and compiled anew. Where there are too many bytes, those that were read longest ago
-go.
+The folder and all above it are checked, and each file that is read. An entry begins with the digest
+of the rest: one that a full disk or a crash has cut off is removed, and compiled anew. Where there
+are too many bytes, those that were read longest ago go.
 """
 
 import contextlib
@@ -68,10 +68,15 @@ class CompiledFiles:
     def put(self, key: str, value: bytes) -> None:
         """Keep an entry."""
         try:
-            files.replace_bytes(self._folder, self._name(key), hashlib.sha256(value).digest() + value)
+            files.replace_bytes(
+                self._folder, self._name(key), hashlib.sha256(value).digest() + value
+            )
             self._prune()
         except OSError as error:
-            self._fail(f"what was compiled is not kept in {self.path}: {error.strerror}. JAXMPI_CACHE_BYTES=0 does without.")
+            self._fail(
+                f"what was compiled is not kept in {self.path}: {error.strerror}. "
+                "JAXMPI_CACHE_BYTES=0 does without."
+            )
 
     def _name(self, key: str) -> str:
         return hashlib.sha256(f"{processor()} {key}".encode()).hexdigest()[:40] + SUFFIX

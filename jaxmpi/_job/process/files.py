@@ -1,7 +1,8 @@
 """Files in folders where other users may write, such as the temporary folder.
 
-Whoever can write to a folder can put a link there under a name that is known before. So files are made new and renamed, and a
-folder of our own is checked before it is used. Nothing here follows a link in the last part of a path.
+Whoever can write to a folder can put a link there under a name that is known before. So files are
+made new and renamed, and a folder of our own is checked before it is used. Nothing here follows a
+link in the last part of a path.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -
     """
     opened = os.open(path, _FOLDER, dir_fd=folder)
     status = os.fstat(opened)
-    if private and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+    if private and (
+        status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         os.close(opened)
         raise PermissionError(f"{path} belongs to another user, or others may write to it")
     return opened
@@ -44,11 +47,14 @@ def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -
 def check_path(path: Path) -> None:
     """Raise a PermissionError if a user other than this one and root could put another folder in the place of one in a path.
 
-    Of a folder that all users may write to and that is sticky, such as /tmp, they can take nothing away.
+    Of a folder that all users may write to and that is sticky, such as /tmp, they can take nothing
+    away.
     """
     for folder in (path, *path.parents):
         status = os.lstat(folder)
-        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        others = (
+            status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        )
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()) or others:
             raise PermissionError(f"{folder} belongs to another user, or others may write to it")
 

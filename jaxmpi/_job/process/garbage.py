@@ -11,7 +11,8 @@ __all__ = ["collection_paused"]
 def collection_paused() -> Iterator[None]:
     """No automatic garbage collection meanwhile: for work that makes many objects, keeps them, and leaves no cycles behind.
 
-    A collection looks at every object of the process again, those of JAX's programs too: a fifth of the time of a rewrite.
+    A collection looks at every object of the process again, those of JAX's programs too: a fifth of
+    the time of a rewrite.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -31,7 +31,8 @@ Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | 
 def joining(launched: int) -> Iterator[None]:
     """Watch over `init` on one of several ranks.
 
-    Where it fails and nobody handles it, the process ends without MPI_Finalize: MPI's launcher ends the rest.
+    Where it fails and nobody handles it, the process ends without MPI_Finalize: MPI's launcher ends
+    the rest.
 
     Args:
       launched: how many ranks the launcher's environment speaks of.
@@ -85,7 +86,11 @@ class Wait:
         now = peers.peers()
         if peers.all_are_here(self._size):
             self._seen = {rank: Peer(0, "ended", False) for rank in range(self._size)} | self._seen
-        gone = {rank: peer._replace(state="ended") for rank, peer in self._seen.items() if not peer.called}
+        gone = {
+            rank: peer._replace(state="ended")
+            for rank, peer in self._seen.items()
+            if not peer.called
+        }
         self._seen = {**self._seen, **gone, **now}
         return [rank for rank, peer in sorted(self._seen.items()) if not peer.called]
 
@@ -94,14 +99,21 @@ class Wait:
         lines = [f"stalled: has waited {waited:.0f} s in jaxmpi.init"]
         lines += [f"  missing: {self._of(rank)}" for rank in missing]
         if not missing:
-            others = "; the ranks of other hosts are not seen from here" * (len(self._seen) < self._size)
+            others = "; the ranks of other hosts are not seen from here" * (
+                len(self._seen) < self._size
+            )
             lines.append(f"  all ranks of this host have joined{others}")
         hopeless = any(self._seen[rank].state == "ended" for rank in missing)
         at_work = bool(missing) and all(self._seen[rank].work.counts for rank in missing)
         if not hopeless and not at_work and self._last > waited:
-            lines.append(f"  the job ends in {self._last - waited:.0f} s if it does not go on (JAXMPI_STALL_END_SECONDS)")
+            lines.append(
+                f"  the job ends in {self._last - waited:.0f} s if it does not go on "
+                "(JAXMPI_STALL_END_SECONDS)"
+            )
             if missing:
-                lines.append("  a rank that works alone for long says so: with jaxmpi.busy('what it does')")
+                lines.append(
+                    "  a rank that works alone for long says so: with jaxmpi.busy('what it does')"
+                )
         self._say("\n".join(lines))
         if hopeless:
             self._end("the job cannot start")
@@ -111,7 +123,11 @@ class Wait:
         peer = self._seen[rank]
         if peer.work.counts:
             return f"rank {rank} (pid {peer.pid} on {os.uname().nodename}) is {peer.work.block}"
-        state = {"ended": "has ended", "stopped": "is stopped (SIGSTOP, or a debugger)", "runs": "runs"}[peer.state]
+        state = {
+            "ended": "has ended",
+            "stopped": "is stopped (SIGSTOP, or a debugger)",
+            "runs": "runs",
+        }[peer.state]
         where = f"pid {peer.pid} on" if peer.pid else "on"
         return f"rank {rank} ({where} {os.uname().nodename}) {state}, and has not joined the others in jaxmpi.init"
 
@@ -127,10 +143,15 @@ class Wait:
 
     def _end(self, why: str) -> None:
         """End the job, unless `init` has just returned."""
-        missing = "; ".join(map(self._of, self._look())) or "a rank of another host has not joined the others"
+        missing = (
+            "; ".join(map(self._of, self._look()))
+            or "a rank of another host has not joined the others"
+        )
         if self._over.is_set():
             return
-        time.sleep(GRACE_SECONDS if self._say(f"{why}: {missing}. The job ends.") else 5 * GRACE_SECONDS)
+        time.sleep(
+            GRACE_SECONDS if self._say(f"{why}: {missing}. The job ends.") else 5 * GRACE_SECONDS
+        )
         if self._over.is_set():  # they have come meanwhile
             return
         with contextlib.suppress(KeyError, OSError):

@@ -1,9 +1,11 @@
 """What a rank shows of itself while it runs: two files without names, which `/proc/PID/fd` gives to processes of the same user.
 
 jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Writer`)
-jaxmpi-events  the ring of the last messages that the native transport records anyway (`Record` of native/module.cc)
+jaxmpi-events  the ring of the last messages that the native transport records anyway (`Record` of
+native/module.cc)
 
-They are memory: nothing is left of them when the rank has ended, and they can be read while it is stopped.
+They are memory: nothing is left of them when the rank has ended, and they can be read while it is
+stopped.
 """
 
 import contextlib
@@ -22,7 +24,8 @@ HEAD = 3  # numbers before the ring: messages started, ended, and nanoseconds of
 KEPT = 4096  # events in the ring
 FIELDS = 5  # of an event
 WORD = 8  # bytes
-Event = tuple[int, int, int, int, int, int]  # number, word, bytes, start, met, end, in nanoseconds of time.monotonic_ns()
+# number, word, bytes, start, met, end, in nanoseconds of time.monotonic_ns()
+Event = tuple[int, int, int, int, int, int]
 
 
 class Writer:
@@ -41,7 +44,8 @@ class Writer:
         """Show these values instead of those before; what does not fit is not shown."""
         text = json.dumps(about).encode()
         if len(text) < TEXT_BYTES:
-            os.pwrite(self._file, text + b"\n", 0)  # a reader that comes meanwhile finds no valid JSON, and reads again
+            # a reader that comes meanwhile finds no valid JSON, and reads again
+            os.pwrite(self._file, text + b"\n", 0)
 
     def close(self) -> None:
         """Show nothing any more."""
@@ -103,7 +107,9 @@ class Reader:
 
 def processes() -> list[int]:
     """The processes of this user on this host that show something, but for children that have inherited the files."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if RANK in _files(int(path.name))]
+    return [
+        int(path.name) for path in Path("/proc").glob("[0-9]*") if RANK in _files(int(path.name))
+    ]
 
 
 def _event(words: "memoryview[int]", number: int) -> Event:

@@ -1,6 +1,7 @@
 """Which MPI libraries this process has loaded: calls that are meant for one of two may reach the other.
 
-A second one comes with a package that was built against another MPI than mpi4py (h5py, petsc4py, mpi4jax), or by LD_PRELOAD.
+A second one comes with a package that was built against another MPI than mpi4py (h5py, petsc4py,
+mpi4jax), or by LD_PRELOAD.
 """
 
 import ctypes
@@ -11,7 +12,20 @@ from collections.abc import Iterable
 __all__ = ["library_of", "loaded", "mpi_libraries"]
 
 # What an MPI has beside its library: bindings for other languages, and parts of its own.
-BESIDE = ("mpifh", "usempi", "fort", "cxx", "CC", "java", "f77", "f90", "f08", "gtl", "heap", "profile")
+BESIDE = (
+    "mpifh",
+    "usempi",
+    "fort",
+    "cxx",
+    "CC",
+    "java",
+    "f77",
+    "f90",
+    "f08",
+    "gtl",
+    "heap",
+    "profile",
+)
 
 
 def mpi_libraries(paths: Iterable[str]) -> list[str]:
@@ -19,7 +33,9 @@ def mpi_libraries(paths: Iterable[str]) -> list[str]:
     found = set()
     for path in paths:
         name = os.path.basename(path)
-        if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", name) and not any(x in name for x in BESIDE):
+        if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", name) and not any(
+            x in name for x in BESIDE
+        ):
             found.add(path)
     return sorted(found)
 

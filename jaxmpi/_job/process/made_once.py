@@ -1,6 +1,7 @@
 """Bytes that one rank of a host makes for all that need them, in the folder of the run, where only this user can write.
 
-Whoever comes first makes them, and waits for nobody; those who come meanwhile wait, asleep, until it has them or has ended.
+Whoever comes first makes them, and waits for nobody; those who come meanwhile wait, asleep, until
+it has them or has ended.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ def made_once(directory: str | None, name: str, make: Callable[[], bytes]) -> by
     Args:
       directory: of the run.
       name: of what is made: a rank with the same name takes it.
-      make: makes it; b"" is for nobody else. What it raises is raised here, and the next rank calls its own.
+      make: makes it; b"" is for nobody else. What it raises is raised here, and the next rank calls
+        its own.
     """
     try:
         folder = files.open_folder(directory or "", private=True)
@@ -36,12 +38,16 @@ def made_once(directory: str | None, name: str, make: Callable[[], bytes]) -> by
         lock = os.open(f"{name}.lock", _LOCK, 0o600, dir_fd=folder)
         opened.callback(os.close, lock)
         _acquire(lock)
-        opened.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # a forked child of this process may have it open, too
+        # a forked child of this process may have it open, too
+        opened.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         return _made(folder, name, make)
 
 
 def _made(folder: int, name: str, make: Callable[[], bytes]) -> bytes | None:
-    with contextlib.suppress(FileNotFoundError), open(os.open(name, _READ, dir_fd=folder), "rb") as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(os.open(name, _READ, dir_fd=folder), "rb") as file,
+    ):
         return file.read()
     if data := make():
         with contextlib.suppress(OSError):  # a full disk: the others make their own

@@ -24,12 +24,18 @@ _RANK = (
     "PMIX_RANK",
     "SLURM_PROCID",
 )
-_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE")
+_LOCAL_SIZE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+)
 _JOB = (
     "PMIX_NAMESPACE",
     "JAXMPI_RUN_DIR",
 )  # equal in all processes of a job; without them the launcher's daemon is their parent
-_DAEMONS = ("prte", "orted", "mpirun", "mpiexec", "hydra", "slurmstepd")  # what the processes that start ranks are called
+# what the processes that start ranks are called
+_DAEMONS = ("prte", "orted", "mpirun", "mpiexec", "hydra", "slurmstepd")
 _PR_SET_NAME = 15
 
 
@@ -62,7 +68,8 @@ def mark_thread(name: str) -> None:
 def peers() -> dict[int, Peer]:
     """Return the ranks of this process's job on this host.
 
-    A rank may have several processes. It is the one that has called `init`, or else one that is busy.
+    A rank may have several processes. It is the one that has called `init`, or else one that is
+    busy.
     """
     found: dict[int, Peer] = {}
     job = _job("self")
@@ -87,7 +94,9 @@ def _job(pid: str) -> str | None:
 
 
 def _environ(pid: str) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in _read("/proc", pid, "environ").split("\0") if "=" in line)
+    return dict(
+        line.split("=", 1) for line in _read("/proc", pid, "environ").split("\0") if "=" in line
+    )
 
 
 def _parent(pid: str) -> str | None:

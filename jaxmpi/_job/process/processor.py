@@ -8,7 +8,15 @@ from pathlib import Path
 
 __all__ = ["processor", "quota"]
 
-_NAMES = ("model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+_NAMES = (
+    "model name",
+    "flags",
+    "Features",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+)
 
 
 @cache
@@ -19,7 +27,10 @@ def processor() -> str:
     except OSError:
         text = ""
     first = dict(re.findall(r"^(.*?)\s*: (.*)$", text.split("\n\n")[0], re.MULTILINE))
-    said = [platform.machine(), *(f"{name} {' '.join(sorted(first[name].split()))}" for name in _NAMES if name in first)]
+    said = [
+        platform.machine(),
+        *(f"{name} {' '.join(sorted(first[name].split()))}" for name in _NAMES if name in first),
+    ]
     digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
     return f"{first.get('model name') or platform.machine()} ({digest})"
 

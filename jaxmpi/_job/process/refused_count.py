@@ -32,7 +32,8 @@ def note_refused_count(error: BaseException) -> None:
     """
     cause: BaseException | None = error
     seen: list[BaseException] = []
-    while cause is not None and not any(cause is other for other in seen):  # a chain may lead back to itself
+    # a chain may lead back to itself
+    while cause is not None and not any(cause is other for other in seen):
         if isinstance(cause, RankCountError):
             with contextlib.suppress(KeyError, OSError):
                 run_dir.refuse_count(os.environ["JAXMPI_RUN_DIR"], str(cause))

@@ -1,7 +1,8 @@
 """Who takes part in a job that `jaxmpi run` started: one small file a rank, in a directory that the launcher made.
 
-The launcher names the directory in JAXMPI_RUN_DIR. A rank joins when it starts and leaves when it ends in order; whoever joined
-and never left was killed, crashed or slipped out, whatever exit code MPI's launcher reports.
+The launcher names the directory in JAXMPI_RUN_DIR. A rank joins when it starts and leaves when it
+ends in order; whoever joined and never left was killed, crashed or slipped out, whatever exit code
+MPI's launcher reports.
 """
 
 import contextlib
@@ -36,8 +37,11 @@ __all__ = [
 VERDICT, RATES, REFUSED = "verdict", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
 
-# What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and those must survive the job.
-_SEGMENT = re.compile(r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi)[._-][^\s/]+")
+# What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and
+# those must survive the job.
+_SEGMENT = re.compile(
+    r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi)[._-][^\s/]+"
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Member:
 def join(directory: str, rank: int) -> None:
     """Enter this process as a rank of the job; again, to record shared memory that was mapped since.
 
-    Does nothing where the directory does not exist, which is the case on hosts other than the launcher's, and where another
-    user could have made it.
+    Does nothing where the directory does not exist, which is the case on hosts other than the
+    launcher's, and where another user could have made it.
     """
     with _opened(directory) as folder:
         if folder is None:
@@ -63,8 +67,9 @@ def join(directory: str, rank: int) -> None:
         pipe = f"rank-{rank}.pipe"
         with contextlib.suppress(FileExistsError):
             os.mkfifo(pipe, 0o600, dir_fd=folder)
-            # Held until the process ends. The kernel closes the files of a process last opened first, so the launcher sees
-            # this one close before MPI's daemon misses the rank and kills the others.
+            # Held until the process ends. The kernel closes the files of a process last opened
+            # first, so the launcher sees this one close before MPI's daemon misses the rank and
+            # kills the others.
             os.open(pipe, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
         _write(folder, Member(rank, os.getpid(), os.uname().nodename, segments()))
 
@@ -74,8 +79,11 @@ def leave(directory: str, rank: int) -> None:
     with _opened(directory) as folder:
         if folder is None:
             return
-        joined = {path for member in members(directory) if member.rank == rank for path in member.segments}
-        paths = tuple(sorted(joined.union(segments())))  # after MPI_Finalize nothing is mapped, yet a file may remain
+        joined = {
+            path for member in members(directory) if member.rank == rank for path in member.segments
+        }
+        # after MPI_Finalize nothing is mapped, yet a file may remain
+        paths = tuple(sorted(joined.union(segments())))
         _write(folder, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
 
 
@@ -132,7 +140,9 @@ def rates(directory: str) -> tuple[float, ...]:
 
 def members(directory: str, skip: Container[int] = ()) -> list[Member]:
     """Read the ranks that joined, by rank, but for those to skip; none when the directory is gone."""
-    files = {int(path.stem.removeprefix("rank-")): path for path in Path(directory).glob("rank-*.json")}
+    files = {
+        int(path.stem.removeprefix("rank-")): path for path in Path(directory).glob("rank-*.json")
+    }
     entries = [json.loads(files[rank].read_text()) for rank in sorted(files) if rank not in skip]
     return [Member(**{**entry, "segments": tuple(entry["segments"])}) for entry in entries]
 
@@ -143,7 +153,11 @@ def segments(pid: int | str = "self") -> tuple[str, ...]:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return ()
-    paths = {match.group() for line in lines if (match := _SEGMENT.search(line)) and not line.endswith(" (deleted)")}
+    paths = {
+        match.group()
+        for line in lines
+        if (match := _SEGMENT.search(line)) and not line.endswith(" (deleted)")
+    }
     return tuple(sorted(paths))
 
 
@@ -170,8 +184,8 @@ def processes(directory: str) -> dict[int, bytes]:
 def remove_segments(recorded: set[str], started: float) -> None:
     """Remove the shared memory that the job left: what its ranks recorded, and what else appeared meanwhile.
 
-    Never what a process maps. Of the unrecorded only what is ours and stays unmapped for a while: another job may be about to
-    map what it has just made.
+    Never what a process maps. Of the unrecorded only what is ours and stays unmapped for a while:
+    another job may be about to map what it has just made.
     """
 
     def unmapped(paths: set[str]) -> set[str]:
@@ -185,7 +199,10 @@ def remove_segments(recorded: set[str], started: float) -> None:
         return False
 
     left = unmapped(recorded)
-    others = unmapped({str(p) for p in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(p)) and ours(p)} - recorded)
+    others = unmapped(
+        {str(p) for p in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(p)) and ours(p)}
+        - recorded
+    )
     if others:
         time.sleep(0.2)
         others = unmapped(others)

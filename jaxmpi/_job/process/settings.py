@@ -1,7 +1,7 @@
 """The environment variables that jaxmpi reads. Nothing here imports JAX, as the launcher reads them, too.
 
-`get` reads one. `check` reads all: `init` calls it on every rank, and `jaxmpi run` before it starts any. An empty value counts
-as unset. docs/api.md has the table that `table` prints.
+`get` reads one. `check` reads all: `init` calls it on every rank, and `jaxmpi run` before it starts
+any. An empty value counts as unset. docs/api.md has the table that `table` prints.
 """
 
 import os
@@ -51,7 +51,8 @@ def _switch(text: str) -> bool:
 # the fields of `_backends.tuning.Tuning`
 _TUNABLE = ("chunk_bytes", "chunks", "small_bytes", "direct_nodes", "bucket_bytes", "threads")
 _POSITIVE = ("chunk_bytes", "chunks", "bucket_bytes")
-_MOST_SMALL_BYTES = 60_000  # one piece of `native/internode.cc`: the receiver does not know how many there are
+# one piece of `native/internode.cc`: the receiver does not know how many there are
+_MOST_SMALL_BYTES = 60_000
 
 
 def _tuning(text: str) -> dict[str, int]:
@@ -63,7 +64,11 @@ def _tuning(text: str) -> dict[str, int]:
     return values
 
 
-_SECONDS, _COUNT, _ON = "a number of seconds, from 0 to 1e9", "a whole number, from {} to 1e9", "0 or 1"
+_SECONDS, _COUNT, _ON = (
+    "a number of seconds, from 0 to 1e9",
+    "a whole number, from {} to 1e9",
+    "0 or 1",
+)
 
 
 def _seconds(default: str, meaning: str) -> Setting:
@@ -72,7 +77,10 @@ def _seconds(default: str, meaning: str) -> Setting:
 
 SETTINGS: Mapping[str, Setting] = {
     "JAXMPI_BACKEND": Setting(
-        _one_of(*BACKENDS), f"one of {', '.join(BACKENDS)}", "auto", "the backend, where `jaxmpi.init` is given none"
+        _one_of(*BACKENDS),
+        f"one of {', '.join(BACKENDS)}",
+        "auto",
+        "the backend, where `jaxmpi.init` is given none",
     ),
     "JAXMPI_TRANSPORT": Setting(
         _one_of("auto", "native", "mpi4jax"),
@@ -82,7 +90,10 @@ SETTINGS: Mapping[str, Setting] = {
         same=True,
     ),
     "JAXMPI_HOST": Setting(
-        str, "a name or an address", "", "on rank 0, for backend xla on several hosts: the address at which it listens"
+        str,
+        "a name or an address",
+        "",
+        "on rank 0, for backend xla on several hosts: the address at which it listens",
     ),
     "JAXMPI_NODE_RANKS": Setting(
         _number(int, 1, MOST),
@@ -96,21 +107,33 @@ SETTINGS: Mapping[str, Setting] = {
         f"0, or NAME=NUMBER, with commas between several, of the names {', '.join(_TUNABLE)}; "
         f"small_bytes up to {_MOST_SMALL_BYTES}",
         "",
-        "sizes, algorithms and threads of the native transport; 0: the defaults. Unset, `init` probes the network",
+        "sizes, algorithms and threads of the native transport; 0: the defaults. Unset, `init` "
+        "probes the network",
         same=True,
     ),
     "JAXMPI_OVERLAP": Setting(
         _one_of("auto", "0", "1"),
         "one of auto, 0, 1",
         "auto",
-        "whether a step's messages are on their way while it computes; auto: between nodes, on the native transport",
+        "whether a step's messages are on their way while it computes; auto: between nodes, on the "
+        "native transport",
         same=True,
     ),
-    "JAXMPI_STALL_SECONDS": _seconds("60", "how long a rank waits in a collective before it reports who is missing; 0: never"),
-    "JAXMPI_STALL_END_SECONDS": _seconds("", "how long until the job ends; ten times the above by default; 0: never"),
-    "JAXMPI_PREEMPTION_SECONDS": _seconds("60", "how long `jaxmpi run` waits for ranks that stop in order at a SIGTERM"),
+    "JAXMPI_STALL_SECONDS": _seconds(
+        "60", "how long a rank waits in a collective before it reports who is missing; 0: never"
+    ),
+    "JAXMPI_STALL_END_SECONDS": _seconds(
+        "", "how long until the job ends; ten times the above by default; 0: never"
+    ),
+    "JAXMPI_PREEMPTION_SECONDS": _seconds(
+        "60", "how long `jaxmpi run` waits for ranks that stop in order at a SIGTERM"
+    ),
     "JAXMPI_FLIGHT_DIR": Setting(
-        str, "a folder", "", "where the flight records go; by default a private folder in the temporary one, only at a stall"
+        str,
+        "a folder",
+        "",
+        "where the flight records go; by default a private folder in the temporary one, only at a "
+        "stall",
     ),
     "JAXMPI_COMPILE": Setting(
         _one_of("once", "each"),
@@ -126,17 +149,34 @@ SETTINGS: Mapping[str, Setting] = {
         "how much `jaxmpi run` keeps of what was compiled, in the user's cache folder; 0: nothing",
     ),
     "JAXMPI_CACHE_DIR": Setting(
-        str, "a folder", "", "set by `jaxmpi run`: where its ranks keep what was compiled, unless JAX_COMPILATION_CACHE_DIR is"
+        str,
+        "a folder",
+        "",
+        "set by `jaxmpi run`: where its ranks keep what was compiled, unless "
+        "JAX_COMPILATION_CACHE_DIR is",
     ),
-    "JAXMPI_CHECK": Setting(_switch, _ON, "0", "compare the values that must be equal on all ranks, at every step", same=True),
+    "JAXMPI_CHECK": Setting(
+        _switch,
+        _ON,
+        "0",
+        "compare the values that must be equal on all ranks, at every step",
+        same=True,
+    ),
     "JAXMPI_EXPLAIN": Setting(_switch, _ON, "0", "print what each new program sends, on rank 0"),
     "JAXMPI_MPIEXEC": Setting(str, "a program", "", "the MPI launcher that `jaxmpi run` uses"),
     "JAXMPI_RUN_DIR": Setting(str, "a folder", "", "set by `jaxmpi run`: where its ranks register"),
     "JAXMPI_RESTART": Setting(
-        _number(int, 0, MOST), _COUNT.format(0), "0", "set by `jaxmpi run`: how often the job has failed"
+        _number(int, 0, MOST),
+        _COUNT.format(0),
+        "0",
+        "set by `jaxmpi run`: how often the job has failed",
     ),
-    "JAXMPI_TTY": Setting(_switch, _ON, "0", "set by `jaxmpi run`: its standard error is a terminal"),
-    "JAXMPI_TESTING_ADDRESS": Setting(str, "a socket", "", "set by `jaxmpi.launch` and `run_ranks`: where they listen"),
+    "JAXMPI_TTY": Setting(
+        _switch, _ON, "0", "set by `jaxmpi run`: its standard error is a terminal"
+    ),
+    "JAXMPI_TESTING_ADDRESS": Setting(
+        str, "a socket", "", "set by `jaxmpi.launch` and `run_ranks`: where they listen"
+    ),
 }
 
 
@@ -177,5 +217,8 @@ def difference(everyone: Sequence[Mapping[str, object]]) -> tuple[str, int] | No
 
 def table() -> str:
     """All settings, as a table in Markdown."""
-    rows = [f"| `{name}` | {s.allowed} | {s.default or '–'} | {s.meaning} |" for name, s in SETTINGS.items()]
+    rows = [
+        f"| `{name}` | {s.allowed} | {s.default or '–'} | {s.meaning} |"
+        for name, s in SETTINGS.items()
+    ]
     return "\n".join(["| variable | value | default | |", "|---|---|---|---|", *rows]) + "\n"

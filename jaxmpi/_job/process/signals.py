@@ -1,8 +1,9 @@
 """The signals of this process, for a thread that watches it.
 
-Python runs their handlers on the main thread, between two of its instructions; while that stands inside MPI nothing reacts.
-The thread learns of them by the wake-up file (`signal.set_wakeup_fd`). There is one in a process, and other libraries take it,
-as asyncio's `add_signal_handler` does: then the handlers tell the thread, and what we hear we pass on to whom we took it from.
+Python runs their handlers on the main thread, between two of its instructions; while that stands
+inside MPI nothing reacts. The thread learns of them by the wake-up file (`signal.set_wakeup_fd`).
+There is one in a process, and other libraries take it, as asyncio's `add_signal_handler` does: then
+the handlers tell the thread, and what we hear we pass on to whom we took it from.
 """
 
 import contextlib
@@ -25,8 +26,10 @@ class Signals:
 
     def __init__(self) -> None:
         self._calls: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_arrived}
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}  # the handlers that were replaced
-        self._interrupted = self._reacted = 0.0  # when the last interrupt came, and when Python could last react to one
+        # the handlers that were replaced
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        # when the last interrupt came, and when Python could last react to one
+        self._interrupted = self._reacted = 0.0
         self._masks = threading.local()  # the signals that a thread had blocked
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
@@ -66,7 +69,8 @@ class Signals:
         """Whether Python has not reacted to an interrupt for long; asked every `look_seconds`."""
         if not self._interrupted or time.monotonic() - self._interrupted <= INTERRUPT_SECONDS:
             return False
-        stuck = self._reacted < self._interrupted - 2 * look_seconds  # the thread may hear of it later than Python
+        # the thread may hear of it later than Python
+        stuck = self._reacted < self._interrupted - 2 * look_seconds
         self._interrupted = 0.0
         return stuck
 

@@ -13,7 +13,8 @@ __all__ = ["SAY_SECONDS", "at_most", "end_process", "one_line", "say"]
 
 ABORT_SECONDS = 10  # for MPI to end this process
 SAY_SECONDS = 2.0  # for a stream that nobody reads at the moment
-_HAS_STDERR = sys.__stderr__ is not None  # if it was closed when Python started, its number may be another file's by now
+# if it was closed when Python started, its number may be another file's by now
+_HAS_STDERR = sys.__stderr__ is not None
 
 
 def say(text: str) -> None:

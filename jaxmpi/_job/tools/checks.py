@@ -33,7 +33,12 @@ def the_jax() -> Finding:
     if jax.__version__ in _jaxcompat.TESTED:
         return Finding("ok", "jax", text)
     if not _jaxcompat.can_hide_effects():
-        return Finding("slow", "jax", text, f"Not one of {', '.join(_jaxcompat.TESTED)}: steps are dispatched more slowly.")
+        return Finding(
+            "slow",
+            "jax",
+            text,
+            f"Not one of {', '.join(_jaxcompat.TESTED)}: steps are dispatched more slowly.",
+        )
     return Finding("ok", "jax", f"{text}; tested are {', '.join(_jaxcompat.TESTED)}")
 
 
@@ -41,9 +46,19 @@ def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
     """Whether each rank has a core of its own, and the shared memory that the transport needs."""
     text = f"{machine.cores} that this process may use, of {os.cpu_count()} processors"
     if (quota := processor.quota()) is not None and quota < min(ranks, machine.cores):
-        yield Finding("slow", "cores", f"{text}, but a quota of {quota:g}", "Ask the container or the job for more CPU time.")
+        yield Finding(
+            "slow",
+            "cores",
+            f"{text}, but a quota of {quota:g}",
+            "Ask the container or the job for more CPU time.",
+        )
     elif ranks > machine.cores:
-        yield Finding("slow", "cores", f"{text}, for {ranks} ranks", "Ranks take turns: start as many as there are cores.")
+        yield Finding(
+            "slow",
+            "cores",
+            f"{text}, for {ranks} ranks",
+            "Ranks take turns: start as many as there are cores.",
+        )
     elif not machine.bindable:
         advice = "An affinity mask is set (taskset, a scheduler): ranks are not bound to cores, and may disturb each other."
         yield Finding("ok", "cores", text, advice)
@@ -53,7 +68,12 @@ def cores(ranks: int, machine: Machine) -> Iterator[Finding]:
         space = os.statvfs("/dev/shm")
         free = space.f_bavail * space.f_frsize
     except OSError:
-        yield Finding("slow", "shared memory", "there is no /dev/shm", "Mount it: without it, mpi4jax carries everything.")
+        yield Finding(
+            "slow",
+            "shared memory",
+            "there is no /dev/shm",
+            "Mount it: without it, mpi4jax carries everything.",
+        )
         return
     if free < SHARED_BYTES * ranks:
         advice = f"Give the container more (docker run --shm-size), {SHARED_BYTES >> 20} MB for each rank and what MPI needs."
@@ -69,34 +89,64 @@ def compiled() -> Finding:
         path = Path(theirs).absolute()
         nearest = next(parent for parent in (path, *path.parents) if parent.exists())
         if "://" in theirs or os.access(nearest, os.W_OK | os.X_OK):
-            return Finding("ok", "compiled programs", f"kept in {theirs}, as JAX_COMPILATION_CACHE_DIR says")
+            return Finding(
+                "ok", "compiled programs", f"kept in {theirs}, as JAX_COMPILATION_CACHE_DIR says"
+            )
         advice = "Set JAX_COMPILATION_CACHE_DIR to a folder of yours."
-        return Finding("slow", "compiled programs", f"not kept, as {theirs} cannot be written", advice)
+        return Finding(
+            "slow", "compiled programs", f"not kept, as {theirs} cannot be written", advice
+        )
     folder = compiled_files.folder_of(os.environ, limit)
     if not folder:
-        return Finding("ok", "compiled programs", "not kept, as JAXMPI_CACHE_BYTES is 0, or there is no HOME")
+        return Finding(
+            "ok", "compiled programs", "not kept, as JAXMPI_CACHE_BYTES is 0, or there is no HOME"
+        )
     try:
         compiled_files.CompiledFiles(folder, limit, lambda why: None)
     except OSError as error:
         advice = "Make it a folder that is yours alone, or set XDG_CACHE_HOME to one; JAXMPI_CACHE_BYTES=0 does without."
-        return Finding("slow", "compiled programs", f"not kept in {folder}: {error.strerror or error}", advice)
+        return Finding(
+            "slow", "compiled programs", f"not kept in {folder}: {error.strerror or error}", advice
+        )
     count, used = compiled_files.usage(folder)
-    return Finding("ok", "compiled programs", f"{count} in {folder}, {used / 1e6:.0f} MB of at most {limit / 1e6:.0f}")
+    return Finding(
+        "ok",
+        "compiled programs",
+        f"{count} in {folder}, {used / 1e6:.0f} MB of at most {limit / 1e6:.0f}",
+    )
 
 
 def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
     """What JAX computes on, and whether there are GPUs that it does not see, or fewer than ranks."""
     there = len([*dev.glob("nvidia[0-9]*")])
     gpus = _devices.visible(dev=dev)
-    set_ = [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS") if name in os.environ]
-    hidden = f"; {there} NVIDIA devices, hidden by {' and '.join(set_)}" if there and not gpus and set_ else ""
+    set_ = [
+        f"{name}={os.environ[name]}"
+        for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
+        if name in os.environ
+    ]
+    hidden = (
+        f"; {there} NVIDIA devices, hidden by {' and '.join(set_)}"
+        if there and not gpus and set_
+        else ""
+    )
     if there and not gpus and not (hidden and _devices.has_plugin()):
         return Finding(
-            "slow", "GPUs", f"{there} NVIDIA devices, which JAX does not use", "Install its plugin: pip install 'jax[cuda13]'."
+            "slow",
+            "GPUs",
+            f"{there} NVIDIA devices, which JAX does not use",
+            "Install its plugin: pip install 'jax[cuda13]'.",
         )
-    ok, said = ask("import jax; d = jax.local_devices(); print(len(d), d[0].device_kind, d[0].platform)")
+    ok, said = ask(
+        "import jax; d = jax.local_devices(); print(len(d), d[0].device_kind, d[0].platform)"
+    )
     if not ok:
-        return Finding("broken", "devices", f"JAX does not start: {said}", "Fix JAX first: see its installation guide.")
+        return Finding(
+            "broken",
+            "devices",
+            f"JAX does not start: {said}",
+            "Fix JAX first: see its installation guide.",
+        )
     if gpus and len(gpus) < ranks:
         text = f"{len(gpus)} for {ranks} ranks, which take turns, each with a part of the memory, and without NCCL"
         return Finding("slow", "GPUs", text, f"Start {len(gpus)} ranks on this node.")
@@ -109,7 +159,11 @@ def mpi() -> Iterator[Finding]:
     try:
         vendor, version, path = mpiexec.library()
         _, twice = ask(_LOADED_TWICE)
-        yield Finding("broken", "mpi4py", *two(twice)) if twice else Finding("ok", "mpi4py", f"{vendor} {version} ({path})")
+        yield (
+            Finding("broken", "mpi4py", *two(twice))
+            if twice
+            else Finding("ok", "mpi4py", f"{vendor} {version} ({path})")
+        )
     except mpiexec.LaunchError as error:
         yield Finding("broken", "mpi4py", *two(str(error)))
     try:
@@ -127,7 +181,12 @@ def mpi() -> Iterator[Finding]:
     without = "The native transport does without it."
     transport = native()
     if transport.verdict == "slow" and settings.get("JAXMPI_TRANSPORT") != "mpi4jax":
-        yield Finding("broken", "mpi4jax", text, f"Best build the native transport, which does without it: see below. {advice}")
+        yield Finding(
+            "broken",
+            "mpi4jax",
+            text,
+            f"Best build the native transport, which does without it: see below. {advice}",
+        )
     elif transport.verdict != "ok":
         yield Finding("broken", "mpi4jax", text, advice)
     elif "No module named" in text:
@@ -140,12 +199,19 @@ def native(instead: bool = True) -> Finding:
     """Whether the native transport is there, and why not; mpi4jax does `instead`, where that works."""
     ok, said = ask("from jaxmpi._backends.transport import why_not_native; print(why_not_native())")
     if settings.get("JAXMPI_TRANSPORT") == "mpi4jax":
-        return Finding("slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one.")
+        return Finding(
+            "slow", "transport", "mpi4jax, as JAXMPI_TRANSPORT says", "Unset it for the native one."
+        )
     if ok and not said:
         return Finding("ok", "transport", "native")
     if not ok:
         return Finding("broken", "transport", *two(re.sub(r"^\S*MPIError: ", "", said)))
     why, advice = two(said)
     if not instead:
-        return Finding("broken", "transport", f"none: neither the native one nor mpi4jax can be used. {why}", advice)
+        return Finding(
+            "broken",
+            "transport",
+            f"none: neither the native one nor mpi4jax can be used. {why}",
+            advice,
+        )
     return Finding("slow", "transport", f"mpi4jax, as the native one cannot be used: {why}", advice)

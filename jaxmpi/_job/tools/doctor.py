@@ -22,10 +22,19 @@ __all__ = ["run"]
 def run(arguments: Sequence[str]) -> int:
     """Print what was found; the exit code is 1 if something is broken."""
     parser = argparse.ArgumentParser(
-        prog="jaxmpi doctor", description="Look at this environment: is everything there, does it fit together, is it fast?"
+        prog="jaxmpi doctor",
+        description="Look at this environment: is everything there, does it fit together, is it fast?",
     )
-    parser.add_argument("-n", type=int, default=0, metavar="N", help="ranks to measure with; default: 2, or 1 on one core")
-    parser.add_argument("--report", action="store_true", help="as a block to be pasted into an issue")
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks to measure with; default: 2, or 1 on one core",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="as a block to be pasted into an issue"
+    )
     options = parser.parse_args(arguments)
     try:
         prepare(os.environ)
@@ -51,7 +60,11 @@ def run(arguments: Sequence[str]) -> int:
 def look(ranks: int, machine: Machine) -> Iterator[Finding]:
     """Everything, from what the rest needs to what needs the rest."""
     yield Finding("ok", "Python", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
-    yield Finding("ok", "system", f"{os.uname().machine}, Linux {os.uname().release}, {' '.join(platform.libc_ver())}")
+    yield Finding(
+        "ok",
+        "system",
+        f"{os.uname().machine}, Linux {os.uname().release}, {' '.join(platform.libc_ver())}",
+    )
     yield installed.package()
     yield checks.the_jax()
     yield installed.dtypes()
@@ -61,6 +74,8 @@ def look(ranks: int, machine: Machine) -> Iterator[Finding]:
     mpi = [*checks.mpi()]
     yield from mpi
     yield installed.cuda_in_mpi()
-    yield checks.native(instead=all(finding.verdict != "broken" for finding in mpi if finding.topic == "mpi4jax"))
+    yield checks.native(
+        instead=all(finding.verdict != "broken" for finding in mpi if finding.topic == "mpi4jax")
+    )
     if not any(finding.verdict == "broken" for finding in mpi):
         yield from speed(ranks, machine)

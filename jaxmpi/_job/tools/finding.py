@@ -34,7 +34,9 @@ def environment() -> dict[str, str]:
     """Of a Python that finds the jaxmpi of this process, and nothing else that the working directory holds."""
     home, environ = Path(__file__).parents[2], {**os.environ, "PYTHONSAFEPATH": "1"}
     if home == Path.cwd():  # it may be found there only
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(home), os.environ.get("PYTHONPATH")])
+        )
     return environ
 
 
@@ -42,14 +44,20 @@ def ask(code: str) -> tuple[bool, str]:
     """Run Python code; returns whether it worked, and what it printed, or its error."""
     try:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=START_SECONDS, env=environment()
+        )
     except subprocess.TimeoutExpired:
         return False, f"no answer within {START_SECONDS:.0f} s"
     if not done.returncode:
         return True, done.stdout.strip()
     lines = done.stderr.strip().splitlines()
-    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)", line)]
-    return False, " ".join(lines[errors[-1] if errors else -1 :]) if lines else f"exit code {done.returncode}"
+    errors = [
+        i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)", line)
+    ]
+    return False, " ".join(
+        lines[errors[-1] if errors else -1 :]
+    ) if lines else f"exit code {done.returncode}"
 
 
 def two(error: str) -> tuple[str, str]:

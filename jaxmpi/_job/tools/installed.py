@@ -40,11 +40,19 @@ def package() -> Finding:
     tags = re.findall(r"^Tag: (.*)$", there.read_text("WHEEL") or "", re.MULTILINE)
     binary = any("manylinux" in tag for tag in tags)
     kind = (
-        "editable" if origin.get("dir_info", {}).get("editable") else "a binary wheel" if binary else "built here from source"
+        "editable"
+        if origin.get("dir_info", {}).get("editable")
+        else "a binary wheel"
+        if binary
+        else "built here from source"
     )
     ok, said = ask("import jaxmpi._native as n; print(f'{n.compiler}, XLA FFI {n.ffi}')")
     text = f"{there.version}, {kind} ({', '.join(tags) or 'no tags'})"
-    return Finding("ok", "jaxmpi", f"{text}; the extension by {said}" if ok else f"{text}; without the extension")
+    return Finding(
+        "ok",
+        "jaxmpi",
+        f"{text}; the extension by {said}" if ok else f"{text}; without the extension",
+    )
 
 
 def dtypes() -> Finding:
@@ -52,7 +60,12 @@ def dtypes() -> Finding:
     ok, said = ask(_DTYPES)
     if ok and "wrong" not in said:
         return Finding("ok", "dtypes", said)
-    return Finding("broken", "dtypes", said, "This is a defect of JAX or of its device: report it, with this text.")
+    return Finding(
+        "broken",
+        "dtypes",
+        said,
+        "This is a defect of JAX or of its device: report it, with this text.",
+    )
 
 
 def cuda_in_mpi() -> Finding:
@@ -63,5 +76,8 @@ def cuda_in_mpi() -> Finding:
         return Finding("ok", "CUDA in MPI", "unknown, as there is no MPI")
     _, said = ask(_CUDA.format(path=path))
     return Finding(
-        "ok", "CUDA in MPI", f"{said if said in ('yes', 'no') else 'unknown'}; arrays of GPUs go through memory of the host"
+        "ok",
+        "CUDA in MPI",
+        f"{said if said in ('yes', 'no') else 'unknown'}; arrays of GPUs go through memory of the "
+        "host",
     )

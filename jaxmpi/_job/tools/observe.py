@@ -32,7 +32,8 @@ class Here:
 
     def __init__(self) -> None:
         self._readers: dict[int, live_record.Reader] = {}
-        self._exposed: dict[int, tuple[int, int]] = {}  # at the last look: when, and for how long it had waited
+        # at the last look: when, and for how long it had waited
+        self._exposed: dict[int, tuple[int, int]] = {}
         self._found = -FIND_SECONDS
 
     def look(self) -> list[Look]:
@@ -40,7 +41,11 @@ class Here:
         if time.monotonic() - self._found >= FIND_SECONDS:
             self._find()
         gpu_bytes = _gpu_bytes() if self._readers else {}
-        return [look for reader in list(self._readers.values()) for look in self._look(reader, gpu_bytes)]
+        return [
+            look
+            for reader in list(self._readers.values())
+            for look in self._look(reader, gpu_bytes)
+        ]
 
     def _find(self) -> None:
         self._found = time.monotonic()
@@ -53,13 +58,24 @@ class Here:
 
     def _look(self, reader: live_record.Reader, gpu_bytes: dict[int, int]) -> Iterator[Look]:
         state, about = run_dir.state(reader.pid), reader.about()
-        if state == "ended" or (about and about["pid"] != reader.pid):  # or a child of the rank, which has inherited its files
+        # or a child of the rank, which has inherited its files
+        if state == "ended" or (about and about["pid"] != reader.pid):
             if state == "ended":
                 self._readers.pop(reader.pid).close()
             return
         if about:
-            now = {"now_ns": time.monotonic_ns(), "state": state, "events": reader.events(EVENTS), "waits": self._waits(reader)}
-            yield {**about, **now, "memory_bytes": _memory_bytes(reader.pid), "gpu_bytes": gpu_bytes.get(reader.pid)}
+            now = {
+                "now_ns": time.monotonic_ns(),
+                "state": state,
+                "events": reader.events(EVENTS),
+                "waits": self._waits(reader),
+            }
+            yield {
+                **about,
+                **now,
+                "memory_bytes": _memory_bytes(reader.pid),
+                "gpu_bytes": gpu_bytes.get(reader.pid),
+            }
 
     def _waits(self, reader: live_record.Reader) -> float | None:
         """The share of the time since the last look for which its programs have waited for messages; None at the first one."""
@@ -79,7 +95,9 @@ class Remote:
         self.host, self.error = host, ""
         self._looks: list[Look] = []
         self._heard = time.monotonic()
-        there = shlex.join([sys.executable, "-m", "jaxmpi", "top", "--here", "--every", str(every_seconds)])
+        there = shlex.join(
+            [sys.executable, "-m", "jaxmpi", "top", "--here", "--every", str(every_seconds)]
+        )
         command = [*shlex.split(agent), host, there]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
@@ -89,7 +107,9 @@ class Remote:
             return
         assert self._process.stdout and self._process.stderr
         listens = threading.Thread(target=self._listen, args=[self._process.stdout], daemon=True)
-        complains = threading.Thread(target=self._complain, args=[self._process.stderr], daemon=True)
+        complains = threading.Thread(
+            target=self._complain, args=[self._process.stderr], daemon=True
+        )
         self._threads = [listens, complains]
         for thread in self._threads:
             thread.start()

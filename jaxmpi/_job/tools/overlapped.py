@@ -7,15 +7,20 @@ from jaxmpi._job.tools.records import Record
 __all__ = ["Span", "overlapped"]
 
 Span = tuple[float, float]  # begin and end, in seconds
-SHORTEST_SECONDS = 1e-5  # a message that is waited for at once begins and ends some microseconds beside its wait
+# a message that is waited for at once begins and ends some microseconds beside its wait
+SHORTEST_SECONDS = 1e-5
 
 
 def overlapped(record: Record) -> list[Span]:
     """The times of messages on their way without those in which the program waited; none where waits are not recorded."""
     events, waits = record["events"], record["waits"]
     first = min((start for start, _ in waits), default=float("inf"))
-    spans = _union((start, end) for *_, start, _, end in events if end is not None and start >= first)
-    return [(a, b) for a, b in _without(spans, _union(map(tuple, waits))) if b - a > SHORTEST_SECONDS]
+    spans = _union(
+        (start, end) for *_, start, _, end in events if end is not None and start >= first
+    )
+    return [
+        (a, b) for a, b in _without(spans, _union(map(tuple, waits))) if b - a > SHORTEST_SECONDS
+    ]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

@@ -15,7 +15,8 @@ SHOWN = 200  # collectives of a rank: of more, nothing could be told apart; the 
 def picture(records: Sequence[Record]) -> str:
     """An SVG with a row of bars for each rank: it waits for the others, then communicates; in between it computes.
 
-    A thin bar below is what it computes while a message travels. It shows each rank's last collectives.
+    A thin bar below is what it computes while a message travels. It shows each rank's last
+    collectives.
 
     Raises:
       ImportError: there is no matplotlib.
@@ -29,13 +30,26 @@ def picture(records: Sequence[Record]) -> str:
         axes = figure.add_subplot(xlabel="seconds")
         for row, record in enumerate(records):
             for spans, color in zip(_spans(record), (WAITS, COMMUNICATES), strict=True):
-                axes.broken_barh(spans, (row - 0.35, 0.5), color=color, linewidth=0, rasterized=True)
+                axes.broken_barh(
+                    spans, (row - 0.35, 0.5), color=color, linewidth=0, rasterized=True
+                )
             since = min((event[3] for event in record["events"][-SHOWN:]), default=0.0)
-            meanwhile = [(start, end - start) for start, end in overlapped(record) if start >= since]
-            axes.broken_barh(meanwhile, (row + 0.2, 0.15), color=COMPUTES, linewidth=0, rasterized=True)
-        axes.set_yticks(range(len(records)), [f"rank {record['rank']} on {record['host']}" for record in records])
+            meanwhile = [
+                (start, end - start) for start, end in overlapped(record) if start >= since
+            ]
+            axes.broken_barh(
+                meanwhile, (row + 0.2, 0.15), color=COMPUTES, linewidth=0, rasterized=True
+            )
+        axes.set_yticks(
+            range(len(records)),
+            [f"rank {record['rank']} on {record['host']}" for record in records],
+        )
         axes.invert_yaxis()
-        labels = {WAITS: "waits for the others", COMMUNICATES: "communicates", COMPUTES: "computes meanwhile"}
+        labels = {
+            WAITS: "waits for the others",
+            COMMUNICATES: "communicates",
+            COMPUTES: "computes meanwhile",
+        }
         handles = [Patch(color=color, label=label) for color, label in labels.items()]
         figure.legend(handles=handles, ncols=3, loc="outside upper right")
         text = io.StringIO()

@@ -9,8 +9,10 @@ from jaxmpi._job.tools.observe import Look
 
 __all__ = ["Row", "rows"]
 
-LATE_SHARE, WAITED_SHARE, LATE_EVENTS = 0.6, 0.1, 10  # a slow rank: last so often, others wait so much, in so many collectives
-MISSING_SECONDS, MISSING_FACTOR = 1.0, 5.0  # how long others wait for a rank that is missing; times the usual step
+# a slow rank: last so often, others wait so much, in so many collectives
+LATE_SHARE, WAITED_SHARE, LATE_EVENTS = 0.6, 0.1, 10
+# how long others wait for a rank that is missing; times the usual step
+MISSING_SECONDS, MISSING_FACTOR = 1.0, 5.0
 
 
 class Row(NamedTuple):
@@ -36,19 +38,31 @@ def rows(looks: Iterable[Look]) -> list[Row]:
     jobs: dict[str, list[Look]] = defaultdict(list)
     for look in looks:
         jobs[look["job"]].append(look)
-    return [row for _, job in sorted(jobs.items()) for row in _job(sorted(job, key=lambda look: look["rank"]))]
+    return [
+        row
+        for _, job in sorted(jobs.items())
+        for row in _job(sorted(job, key=lambda look: look["rank"]))
+    ]
 
 
 def _job(looks: Sequence[Look]) -> list[Row]:
     last = _last(looks)
-    front = max(look["entered"] - (not look["inside"]) for look in looks)  # the last collective that a rank has entered
-    waits = [_seconds(look, "since_ns") for look in looks if look["inside"] and look["entered"] >= front]
+    # the last collective that a rank has entered
+    front = max(look["entered"] - (not look["inside"]) for look in looks)
+    waits = [
+        _seconds(look, "since_ns") for look in looks if look["inside"] and look["entered"] >= front
+    ]
     found = []
     for look in looks:
         steps, interval = _steps(look)
         share = last.get(look["rank"])
         verdict = _verdict(look, front, min(waits, default=0.0), interval)
-        if not verdict and share is not None and share > LATE_SHARE and _waiting(looks, look["rank"]) > WAITED_SHARE:
+        if (
+            not verdict
+            and share is not None
+            and share > LATE_SHARE
+            and _waiting(looks, look["rank"]) > WAITED_SHARE
+        ):
             verdict = "slow"
         found.append(
             Row(
@@ -93,12 +107,16 @@ def _steps(look: Look) -> tuple[float | None, float | None]:
     sent: Counter[int] = Counter()
     for _, word, bytes_, *_ in look["events"]:
         sent[word] += bytes_ + 1
-    starts = [event[3] for event in look["events"] if sent and event[1] == sent.most_common(1)[0][0]]
+    starts = [
+        event[3] for event in look["events"] if sent and event[1] == sent.most_common(1)[0][0]
+    ]
     if len(starts) < 3:
         return None, None
     interval = (starts[-1] - starts[0]) / (len(starts) - 1) / 1e9
     idle = (look["now_ns"] - starts[-1]) / 1e9
-    return (0.0 if idle > max(1.0, MISSING_FACTOR * interval) else 1 / max(interval, 1e-9)), interval
+    return (
+        0.0 if idle > max(1.0, MISSING_FACTOR * interval) else 1 / max(interval, 1e-9)
+    ), interval
 
 
 def _communication(look: Look) -> float | None:
@@ -107,12 +125,16 @@ def _communication(look: Look) -> float | None:
     events, now = look["events"], look["now_ns"]
     if not events:
         return None
-    return min(1.0, sum((end or now) - start for *_, start, _, end in events) / max(1, now - events[0][3]))
+    return min(
+        1.0, sum((end or now) - start for *_, start, _, end in events) / max(1, now - events[0][3])
+    )
 
 
 def _last(looks: Sequence[Look]) -> dict[int, float]:
     """Of each rank, the share of the collectives that all have on record for which it waited least."""
-    waits = [{event[0]: event[4] - event[3] for event in look["events"] if event[4]} for look in looks]
+    waits = [
+        {event[0]: event[4] - event[3] for event in look["events"] if event[4]} for look in looks
+    ]
     common = set.intersection(*map(set, waits)) if len(looks) == looks[0]["size"] else set()
     if len(common) < LATE_EVENTS:
         return {}

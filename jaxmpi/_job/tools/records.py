@@ -16,7 +16,8 @@ def read(directory: Path) -> list[Record]:
     """The ranks' records, by rank.
 
     Raises:
-      ValueError: there are none, one is not as the flight recorder writes it, or they are of several jobs.
+      ValueError: there are none, one is not as the flight recorder writes it, or they are of
+        several jobs.
       OSError: a file cannot be read.
     """
     files: dict[int, Path] = {}
@@ -24,12 +25,16 @@ def read(directory: Path) -> list[Record]:
     for path in sorted(directory.glob("rank-*.json")):
         record = _record(path)
         if (other := files.setdefault(record["rank"], path)) != path:
-            raise ValueError(f"{other} and {path} are both of rank {record['rank']}. Remove one of them.")
+            raise ValueError(
+                f"{other} and {path} are both of rank {record['rank']}. Remove one of them."
+            )
         records.append(record)
     if not records:
         raise ValueError(f"there is no flight record (rank-0.json, ...) in {directory}.")
     if len({record["size"] for record in records}) > 1:
-        raise ValueError(f"the records in {directory} are of several jobs. Remove those of the old one.")
+        raise ValueError(
+            f"the records in {directory} are of several jobs. Remove those of the old one."
+        )
     return sorted(records, key=lambda record: record["rank"])
 
 
@@ -37,11 +42,18 @@ def _record(path: Path) -> Record:
     try:
         record = json.loads(_files.read(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no flight record of jaxmpi: {type(error).__name__} while it is read.") from error
+        raise ValueError(
+            f"{path} is no flight record of jaxmpi: {type(error).__name__} while it is read."
+        ) from error
     if wrong := _wrong(record):
         raise ValueError(f"{path} is no flight record of jaxmpi: {wrong}.")
     events = [[number, _printable(name), *rest] for number, name, *rest in record["events"]]
-    return {**record, "host": _printable(record["host"]), "why": _printable(record["why"]), "events": events}
+    return {
+        **record,
+        "host": _printable(record["host"]),
+        "why": _printable(record["why"]),
+        "events": events,
+    }
 
 
 def _wrong(record: object) -> str:
@@ -56,7 +68,11 @@ def _wrong(record: object) -> str:
     if not record["rank"] < record["size"]:
         return f"it is of rank {record['rank']} of {record['size']}"
     for i, event in enumerate(record["events"]):
-        if not _is_list(event) or len(event) != len(_EVENT) or not all(f(x) for f, x in zip(_EVENT, event, strict=True)):
+        if (
+            not _is_list(event)
+            or len(event) != len(_EVENT)
+            or not all(f(x) for f, x in zip(_EVENT, event, strict=True))
+        ):
             return f"event {i} is not a number, a name, bytes and three times"
     for i, wait in enumerate(record["waits"]):
         if not _is_list(wait) or len(wait) != 2 or not all(map(_is_time, wait)):
@@ -84,7 +100,14 @@ def _maybe(right: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda x: x is None or right(x)
 
 
-_PARTS = {"rank": _is_count, "size": _is_count, "host": _is_text, "why": _is_text, "events": _is_list, "waits": _is_list}
+_PARTS = {
+    "rank": _is_count,
+    "size": _is_count,
+    "host": _is_text,
+    "why": _is_text,
+    "events": _is_list,
+    "waits": _is_list,
+}
 _EVENT = (_is_count, _is_text, _is_count, _is_time, _maybe(_is_time), _maybe(_is_time))
 
 

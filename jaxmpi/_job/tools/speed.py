@@ -20,24 +20,44 @@ __all__ = ["speed"]
 
 MEASURED = "jaxmpi doctor has measured "
 BYTES = 1 << 25
-LATENCY_US = {"native": 50.0, "mpi4jax": 400.0, "XLA": 10_000.0}  # on cores of their own; beyond is slow
+# on cores of their own; beyond is slow
+LATENCY_US = {"native": 50.0, "mpi4jax": 400.0, "XLA": 10_000.0}
 BANDWIDTH_RATIO = 4.0  # to memcpy
 
 
 def speed(ranks: int, machine: Machine) -> Iterator[Finding]:
     """How long a job of some ranks takes to start, and how fast a mean is."""
-    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), "-m", "jaxmpi._job.tools.speed"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmpi",
+        "run",
+        "-n",
+        str(ranks),
+        "-m",
+        "jaxmpi._job.tools.speed",
+    ]
     start = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, env=environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=START_SECONDS, env=environment()
+        )
     except subprocess.TimeoutExpired:
-        yield Finding("broken", "a job", f"{ranks} ranks did not end within {START_SECONDS:.0f} s", "Try: " + " ".join(command))
+        yield Finding(
+            "broken",
+            "a job",
+            f"{ranks} ranks did not end within {START_SECONDS:.0f} s",
+            "Try: " + " ".join(command),
+        )
         return
     found = re.search(f"{MEASURED}(.*)", done.stdout)
     if done.returncode or not found:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         yield Finding(
-            "broken", "a job", f"{ranks} ranks ended with code {done.returncode}: {last}", "Try: " + " ".join(command)
+            "broken",
+            "a job",
+            f"{ranks} ranks ended with code {done.returncode}: {last}",
+            "Try: " + " ".join(command),
         )
         return
     said: dict[str, Any] = json.loads(found[1])
@@ -47,7 +67,9 @@ def speed(ranks: int, machine: Machine) -> Iterator[Finding]:
         return
     crowded = ranks > machine.cores
     advice = (
-        "More ranks than cores take turns." if crowded else "Look for other work on these cores, and at the transport above."
+        "More ranks than cores take turns."
+        if crowded
+        else "Look for other work on these cores, and at the transport above."
     )
     slow = said["latency_us"] > LATENCY_US.get(said["transport"], np.inf)
     text = f"{said['latency_us']:.0f} µs for the mean of 1 KB in a jitted step"

@@ -28,11 +28,27 @@ def run(arguments: Sequence[str]) -> int:
         "what ranks record anyway, and asks them nothing.",
     )
     parser.add_argument("--json", action="store_true", help="print everything once, as JSON")
-    parser.add_argument("--every", type=float, default=0.5, metavar="SECONDS", help="between two looks; default: 0.5")
-    parser.add_argument("--host", action="append", default=[], help="a host where ranks run, if none run here; again for more")
-    parser.add_argument("--agent", default="ssh", metavar="COMMAND", help="what reaches other hosts; default: ssh")
-    parser.add_argument("--prometheus", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/metrics instead")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # what another host's `jaxmpi top` starts
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="between two looks; default: 0.5",
+    )
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        help="a host where ranks run, if none run here; again for more",
+    )
+    parser.add_argument(
+        "--agent", default="ssh", metavar="COMMAND", help="what reaches other hosts; default: ssh"
+    )
+    parser.add_argument(
+        "--prometheus", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/metrics instead"
+    )
+    # what another host's `jaxmpi top` starts
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not 0.1 <= options.every <= 3600:
         parser.error(f"--every is {options.every}. Give a number of seconds from 0.1 to 3600.")
@@ -62,13 +78,18 @@ class Watcher:
     def look(self) -> tuple[list[Row], dict[str, str]]:
         """The rows now, and the errors of other hosts."""
         with self._lock:
-            looks = [*self._here.look(), *(look for remote in self._remote.values() for look in remote.look())]
+            looks = [
+                *self._here.look(),
+                *(look for remote in self._remote.values() for look in remote.look()),
+            ]
             named = {host for look in looks for host in look["hosts"]} - {os.uname().nodename}
             seen = {look["host"] for look in looks}
             for host in named - seen - set(self._remote):
                 self._remote[host] = Remote(host, self._agent, self._every)
             unique = {(look["job"], look["rank"]): look for look in looks}
-            return rows(unique.values()), {host: remote.error for host, remote in self._remote.items() if remote.error}
+            return rows(unique.values()), {
+                host: remote.error for host, remote in self._remote.items() if remote.error
+            }
 
     def wait(self, timeout_seconds: float) -> tuple[list[Row], dict[str, str]]:
         """As `look`, once every rank of each job has been seen, or its host has answered with an error."""
@@ -90,7 +111,10 @@ def _show(watcher: Watcher, every_seconds: float) -> int:
     try:
         from rich.live import Live
     except ImportError:
-        sys.stderr.write("jaxmpi top: the live view needs rich. Install it with `pip install rich`, or use --json.\n")
+        sys.stderr.write(
+            "jaxmpi top: the live view needs rich. Install it with `pip install rich`, or use "
+            "--json.\n"
+        )
         return 2
     with Live(as_table(*watcher.look()), auto_refresh=False, screen=sys.stdout.isatty()) as live:
         while True:
@@ -127,7 +151,9 @@ def _serve_prometheus(watcher: Watcher, port: int) -> int:
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        sys.stderr.write(f"jaxmpi top: port {port} cannot be used ({error}). Give --prometheus another one.\n")
+        sys.stderr.write(
+            f"jaxmpi top: port {port} cannot be used ({error}). Give --prometheus another one.\n"
+        )
         return 2
     with server:
         sys.stderr.write(f"jaxmpi top: http://127.0.0.1:{server.server_port}/metrics\n")

@@ -32,11 +32,21 @@ def as_table(rows: Sequence[Row], errors: Mapping[str, str]) -> "Group":
     parts: list[Table | Text] = []
     for job in dict.fromkeys(row.job for row in rows):
         ranks = [row for row in rows if row.job == job]
-        table = Table(title=f"job {job}, {len(ranks)} of {ranks[0].size} ranks", title_justify="left", expand=True)
+        table = Table(
+            title=f"job {job}, {len(ranks)} of {ranks[0].size} ranks",
+            title_justify="left",
+            expand=True,
+        )
         for name in COLUMNS:
             text = name in ("rank", "host", "", "collective")
             ratio = 1 if name == "collective" else None  # it takes what the others leave
-            table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", ratio=ratio)
+            table.add_column(
+                name,
+                justify="left" if text else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                ratio=ratio,
+            )
         for row in ranks:
             table.add_row(*map(Text, _cells(row)), style=COLORS.get(row.verdict, "bold red"))
         parts.append(table)
@@ -68,9 +78,17 @@ def as_prometheus(rows: Sequence[Row]) -> str:
     for name, meaning in METRICS.items():
         lines += [f"# HELP jaxmpi_{name} {meaning}", f"# TYPE jaxmpi_{name} gauge"]
         values = [(row, getattr(row, name)) for row in rows]
-        lines += [f"jaxmpi_{name}{_labels(row)} {value:.9g}" for row, value in values if value is not None]
-    lines += ["# HELP jaxmpi_stalled 1 where other ranks wait for this one.", "# TYPE jaxmpi_stalled gauge"]
-    lines += [f"jaxmpi_stalled{_labels(row)} {int(row.verdict not in ('', 'slow', 'busy'))}" for row in rows]
+        lines += [
+            f"jaxmpi_{name}{_labels(row)} {value:.9g}" for row, value in values if value is not None
+        ]
+    lines += [
+        "# HELP jaxmpi_stalled 1 where other ranks wait for this one.",
+        "# TYPE jaxmpi_stalled gauge",
+    ]
+    lines += [
+        f"jaxmpi_stalled{_labels(row)} {int(row.verdict not in ('', 'slow', 'busy'))}"
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
