@@ -60,8 +60,8 @@ check: lint train test docs package
 	@$(MAKE) test VENV=.venv-mpich MPI=mpich TESTS="tests/collectives/test_collectives.py tests/backends/test_native.py"
 
 tables: $(VENV)/.test-installed
-	@for page in lowering/test_compatibility process/test_settings; do \
-	  PYTHONPATH=tests:tests/run $(BIN)/python tests/$$page.py || exit 1; done
+	@for page in lowering/test_compatibility job/process/test_settings; do \
+	  PYTHONPATH=tests:tests/job/launch $(BIN)/python tests/$$page.py || exit 1; done
 
 train: $(VENV)/.installed
 	@echo "== training examples/digits.py on $(RANKS) ranks"
@@ -108,16 +108,16 @@ faults: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== every fault, everywhere, on 2, 3 and 4 ranks of each transport and backend: 40 minutes; first, with messages on their way"
 	@rm -f build/faults.jsonl; mkdir -p build
 	@JAXMPI_OVERLAP=1 JAXMPI_NODE_RANKS=1 JAXMPI_TUNE=small_bytes=0,bucket_bytes=1 \
-	  $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py -k 'native and (jit or scan)'
-	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m '' tests/monitor/test_faults.py; \
-	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/monitor/test_faults.py build/faults.jsonl docs/tables/faults.md; exit $$status
+	  $(BIN)/python -m pytest -m '' tests/job/monitor/test_faults.py -k 'native and (jit or scan)'
+	@JAXMPI_FAULTS_TABLE=$(abspath build/faults.jsonl) $(BIN)/python -m pytest -m '' tests/job/monitor/test_faults.py; \
+	  status=$$?; PYTHONPATH=tests $(BIN)/python tests/job/monitor/test_faults.py build/faults.jsonl docs/tables/faults.md; exit $$status
 
 environments: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== a job in a hundred environments, of which some need root: a quarter of an hour"
 	@rm -f build/environments.jsonl; mkdir -p build
 	@JAXMPI_ENVIRONMENTS_TABLE=$(abspath build/environments.jsonl) $(SUITE) -m '' \
-	  tests/run/test_environments.py; status=$$?; \
-	  PYTHONPATH=tests $(BIN)/python tests/run/test_environments.py build/environments.jsonl docs/tables/environments.md; exit $$status
+	  tests/job/launch/test_environments.py; status=$$?; \
+	  PYTHONPATH=tests $(BIN)/python tests/job/launch/test_environments.py build/environments.jsonl docs/tables/environments.md; exit $$status
 
 soak: $(VENV)/.test-installed $(VENV)/.mpi4jax
 	@echo "== 10 000 random trees, 2^31 numbers, 200 random kills, 1000 damaged checkpoints, 30 minutes of training: an hour"

@@ -4,10 +4,10 @@
 #     tests/mpis.sh                          # openmpi4, mpich4 and impi: all quick tests, and those of launchers
 #     tests/mpis.sh openmpi4                 # one of them
 #     tests/mpis.sh --launcher openmpi4      # the tests of launchers only, and the quick start
-#     TESTS="tests/run -k signal" tests/mpis.sh impi
+#     TESTS="tests/job/launch -k signal" tests/mpis.sh impi
 #
 # openmpi4 and mpich4 are those of Debian and Ubuntu, against which mpi4py is compiled; impi is Intel MPI, from PyPI.
-# Debian's packages are installed where they are missing, which needs root, and Slurm with them: tests/run/test_slurm.py
+# Debian's packages are installed where they are missing, which needs root, and Slurm with them: tests/job/launch/test_slurm.py
 # then starts one node of it. The tests of launchers have the marker "launcher": how a job starts, which rank has failed,
 # signals, restarts, srun.
 set -uo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Three hosts on this machine, network namespaces on a bridge, with TCP between them. Needs root, ip, and Open MPI or MPICH:
 #
-#     PYTHON=.venv/bin/python tests/run/three_hosts.sh FOLDER [options of jaxmpi run] script.py [its arguments]
+#     PYTHON=.venv/bin/python tests/job/launch/three_hosts.sh FOLDER [options of jaxmpi run] script.py [its arguments]
 #
 # When FOLDER/kill appears, it is removed and all processes of the third host are killed. FOLDER/hosts is a file of the hosts,
 # with a slot each.

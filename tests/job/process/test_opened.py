@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/tables/opened.md"
+PAGE = Path(__file__).parents[3] / "docs/tables/opened.md"
 SCRIPT = """
 import os, sys, time
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One node of Slurm on this machine for as long as a command runs. Needs root, and Debian's packages slurm-wlm and munge:
 #
-#     tests/run/slurm.sh FOLDER COMMAND [its arguments]
+#     tests/job/launch/slurm.sh FOLDER COMMAND [its arguments]
 #
 # The command finds SLURM_CONF in its environment, so that srun, sbatch and scontrol speak to this node. FOLDER takes the
 # daemons' files and logs. Their ports are chosen anew, and nothing outside of FOLDER is changed.

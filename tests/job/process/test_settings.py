@@ -13,7 +13,7 @@ import jaxmpi
 from jaxmpi.__main__ import main
 from jaxmpi._job.process import children, settings
 
-PAGE = Path(__file__).parents[2] / "docs/api.md"
+PAGE = Path(__file__).parents[3] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
 SECONDS = [name for name in settings.SETTINGS if name.endswith("SECONDS")]
 COUNTS = ["JAXMPI_NODE_RANKS", "JAXMPI_RESTART", "JAXMPI_CACHE_BYTES"]

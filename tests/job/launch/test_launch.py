@@ -25,7 +25,7 @@ from jaxmpi._job.process.run_dir import Member
 
 pytestmark = pytest.mark.launcher
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
 MPICH = Launcher("/opt/bin/mpiexec", "MPICH", "5.0.2")
 INTEL = Launcher("/opt/bin/mpiexec", "Intel MPI", "2021.13")
