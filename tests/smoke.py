@@ -1,4 +1,4 @@
-"""An installed jaxmpi in an environment that holds nothing else: what `make package` runs in each of its two.
+"""An installed jaxmpi in an environment that holds nothing else: what packaging/package.sh runs in each of its two.
 
 empty/bin/python tests/smoke.py
 """

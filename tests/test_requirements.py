@@ -54,7 +54,7 @@ def test_what_is_asked_for_is_there(files, extras, python):
     for requirement in wanted(*extras):
         version = there[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version, prereleases=True), (
-            f"{requirement}, and {version} is locked: make lock"
+            f"{requirement}, and {version} is locked: requirements/lock.sh"
         )
 
 

@@ -1,4 +1,4 @@
-"""Chance and time: random trees, random kills, a long run. `make soak` takes 10 000 trees, 200 kills and 30 minutes."""
+"""Chance and time: random trees, random kills, a long run. `make test-all ONLY=soak` takes 10,000 trees, 200 kills and 30 minutes."""
 
 import os
 import re
@@ -14,12 +14,15 @@ from test_monitor import end, jaxmpi_run
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
-pytestmark = pytest.mark.exhaustive
-SOAK = os.environ.get("JAXMPI_SOAK") == "1"
-TREES = 10_000 if SOAK else 60
-KILLS = 200 if SOAK else 3
-NUMBERS = 2**31 + 9 if SOAK else 2**18 + 9
-MINUTES = 30.0 if SOAK else 0.2
+
+def few_and_many(name, few, many):
+    """Run a test with few of something in the suite `exhaustive`, and with many in the suite `soak`."""
+    marked = [
+        pytest.param(few, marks=pytest.mark.exhaustive),
+        pytest.param(many, marks=pytest.mark.soak),
+    ]
+    return pytest.mark.parametrize(name, marked)
+
 
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "complex64")
@@ -62,10 +65,11 @@ def reduced(op, *xs):
     return OPS[op](np.stack(ordered), axis=0)
 
 
+@few_and_many("trees", 60, 10_000)
 @run_ranks(2, 3, timeout_seconds=7200.0)
-def test_random_trees():
+def test_random_trees(trees):
     size, here = jaxmpi.size(), jaxmpi.rank()
-    for seed in range(TREES):
+    for seed in range(trees):
         rng = np.random.default_rng(seed)
         kind = rng.choice(["allreduce", "bcast", "allgather"])
         op, root = str(rng.choice(list(OPS))), int(rng.integers(size))
@@ -101,9 +105,10 @@ def test_random_trees():
             jax.clear_caches()  # of 10 000 programs
 
 
+@few_and_many("n", 2**18 + 9, 2**31 + 9)
 @run_ranks(2, timeout_seconds=600.0)
-def test_more_numbers_than_an_int32_counts():
-    n, here = NUMBERS, jaxmpi.rank()
+def test_more_numbers_than_an_int32_counts(n):
+    here = jaxmpi.rank()
     sums = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x, op="sum"), donate_argnums=0)
     x = np.full(n, here + 1, np.int8)  # NumPy's, as JAX without x64 indexes with 32 bits
     x[-1], x[n // 2] = 10 * here, 20 + here
@@ -156,13 +161,14 @@ if world.rank == 0:
 """
 
 
-def test_random_kills(tmp_path):
+@few_and_many("number", 3, 200)
+def test_random_kills(tmp_path, number):
     """The parameters are those of an undisturbed run, bit by bit, and its steps have seen each sample once an epoch."""
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    epochs = max(6, 4 * KILLS)
+    epochs = max(6, 4 * number)
     finals = []
-    for kills in (0, KILLS):
+    for kills in (0, number):
         options = ["--restarts", str(kills + 2)]
         code, output, _, left = end(
             jaxmpi_run(2, *options, script, tmp_path / str(kills), str(kills), str(epochs)),
@@ -173,7 +179,7 @@ def test_random_kills(tmp_path):
         assert "a checkpoint is passed over" not in output, output[-5000:]
         finals.append(re.search(r"final (\S+) (\d+) (\d+) after (\d+)", output).groups())
     assert finals[0][:3] == finals[1][:3] == (finals[0][0], str(epochs), str(epochs))
-    assert int(finals[1][3]) == KILLS
+    assert int(finals[1][3]) == number
 
 
 LONG = """
@@ -208,14 +214,15 @@ print(f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n", end=
 """
 
 
-def test_a_long_run_does_not_grow(tmp_path):
+@few_and_many("minutes", 0.2, 30.0)
+def test_a_long_run_does_not_grow(tmp_path, minutes):
     """In its second half: neither memory, nor descriptors, nor threads."""
     script = tmp_path / "script.py"
     script.write_text(LONG)
     code, output, _, left = end(
-        jaxmpi_run(2, script, tmp_path / "saved", str(MINUTES)),
+        jaxmpi_run(2, script, tmp_path / "saved", str(minutes)),
         str(tmp_path),
-        timeout=120 + 61 * MINUTES,
+        timeout=120 + 61 * minutes,
     )
     assert not code and not left, output[-5000:]
     grown = re.findall(r"grown (-?\d+) (-?\d+) (-?\d+) from (\d+)", output)

@@ -95,7 +95,7 @@ def recipe(name):
 def test_every_rank_reads_its_rows(tmp_path, name, ranks):
     if importlib.util.find_spec(MODULES[name]) is None:
         pytest.skip(
-            f"{MODULES[name]} is not installed here: make test-loaders installs all loaders"
+            f"{MODULES[name]} is not installed here: pip install torch tensorflow-cpu datasets"
         )
     indent = lambda text: textwrap.indent(text, "    ")
     script = tmp_path / "read.py"

@@ -1,6 +1,5 @@
 """Law 1 for all of optax's public namespace, in `distributed` and in `sharded`; the table of docs/tables/optax.md."""
 
-import os
 import re
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tables
 from optax_cases import CASES, RATE, SINGLE_SAMPLES, WRAPPERS, check, groups, names, sends_more
 
 import jaxmpi
@@ -150,13 +150,11 @@ def table():
 
 @pytest.mark.slow
 def test_the_table_of_the_documentation_is_made_by_this_test():
-    """With JAXMPI_WRITE_DOCS=1 it writes it."""
     text = PAGE.read_text()
     made = re.sub(
         r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text
     )
-    if os.environ.get("JAXMPI_WRITE_DOCS"):
+    if tables.wanted():
         PAGE.write_text(made)
-    assert text == made, (
-        "docs/tables/optax.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"
-    )
+    else:
+        assert text == made, "docs/tables/optax.md is not up to date: run this test with --tables"

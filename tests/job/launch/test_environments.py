@@ -1,11 +1,10 @@
 """Whatever the environment: a job works, or one sentence says why not, with a non-zero exit code; nothing is left of it.
 
-`make environments` runs them all and puts the table into docs/tables/environments.md; the other
-tests run a few.
+`make test-all ONLY=environments` tries them all, and with TESTS=--tables it writes the table of
+docs/tables/environments.md; the other suites try a few.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tables
 from programs import segments_left
 
 BIN = Path(sys.executable).parent
@@ -367,52 +367,23 @@ def marked(mark):
 )
 def test_an_environment(environment, tmp_path):
     code, output, left = start(environment, tmp_path)
-    said = [
+    error_lines = [
         line
         for line in output.splitlines()
         if environment.refused and re.search(environment.refused, line)
     ]
     if environment.refused:
-        assert code and said, output
+        assert code and error_lines, output
         assert code != 2 or "Traceback" not in output, output  # no job was started
     else:
         assert code == 0, output
         wanted = {"alone": 1, "doctor": 0}.get(environment.how, 2)
         assert "1>&-" in environment.setup or output.count("fine on") == wanted, output
     assert not any(left.values()), (left, output)
-    if table := os.environ.get("JAXMPI_ENVIRONMENTS_TABLE"):
-        with open(table, "a") as file:
-            file.write(
-                json.dumps([environment.name, environment.how, said[0] if said else ""]) + "\n"
-            )
+    error = error_lines[0] if error_lines else ""
+    tables.record("environments", [environment.name, environment.how, error])
 
 
 def test_there_are_many_and_none_twice():
     names = [environment.name for environment in ENVIRONMENTS]
     assert len(names) >= 80 and len(set(names)) == len(names)
-
-
-def write_table(results, page):
-    """Put the results of `make environments` into the page: the sentences without the paths of this machine."""
-    rows = {
-        name: (how, said)
-        for name, how, said in map(json.loads, Path(results).read_text().splitlines())
-    }
-    lines = ["| environment | started by | what becomes of it |", "|---|---|---|"]
-    for environment in ENVIRONMENTS:
-        how, said = rows.get(environment.name, (environment.how, "-"))
-        sentence = re.sub(
-            r"/[^\s']*/(?=[^\s'/])",
-            ".../",
-            re.sub(r"^(\[\d+\] )?(jaxmpi\._errors\.|jaxmpi \w+: )?", "", said),
-        )
-        sentence = sentence.replace(os.uname().nodename, "node1").replace("|", "\\|")
-        lines.append(f"| {environment.name} | {TITLES[how]} | {sentence or 'works'} |")
-    text = Path(page).read_text()
-    begin, close = "<!-- environments -->\n", "<!-- end of environments -->"
-    head, rest = text.split(begin)
-    Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + rest.split(close)[1])
-
-
-if __name__ == "__main__":
-    write_table(*sys.argv[1:])

@@ -21,7 +21,7 @@ EXIT_SECONDS = 15.0  # an exit waits 3 s for a thread at most, and the launcher 
 
 
 def pythons():
-    """The Pythons that jaxmpi is installed for: this one, and those that `make faults` has set up."""
+    """The Pythons that jaxmpi is installed for: this one, and those that `make test-all ONLY=faults` has set up."""
     others = [ROOT / f".venv-{version}" / "bin" / "python" for version in ("312", "313", "newest")]
     return [sys.executable, *(str(path) for path in others if path.exists())]
 
