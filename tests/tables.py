@@ -36,7 +36,9 @@ def write():
         recorded = RECORDED / f"{name}.jsonl"
         if recorded.exists():
             rows = [json.loads(line) for line in recorded.read_text().splitlines()]
-            replace(PAGES / f"{name}.md", name, lambda old, table=table, rows=rows: table(rows, old))
+            replace(
+                PAGES / f"{name}.md", name, lambda old, table=table, rows=rows: table(rows, old)
+            )
             recorded.unlink()
 
 

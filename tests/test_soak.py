@@ -1,6 +1,5 @@
 """Chance and time: random trees, random kills, a long run. `make test-all ONLY=soak` takes 10,000 trees, 200 kills and 30 minutes."""
 
-import os
 import re
 import sys
 from functools import partial
