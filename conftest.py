@@ -1,4 +1,4 @@
-"""Doctests run on one rank, after `jaxmpi.init()`; what one rank has compiled, those that tests start later find."""
+"""Doctests run on one rank after `jaxmpi.init()`; all tests share a compilation cache."""
 
 import os
 from collections import defaultdict
@@ -28,13 +28,13 @@ COMPILED = Path(__file__).parent / "build" / "compiled"
 
 
 def pytest_configure() -> None:
-    """Share what is compiled among the processes that the tests start, and with the next run of the tests."""
+    """Share compiled programs among the processes that the tests start, and with later runs."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of as many ranks stand beside each other within a file, so that these ranks are started once."""
+    """Sort the tests of a file by their number of ranks, so that each pool starts once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
     _mark_repeated(items)
     if find_spec("mpi4jax") is None:
@@ -50,7 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
-    """Of a test on several numbers of ranks, `make test` runs that on 3; another target has the other numbers."""
+    """Mark every run of a test but the one on 3 ranks, which `make test` runs.
+
+    Other targets run the other numbers of ranks.
+    """
     numbers = defaultdict(set)
     for item in items:
         if not item.get_closest_marker("exhaustive"):

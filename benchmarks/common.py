@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, medians and their spread, ratios and their bounds, JSON, a plot."""
+"""Measuring and reporting for the benchmarks: rounds of contenders, medians, bounds, plots."""
 
 import argparse
 import contextlib
@@ -117,7 +117,9 @@ class Report:
         return tqdm(cases, desc=self.name, disable=self.world.rank != 0 or not sys.stderr.isatty())
 
     def measure(self, case, contenders, seconds=1.0, turn=contextlib.nullcontext):
-        """Have the contenders take turns, each for about so many seconds in all; returns {name: µs [rounds, ranks · calls]}.
+        """Measure contenders in rounds, each for about `seconds` in all.
+
+        Returns {name: µs [rounds, ranks · calls]}.
 
         All ranks start each turn together, inside of `turn(contender)`, and the times of all ranks
         count.
@@ -159,7 +161,10 @@ class Report:
         return times
 
     def _calls(self, call, seconds):
-        """How many calls of the slowest rank take so long: at least 3, but of long ones 1."""
+        """Return how many calls take `seconds` on the slowest rank.
+
+        At least 3, but 1 if the calls are long.
+        """
         # compiles for the state as it begins, and for what a call makes of it
         for _ in range(UNTIMED):
             jax.block_until_ready(call())
@@ -195,7 +200,7 @@ class Report:
         self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
 
     def finish(self, plot=bars):
-        """Write what was found, with `plot(axes, rows)`, and end with 1 where a bound was missed."""
+        """Write results and the plot of `plot(axes, rows)`; exit with 1 if a bound was missed."""
         missed = [r for r in self.ratios if not r["holds"]]
         if self.args.out and self.world.rank == 0:
             found = {

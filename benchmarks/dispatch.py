@@ -1,4 +1,6 @@
-"""What a call of a jitted function costs, with one allreduce of 1 KB in it and without: jaxmpi.jit, plain jax.jit and mpi4jax.
+"""Time of a call of a jitted function, with one allreduce of 1 KB and without.
+
+The contenders are jaxmpi.jit, plain jax.jit and mpi4jax.
 
     jaxmpi run -n 2 benchmarks/dispatch.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/dispatch.py
@@ -77,7 +79,10 @@ class Steps:
 
     @contextlib.contextmanager
     def turn(self):
-        """On a new state: where 1500 arrays lie in memory makes more difference than what is measured."""
+        """Start on a new state, whose 1500 arrays may lie elsewhere in memory.
+
+        Where they lie changes the time more than the contenders do.
+        """
         self.state = {f"array{i}": jnp.full(16, float(i)) for i in range(self.k)}
         yield
         del self.state  # leaves the caches to the next contender
@@ -96,7 +101,7 @@ def check(name, value, want):
 
 
 def show_ratios(case, times, ours_beside, below, limit, gain):
-    """The ratio of jaxmpi's times to those below, and of mpi4jax's to jaxmpi's, with their bounds."""
+    """Report jaxmpi's times over those in `below`, and mpi4jax's over jaxmpi's."""
     report.ratio(
         case,
         f"jaxmpi.jit / {ours_beside}",

@@ -1,4 +1,4 @@
-"""What stands before the first step: seconds to trace, to lower and to compile it, and of the first call, beside plain JAX.
+"""Seconds before the first step: to trace, lower and compile it, and to call it, beside plain JAX.
 
     python benchmarks/first_call.py
     python benchmarks/first_call.py --simulate 2
@@ -66,7 +66,7 @@ def simulated(step):
 
 
 def seconds_of(jit, loss_of, tx, arguments, stage):
-    """How long a stage of a function that JAX has not seen yet takes."""
+    """Return the seconds of one stage for a function that JAX has not seen before."""
     jitted = jit(make_step(loss_of, tx))
     traced = jitted.trace(*arguments) if stage == "compile" else None
     prepared = traced.lower() if traced else None

@@ -1,4 +1,4 @@
-"""What gpu.py runs, each in processes of its own; prints a line of JSON for each thing that it finds.
+"""Checks that gpu.py runs, each in its own processes; each result is printed as a line of JSON.
 
     jaxmpi run -n 2 benchmarks/gpu_checks.py collectives
 
@@ -82,7 +82,10 @@ def cases(n):
 
 
 def collectives():
-    """Every collective of every dtype on the device, behind and before computation; aliasing, loops, and arrays of the CPU."""
+    """Check every collective and dtype on the device, before and after computation.
+
+    Also checks aliasing, loops, and arrays that live on the CPU.
+    """
     world = jaxmpi.init()
     n, rank = world.size, world.rank
     say(
@@ -206,7 +209,7 @@ def _powers(x):
 
 
 def staging():
-    """GB/s of a mean of arrays of the device, beside the same of arrays of the CPU, and plain copies of pinned memory."""
+    """Measure GB/s of a mean of device arrays, of CPU arrays, and of copies of pinned memory."""
     world = jaxmpi.init()
     on_gpu = world.device.platform != "cpu"
     big = 25_600_000 if on_gpu else 250_000
@@ -227,11 +230,13 @@ def staging():
                     for k in sizes
                 ]
                 low, median, high = median_of(lambda tree=tree: mean(tree))
-            unit = "ms"
             say(
-                f"mean of {name}, {len(sizes)} arrays, on the {where}", round(1e3 * median, 4), unit,
-                note=f"quartiles {1e3 * low:.3f} to {1e3 * high:.3f}; {bytes_ / median / 1e9:.2f} GB/s",
-            )  # fmt: skip
+                f"mean of {name}, {len(sizes)} arrays, on the {where}",
+                round(1e3 * median, 4),
+                "ms",
+                note=f"quartiles {1e3 * low:.3f} to {1e3 * high:.3f}; "
+                f"{bytes_ / median / 1e9:.2f} GB/s",
+            )
     if on_gpu:
         _plain_copies(world)
 
@@ -278,7 +283,10 @@ def _plain_copies(world):
 
 
 def _step_of(model, cpu):
-    """(step(params, opt_state, batch) of an optimizer, the optimizer, params, batch) of a model, sized for what it runs on."""
+    """Build one model's train step, sized for the device; return (step, optimizer, params, batch).
+
+    `step(params, opt_state, batch)` is built for any optimizer.
+    """
     if model == "digits":
         (loss_of, params, batch), optimizer, dtype = (
             step_models.cnn(),
@@ -324,7 +332,7 @@ def _step_of(model, cpu):
 
 
 def steps(model):
-    """Milliseconds of a train step by jaxmpi.jit and distributed, over those of plain JAX, in turns in the same process."""
+    """Compare a train step of jaxmpi.jit and `distributed` with plain JAX, in one process."""
     world = jaxmpi.init()
     cpu = world.device.platform == "cpu"
     step_with, optimizer, params, batch = _step_of(model, cpu)
@@ -389,7 +397,7 @@ def steps(model):
 
 
 def overlap():
-    """A step whose messages are on their way while the GPU computes, over the same step without, and its bits."""
+    """Compare a step that communicates while the GPU computes with one that waits."""
     world = jaxmpi.init("mpi")
     step_with, optimizer, params, batch = _step_of("gpt", world.device.platform == "cpu")
     optimizer = jaxmpi.distributed(optimizer)
@@ -423,7 +431,7 @@ def overlap():
 
 
 def _training(directory, until):
-    """A run that saves every second step, and goes on from what it finds; returns the bytes of its parameters."""
+    """Train with a checkpoint every second step, from the newest; return the parameters' bytes."""
     rng = np.random.default_rng(0)
     batches = rng.normal(size=(10, 4, 16)).astype(np.float32)
     optimizer = jaxmpi.distributed(optax.adam(1e-2))
@@ -468,7 +476,7 @@ def stalled():
 
 
 def out_of_memory():
-    """A program that asks for more than the GPU has: an error on the rank that runs it, and the job ends."""
+    """Check that a program too large for the GPU raises on its rank, and that the job then ends."""
     world = jaxmpi.init()
     size = 10**14 if world.rank == 0 else 10
     jax.block_until_ready(jax.jit(lambda: jnp.zeros(size, jnp.float32) + 1)())
@@ -487,7 +495,10 @@ def _until(ends):
 
 
 def profile(directory):
-    """Where the time of a mean of ResNet-50's arrays goes: the parts of its staging, and the longest events that JAX sees."""
+    """Show where the time of a mean of ResNet-50's arrays goes.
+
+    Prints the stages of its staging, and the longest events that JAX's profiler sees.
+    """
     from jaxmpi import _native
 
     world = jaxmpi.init()

@@ -1,4 +1,4 @@
-"""The mean of arrays over ranks of several hosts, beside what the cable allows and what else the field has.
+"""Mean of arrays over ranks on several hosts, beside the cable's limit and other libraries.
 
     python benchmarks/hosts.py [--only "2 hosts"] [--launches 3]
 
@@ -121,9 +121,11 @@ def launch(number, folder):
     words += ["--out", folder, "--rounds", 3, *["--quick"] * args.quick, *["--alone"] * args.alone]
     environ = {"PYTHON": sys.executable, "JAXMPI_HOST": COORDINATOR, "MPLBACKEND": "Agg"}
     subprocess.run(
-        [str(HERE.parent / "tests" / "network.sh"), *map(str, words)], check=True, env={**os.environ, **environ},
+        [str(HERE.parent / "tests" / "network.sh"), *map(str, words)],
+        check=True,
+        env={**os.environ, **environ},
         stdout=None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     found = json.loads(Path(folder, "hosts.json").read_text())
     return found["machine"], {
         (row["case"], row["contender"]): row["median_us"] for row in found["rows"]

@@ -1,5 +1,7 @@
-"""What watching costs: a step of about 10 ms with the monitor's thread and without it, what the ranks' agreement adds, and what
-`jaxmpi top` in another terminal does.
+"""Cost of supervision in a step of about 10 ms, with the monitor's thread and without it.
+
+Also measures what the ranks' comparison before a program adds, and what `jaxmpi top` in another
+terminal adds.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py

@@ -1,4 +1,4 @@
-"""Train steps between hosts whose messages are on their way while they compute, beside the same step that waits for them.
+"""Train steps between hosts that communicate while they compute, beside the same steps that wait.
 
     python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--heat-delay-ms 10] [--launches 3]
 
@@ -93,7 +93,10 @@ def contenders(loss_of, params, batch):
 
 
 def beside(local, mean):
-    """A step without communication, and a mean that does not depend on it: how much of one the cores leave room for."""
+    """Run a step without communication beside an independent mean.
+
+    It shows how much of a mean these cores can hide.
+    """
     arriving = OTHER_THREAD.submit(lambda: jax.block_until_ready(mean()))
     jax.block_until_ready(local())
     return arriving.result()
@@ -116,7 +119,10 @@ def times(batch, factor):
 
 
 class Heat:
-    """Turns of the heat equation on a plate, of which each rank has some rows: calls, each on what the last one left."""
+    """Iterations of the heat equation on a plate whose rows are shared out over the ranks.
+
+    Each call starts from the result of the last one.
+    """
 
     def __init__(self, size, overlap=None):
         if overlap is not None:

@@ -35,7 +35,10 @@ BOUND = 1.1  # working tree by commit, of a median over the launches
 SMALL_GPT = (
     "gpt.py --steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 0"
 )
-SMALL_IMAGENET = "imagenet.py {photos} --out {out} --model resnet18 --width 4 --pixels 32 --batch-size 8 --epochs 2 --warmup 1"
+SMALL_IMAGENET = (
+    "imagenet.py {photos} --out {out} --model resnet18 --width 4 --pixels 32 --batch-size 8 "
+    "--epochs 2 --warmup 1"
+)
 
 EXAMPLES = [  # (example and its arguments, ranks, environment)
     ("quickstart.py", 1, {}),
@@ -69,7 +72,7 @@ class Installed(NamedTuple):
 
 
 def install(commit):
-    """Install a commit beside this environment's packages, into build/parity/COMMIT, unless it is there."""
+    """Install a commit beside this environment's packages, unless build/parity/COMMIT exists."""
     sha = subprocess.check_output(
         ["git", "rev-parse", "--short=12", f"{commit}^{{commit}}"], cwd=ROOT, text=True
     ).strip()
@@ -114,7 +117,10 @@ def install(commit):
 
 
 def launch(installed, ranks, command, environment, log):
-    """Run a command on so many ranks of an installed jaxmpi; returns its exit code, and writes what it prints to `log`."""
+    """Run a command on `ranks` ranks of an installed jaxmpi, with its output in `log`.
+
+    Returns the exit code.
+    """
     launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -132,7 +138,7 @@ def launch(installed, ranks, command, environment, log):
 
 
 def make_photos(folder):
-    """DIR/train and DIR/val with two classes of pieces of photographs that scikit-learn ships, as imagenet.py reads them."""
+    """Write DIR/train and DIR/val for imagenet.py: two classes cut from scikit-learn's photos."""
     import numpy as np
     import sklearn.datasets
     from PIL import Image
@@ -151,7 +157,7 @@ def make_photos(folder):
 
 
 def record(installed, number, example, ranks, environment, script_tree, photos):
-    """Run an example under recorded.py; returns what its ranks recorded, or the end of its output where it failed."""
+    """Run an example under recorded.py; return its ranks' records, or its last output."""
     folder = BUILD / "bits" / f"{number:02}-{installed.name}"
     shutil.rmtree(folder, ignore_errors=True)
     script, *arguments = example.format(photos=photos, out=folder / "out").split()
@@ -173,9 +179,10 @@ def difference(base, head):
                 return f"explain of {a['name']} on rank {rank}:\n{a['table']}---\n{b['table']}"
             if len(a["calls"]) != len(b["calls"]):
                 return f"{a['name']} on rank {rank}: {len(a['calls'])} and {len(b['calls'])} calls"
-            for call, (x, y) in enumerate(zip(a["calls"], b["calls"], strict=True)):
+            for call, (x, y) in enumerate(zip(a["calls"], b["calls"], strict=True), 1):
                 if x != y:
-                    return f"{a['name']} on rank {rank}: other bits from call {call + 1} of {len(a['calls'])} on"
+                    which = f"from call {call} of {len(a['calls'])} on"
+                    return f"{a['name']} on rank {rank}: other bits {which}"
     return None
 
 
@@ -203,7 +210,7 @@ def compare_bits(base, head, cases):
 
 
 def compare_speed(base, head, launches, cases):
-    """Run the benchmarks of both in turns; returns how many ratios became worse by more than BOUND."""
+    """Run the benchmarks of both in turns; return how many ratios grew by more than BOUND."""
     found = {}  # {(benchmark, case, ratio): {name: [values]}}
     for turn in range(launches):
         for installed in (base, head) if turn % 2 == 0 else (head, base):

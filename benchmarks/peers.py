@@ -1,4 +1,6 @@
-"""Other ways to average arrays over the ranks. Each function takes shapes and a dtype, and returns a call without arguments.
+"""Other libraries' ways to average arrays over the ranks.
+
+Each function takes shapes and a dtype, and returns a call without arguments.
 
 Every call averages in the place of the last result where the library can.
 """
@@ -19,7 +21,7 @@ COMM = MPI.COMM_WORLD.Dup()
 
 
 def start_jax(host="localhost"):
-    """Have JAX's own processes join each other, for gloo, at an address of rank 0; before anything starts its backend."""
+    """Start JAX's own processes for gloo, at an address of rank 0, before a backend exists."""
     if host != "localhost":
         _jaxcompat.gloo_listens_at(_towards(host))
     port = 0
@@ -34,7 +36,7 @@ def start_jax(host="localhost"):
 
 
 def start_torch(host="localhost"):
-    """The module torch with its gloo started, at an address of rank 0; None where it is not installed."""
+    """Return the module torch with gloo started at an address of rank 0; None if not installed."""
     try:
         import torch
         import torch.distributed
@@ -79,7 +81,7 @@ def mpi4py_in_place(shapes, dtype):
 
 
 def mpi4py_after_jit(shapes, dtype):
-    """The same behind an empty jitted call, of arrays of its own: what a jitted call and a message take."""
+    """Average with mpi4py after an empty jitted call: the cost of a jitted call plus a message."""
     jitted, message = jax.jit(lambda xs: [x + 1 for x in xs]), mpi4py_in_place(shapes, dtype)
     given = [jnp.asarray(x) for x in host(shapes, dtype)]
 

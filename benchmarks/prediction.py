@@ -1,4 +1,4 @@
-"""How long `explain` says that a mean takes, beside how much longer each further mean makes a step.
+"""Time of a mean as `explain` predicts it, beside the time that each further mean adds to a step.
 
     jaxmpi run -n 2 benchmarks/prediction.py
     python benchmarks/prediction.py --mbit 1000 --delay-ms 1
@@ -46,7 +46,7 @@ def repeated(means, arrays):
 
 
 class Calls:
-    """Of a step with so many means, each in the place of the last one."""
+    """Calls of a step with a given number of means, each in place of the last result."""
 
     def __init__(self, means, shapes):
         self.step = jaxmpi.jit(lambda arrays: repeated(means, arrays), donate_argnums=0)

@@ -1,4 +1,4 @@
-"""Run a script that trains with jaxmpi, and record the bits that its jitted steps return and what `explain` says of them.
+"""Run a training script and record the bits of its jitted steps and what `explain` says of them.
 
     jaxmpi run -n 2 benchmarks/recorded.py FOLDER examples/digits.py --epochs 3
 

@@ -1,4 +1,4 @@
-"""Seconds from the SIGKILL of a rank to the next training step, under `jaxmpi run --restarts`, and where they go.
+"""Seconds from the SIGKILL of a rank to the next training step under `jaxmpi run --restarts`.
 
     python benchmarks/restart.py
     python benchmarks/restart.py --ranks 2 --folder /dev/shm

@@ -1,4 +1,4 @@
-"""How the time of a mean grows with the ranks: 1, 2, 4 and 8 of them, beside what the bytes alone would take.
+"""Time of a mean on 1, 2, 4 and 8 ranks, beside what the bytes alone would take.
 
     python benchmarks/scaling.py
 
@@ -79,7 +79,10 @@ def main():
     for ranks in args.ranks:
         for case, count in SIZES.items():
             sent = 4 * count * 2 * (ranks - 1) / ranks
-            line = f"{ranks} ranks  {case:8} sent per rank {sent / 1e6:8.3f} MB  median {median_us[ranks][case]:11.1f} µs"
+            line = (
+                f"{ranks} ranks  {case:8} sent per rank {sent / 1e6:8.3f} MB  "
+                f"median {median_us[ranks][case]:11.1f} µs"
+            )
             if ranks > 2:
                 ratio = median_us[ranks][case] / expected(median_us, case, ranks, cores)
                 judged = 4 * count >= 2**20  # below, the scheduler's turns are what takes the time

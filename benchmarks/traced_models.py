@@ -1,4 +1,7 @@
-"""Models for first_call.py: each makes a loss of (params, batch), parameters and one rank's batch; many arrays, few numbers."""
+"""Models for first_call.py with many arrays of few numbers.
+
+Each makes a loss of (params, batch), the parameters, and one rank's batch.
+"""
 
 from functools import partial
 

@@ -47,7 +47,7 @@ def mpi4jax_step(loss_of, params, batch):
 
 
 def gloo_step(loss_of, params, batch):
-    """Of JAX's own processes, which `peers.start_jax` has started."""
+    """Make a step that averages over JAX's own processes, which `peers.start_jax` has started."""
     mesh, sharding = peers.mesh()
     spec = jax.sharding.PartitionSpec()
     step = step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads))

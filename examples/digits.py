@@ -1,12 +1,12 @@
-"""Classify 1797 real handwritten digits of 8×8 pixels with a small Flax CNN: one rank or many, the same script.
+"""Classify 1797 handwritten digits with a small Flax CNN, on one rank or many.
 
     python examples/digits.py
     jaxmpi run -n 2 examples/digits.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 examples/digits.py
-    jaxmpi run -n 2 examples/digits.py --codec int8      # or --sharded, --local-every 8, --accumulate 2: see docs/optimizers.md
+    jaxmpi run -n 2 examples/digits.py --codec int8
 
 Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss
-curve.
+curve. docs/optimizers.md explains --codec, --sharded, --local-every and --accumulate.
 """
 
 import argparse
@@ -106,7 +106,10 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nnx.Module):
-    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
+    """CNN from [batch, 8, 8, 1] images to [batch, 10] logits.
+
+    It is smooth throughout: the kinks of ReLU and max-pooling would amplify round-off.
+    """
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 32, (3, 3), param_dtype=args.dtype, rngs=rngs)
@@ -183,7 +186,7 @@ def count(params, batch, mask, counts):
 
 
 def evaluate(params):
-    """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
+    """Count the correctly classified test images, and all of them; each is on one rank."""
     counts = np.zeros(2, np.int32)
     # 360 = 2·128 + 104: a mask covers what is missing
     for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):

@@ -1,4 +1,6 @@
-"""examples/digits.py with flax.linen instead of nnx: it differs in the model and in how it is called.
+"""Classify handwritten digits as examples/digits.py does, with flax.linen instead of nnx.
+
+Only the model and its calls differ.
 
     python examples/digits_linen.py
     jaxmpi run -n 2 examples/digits_linen.py
@@ -64,7 +66,10 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nn.Module):
-    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
+    """CNN from [batch, 8, 8, 1] images to [batch, 10] logits.
+
+    It is smooth throughout: the kinks of ReLU and max-pooling would amplify round-off.
+    """
 
     @nn.compact
     def __call__(self, x):
@@ -119,7 +124,7 @@ def count(params, batch, mask, counts):
 
 
 def evaluate(params):
-    """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
+    """Count the correctly classified test images, and all of them; each is on one rank."""
     counts = np.zeros(2, np.int32)
     # 360 = 2·128 + 104: a mask covers what is missing
     for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):

@@ -145,7 +145,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """[batch, length] bytes to [batch, length, 256] logits of the next one; the parameters of blocks may be shards."""
+    """GPT from [batch, length] bytes to [batch, length, 256] logits of the next byte.
+
+    The parameters of the blocks may be shards.
+    """
 
     shards: bool = False
 

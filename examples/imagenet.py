@@ -1,8 +1,11 @@
-"""Train a ResNet or a ViT on a folder of images: DIR/train/<class>/<image> and DIR/val/<class>/<image>, one folder a class.
+r"""Train a ResNet or a ViT on a folder of images.
+
+The images are DIR/train/<class>/<image> and DIR/val/<class>/<image>, one folder a class.
 
     python examples/imagenet.py DIR
     jaxmpi run -n 4 examples/imagenet.py DIR --model resnet50 --dtype bfloat16
-    jaxmpi run -n 4 examples/imagenet.py DIR --model vit-s --optimizer adamw --lr 2.5e-4 --weight-decay 0.1
+    jaxmpi run -n 4 examples/imagenet.py DIR --model vit-s --optimizer adamw \
+        --lr 2.5e-4 --weight-decay 0.1
     jaxmpi run -n 2 examples/imagenet.py DIR --evaluate --pretrained runs/imagenet/best.npz
 
 The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz`
@@ -95,8 +98,12 @@ def arguments():
         default="float32",
         help="bfloat16: parameters stay float32",
     )
-    add("--workers", type=int, default=argparse.SUPPRESS, help="processes per rank that read images (default: one per core "
-        "but one); 0: threads")  # fmt: skip
+    add(
+        "--workers",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="processes per rank that read images (default: one per core but one); 0: threads",
+    )
     add(
         "--save-every",
         type=int,
@@ -191,7 +198,10 @@ def optimizer_of(args, schedule):
 
 
 def counts_of(losses, logits, batch):
-    """Sums over this rank's good images: [loss, top-1, top-5, images]. A tie, or no number, is no hit."""
+    """Sum over this rank's good images: [loss, top-1, top-5, images].
+
+    A tie, or a NaN, counts as a miss.
+    """
     of_label = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)
     before = jnp.sum(~(logits < of_label), axis=1) - 1  # classes that are not worse
     hits = [jnp.isfinite(of_label[:, 0]) & (before < k) for k in (1, 5)]
@@ -244,7 +254,10 @@ def steps_of(model, optimizer, args):
 
 
 def evaluate(eval_step, params, stats, batches, between_steps):
-    """Mean loss, top-1 and top-5 accuracy of all images, each counted once, and how many they are."""
+    """Return mean loss, top-1 and top-5 accuracy over all images, and their number.
+
+    Each image is counted once.
+    """
     total = np.zeros(4, jax.tree.leaves(params)[0].dtype)
     for batch in jaxmpi.progress(batches, desc="evaluation", leave=False):
         total = eval_step(params, stats, batch, total)
@@ -264,7 +277,7 @@ def report_unreadable(folders):
 
 
 def compare_settings(args, resumed):
-    """Name the settings that differ from those that the training was begun with; they are in --out."""
+    """Name the settings that differ from the run that --out resumes."""
     free = ("data", "out", "workers", "pretrained", "evaluate", "log_every", "save_every")
     now = {name: str(value) for name, value in vars(args).items() if name not in free}
     path = args.out / "settings.json"
@@ -362,11 +375,8 @@ def train(args, folders, load, model, begin):
             eval_step, params, of_all, load(folders["val"], training=False), save_if_told_to_end
         )
         eval_rows.write(step=at["step"], epoch=epoch + 1, **result)
-        log.info(
-            "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images".format(
-                epoch + 1, **result
-            )
-        )
+        line = "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images"
+        log.info(line.format(epoch + 1, **result))
         if result["top1"] > at["best"] and np.isfinite(result["loss"]):
             at |= {"best": result["top1"]}
             write_weights(best_path, {"params": params, "stats": of_all})
@@ -407,7 +417,7 @@ def main():
     weights = args.pretrained or (args.out / "best.npz" if args.evaluate else None)
 
     def begin(params, stats):
-        """Those of the file, or else rank 0's, on every rank."""
+        """Return the file's parameters and statistics, or rank 0's, on every rank."""
         if weights:
             try:
                 tree, missing = read_weights(weights, {"params": params, "stats": stats})

@@ -1,4 +1,7 @@
-"""Train a small network on handwritten digits: a script for one device, and many_devices.py, six lines further, for many."""
+"""Train a small network on handwritten digits.
+
+one_device.py is the script for one device; many_devices.py runs on many, with six lines changed.
+"""
 
 import jax
 import numpy as np

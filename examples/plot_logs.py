@@ -1,4 +1,4 @@
-"""Draw the losses and the speed of runs of examples/imagenet.py, from the tables that they have left.
+"""Plot the losses and the speed of runs of examples/imagenet.py from their tables.
 
 python examples/plot_logs.py runs/imagenet runs/other --out curves.png
 """

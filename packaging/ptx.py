@@ -1,4 +1,4 @@
-"""Write native/gather_ptx.h: what nvcc makes of native/gather.cu, for the driver to compile at run time.
+"""Write native/gather_ptx.h: nvcc's PTX of native/gather.cu, compiled by the driver at run time.
 
     python packaging/ptx.py            # needs nvcc; --check only compares
 

@@ -1,4 +1,6 @@
-"""Install the wheels into empty environments without a compiler, with each MPI, and run the quick start on 2 ranks.
+"""Install the wheels into empty environments without a compiler, and run the quick start.
+
+Each MPI has an environment; the quick start runs on 2 ranks.
 
     python packaging/try_wheels.py --wheels dist/wheels python3.11 python3.12 python3.13
 
@@ -50,7 +52,7 @@ def main():
 
 
 def row(python, mpi, jax, wheels):
-    """Of one environment, which is removed afterwards."""
+    """Try one environment, remove it, and return its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder, "env")
         check([python, "-m", "venv", environment])
@@ -90,7 +92,8 @@ def row(python, mpi, jax, wheels):
             [environment / "bin/jaxmpi", "run", "-n", "2", "quickstart.py"], env=environ, cwd=folder
         )
         loss = re.search(r"loss after 100 epochs: (\S+) \(ranks: 2\)", said)[1]
-        return f"| {versions[0]} | {mpi} | {versions[1]} | {versions[2]} | {seconds:.0f} | loss {loss} |"
+        cells = [versions[0], mpi, versions[1], versions[2], f"{seconds:.0f}", f"loss {loss}"]
+        return f"| {' | '.join(cells)} |"
 
 
 def check(command, **options):

@@ -1,4 +1,6 @@
-"""Build the wheels of jaxmpi: one for CPython 3.11, one of the stable ABI for 3.12 and later, each for x86_64 and aarch64.
+"""Build the wheels of jaxmpi, each for x86_64 and aarch64.
+
+One is for CPython 3.11, and one of the stable ABI for 3.12 and later.
 
 Zig's C++ compiler, a wheel on PyPI, compiles for an old glibc and for another processor and brings
 its own C++ library; auditwheel proves the tag. The wheels link neither MPI nor CUDA nor jaxlib: one
@@ -21,7 +23,11 @@ ROOT = Path(__file__).parents[1]
 # of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
 GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
-BUILD = "import scikit_build_core.build as b, sys; print(b.build_wheel(sys.argv[1], {'build-dir': sys.argv[2]}))"
+BUILD = """
+import sys
+import scikit_build_core.build as backend
+print(backend.build_wheel(sys.argv[1], {"build-dir": sys.argv[2]}))
+"""
 # nanobind relies on its C++ library to include stdio.h, as GNU's does.
 TOOLS = {
     "cxx": "c++ -target {machine}-linux-gnu.{glibc} -g0 -include stdio.h",
@@ -57,7 +63,7 @@ def main() -> None:
 
 
 def make_environment(python: str, work: Path) -> Path:
-    """A virtual environment with what pyproject.toml builds with, and with the compiler; returns its Python."""
+    """Make a virtual environment with build requirements and compiler; return its Python."""
     version = output(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')")
     environment = work / f"python{version}"
     if not environment.exists():
@@ -85,7 +91,8 @@ def build(python: Path, machine: str, work: Path) -> Path:
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "CXX": str(tools / "cxx"),
-        "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib -DCMAKE_CXX_COMPILER_AR={tools}/ar "
+        "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib "
+        f"-DCMAKE_CXX_COMPILER_AR={tools}/ar "
         f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux "
         f"-DCMAKE_SYSTEM_PROCESSOR={machine} "
         "-DCMAKE_MODULE_LINKER_FLAGS=-Wl,-s -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-s",

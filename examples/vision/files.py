@@ -1,4 +1,4 @@
-"""What a run leaves behind, beside its checkpoints: tables of numbers, and weights."""
+"""Files of a run beside its checkpoints: tables of numbers, and weights."""
 
 import csv
 import os
@@ -11,7 +11,10 @@ import jaxmpi
 
 
 class Table:
-    """A CSV file of rank 0: the rows of an earlier run in which `column` is at most `last`, and one for each `write`."""
+    """CSV file of rank 0 that a resumed run continues.
+
+    Keeps the rows of an earlier run in which `column` is at most `last`; each `write` adds a row.
+    """
 
     def __init__(self, path, columns, column, last):
         self.file = None
@@ -40,7 +43,7 @@ def write_weights(path, tree):
 
 
 def read_weights(path, tree):
-    """The arrays that rank 0 finds in the file, on every rank, and the names of those that are not in it.
+    """Read the arrays in rank 0's file; return them on every rank, with the names it lacks.
 
     What has another shape there, as the head for other classes has, stays as it is in `tree`.
     Raises a ValueError, on every rank, for a file that cannot be read, and for that of another

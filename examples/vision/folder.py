@@ -29,7 +29,10 @@ DAMAGED = (
 
 
 class Folder:
-    """`root/<class>/<image>`: sample i is `files[i]`, a (path, label) pair, in the order of the names, as rank 0 sees them."""
+    """Labeled images in `root/<class>/<image>`.
+
+    Sample i is `files[i]`, a (path, label) pair, in the order of the names, as rank 0 sees them.
+    """
 
     def __init__(self, root, pixels):
         self.pixels = pixels
@@ -43,7 +46,10 @@ class Folder:
         return len(self.files)
 
     def sample(self, row, seed=None):
-        """Sample `row`, with a seed cropped at random. Row -1, and what is no image, is of the mean colour, and not `good`."""
+        """Return sample `row`, randomly cropped if there is a seed.
+
+        Row -1, and a file that is no image, give an image of the mean color that is not `good`.
+        """
         blank = np.broadcast_to(np.uint8(np.round(255 * MEAN)), (self.pixels, self.pixels, 3))
         if row < 0:
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
@@ -67,7 +73,7 @@ class Folder:
 
 
 def listing(root):
-    """The names of the classes, and (path, label) of every image; none where there is no such folder."""
+    """List the class names, and (path, label) of every image; empty without such a folder."""
     classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     files = [
         (str(path), label)
@@ -108,7 +114,9 @@ def random_crop(image, pixels, seed):
 
 
 def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0):
-    """This rank's part of every global batch: dicts of "image", "label" and "good", already on the device.
+    """Load this rank's part of every global batch onto the device.
+
+    Batches are dicts of "image", "label" and "good".
 
     In training, shuffled and cropped by (seed, epoch, row), whatever the ranks and workers; the
     incomplete last batch is left out. Else in order, each image once, and with rows that only fill
@@ -140,7 +148,10 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
 
 
 def outlive_sigterm(*_):
-    """A scheduler tells every process to end: the ranks need their workers until they have saved."""
+    """Ignore SIGTERM, so that the ranks have their workers until they have saved.
+
+    A scheduler sends the signal to every process of the job.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

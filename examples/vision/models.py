@@ -1,4 +1,6 @@
-"""ResNets (He et al. 2015, with the stride in the 3×3 convolution) and ViTs (Beyer et al. 2022) in Flax nnx.
+"""ResNets (He et al. 2015) and ViTs (Beyer et al. 2022) in Flax nnx.
+
+The ResNets have the stride in the 3×3 convolution.
 
 Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`;
 `dtype` is what they compute in, but for the head, whose logits would be equal too often in 16 bits.
@@ -12,7 +14,7 @@ from flax import nnx
 
 
 class Block(nnx.Module):
-    """Two 3×3 convolutions beside a shortcut, or 1×1, 3×3 and 1×1 with four times the channels at the end."""
+    """Residual block: two 3×3 convolutions, or 1×1, 3×3 and 1×1 with four times the channels."""
 
     def __init__(self, inputs, channels, stride, bottleneck, *, conv, norm, rngs):
         outputs = 4 * channels if bottleneck else channels
@@ -107,7 +109,10 @@ class Encoder(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """16×16 patches, positions as sines and cosines, the mean of all patches to the head. It has no batch statistics."""
+    """Vision transformer over 16×16 patches, with sines and cosines as positions.
+
+    The mean of all patches goes to the head. It has no batch statistics.
+    """
 
     def __init__(self, heads, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs):
         del axis_name
@@ -134,7 +139,10 @@ class ViT(nnx.Module):
 
 
 def positions(side, width):
-    """[side², width]: sines and cosines of row and column, at width/4 frequencies from 1 to 1/10000."""
+    """Return [side², width]: sines and cosines of row and column.
+
+    The width/4 frequencies go from 1 to 1/10000.
+    """
     row, column = np.mgrid[:side, :side].reshape(2, -1, 1)
     frequencies = 10000.0 ** -np.linspace(0, 1, width // 4)
     angles = [row * frequencies, column * frequencies]

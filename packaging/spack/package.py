@@ -4,7 +4,10 @@ from spack.package import *
 
 
 class PyJaxmpi(PythonPackage):
-    """Data-parallel training for JAX and Flax over MPI: pure functions on pytrees and one optax transform."""
+    """Data-parallel training for JAX and Flax over MPI.
+
+    Pure functions on pytrees and one optax transform.
+    """
 
     homepage = "https://pypi.org/project/jaxmpi"
     pypi = "jaxmpi/jaxmpi-0.2.0.tar.gz"
