@@ -1,4 +1,4 @@
-"""Functions over the named axis, with what they must give: the one table that every way to run is tested against.
+"""Functions over the named axis, with their expected results: the one table for every backend.
 
 Each case makes, for n ranks, a function of one rank's arrays, the stacked arguments `[n, ...]`, and
 the stacked results in float64, from formulas that know nothing of ranks. Where a derivative is
@@ -208,7 +208,7 @@ def tree_functions(n):
 
 @case
 def keys_and_bits(n):
-    """What moves keeps its bits: the sign of zero, keys, booleans."""
+    """Cases that only move data, which keeps its bits: the sign of zero, keys, booleans."""
     zero = np.where(np.arange(n) % 2, 0.0, -0.0)
     seeds = np.arange(n)
 

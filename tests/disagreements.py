@@ -1,4 +1,4 @@
-"""Random programs, of which one rank deviates somewhere: the right numbers, or a RankMismatchError on all ranks.
+"""Random programs with one rank that deviates: right numbers, or an error on all ranks.
 
 A program is a list of calls: eager functions on trees, functions on objects, and steps of
 `jaxmpi.jit` that are lists of operations in loops, branches and `vmap`. What it must give is found
@@ -452,7 +452,7 @@ def one_simulated(op, x, k, size):
 
 
 def check(seeds):
-    """Run the programs of the seeds on all ranks; returns how often each deviation was found, and how often it was none."""
+    """Run the programs of the seeds on all ranks; count each (deviation, outcome)."""
     counts = collections.Counter()
     warnings.filterwarnings("ignore", "jaxmpi.jit: what is summed")
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""What JAX's own tests say of collectives over one named axis, written anew as cases for `jaxmpi.jit`.
+"""JAX's own tests of collectives over one named axis, rewritten as cases for `jaxmpi.jit`.
 
 The subjects are those of JAX's `pmap_test`, `batching_test` and `shard_map_test`, and a case names
 the tests whose subject it shares. A case is a function of one rank's arrays and the stacked
@@ -114,12 +114,12 @@ def turned():
 
 
 def everyone(y, n):
-    """What all ranks get, stacked."""
+    """Return the stacked results of n ranks that all get y."""
     return np.stack([np.asarray(y)] * n)
 
 
 def vmapped(fun):
-    """What vmap makes of another way to write a case."""
+    """Compute the expected results by vmap of another form of the case."""
     return lambda n, *args: jax.tree.map(np.asarray, jax.vmap(fun, axis_name=R)(*args))
 
 

@@ -105,7 +105,10 @@ def fast_and_slow():
 
 
 def loss_of(params, batch):
-    """A mean over the samples of a batch `[samples, 2]`: L = mean_s a_s² · Σ_i k_i |x_i - b_s·k_i|² + Σ_i |x_i|⁴ / 9."""
+    """Return the mean over the samples of a batch `[samples, 2]`.
+
+    L = mean_s a_s² · Σ_i k_i |x_i - b_s·k_i|² + Σ_i |x_i|⁴ / 9.
+    """
     total = 0.0
     for x in jax.tree.leaves(params.fast if isinstance(params, optax.LookaheadParams) else params):
         k = 1 + np.arange(x.size).reshape(x.shape) / 7
@@ -323,7 +326,7 @@ CASES = OPTAX | {f"contrib.{name}": case for name, case in CONTRIB.items()}
 
 
 def names():
-    """What optax has that makes a transform: functions whose source names one, and `MultiSteps`."""
+    """List what makes a transform in optax: functions whose source names one, and `MultiSteps`."""
     found = {"MultiSteps"}
     for prefix, module in (("", optax), ("contrib.", contrib)):
         for name, f in inspect.getmembers(module):
@@ -360,7 +363,7 @@ def batches():
 
 
 def train(transforms, jit, part):
-    """Parameters and states after some steps with each (case, transform); they all are one program."""
+    """Train with each (case, transform) in one program; return parameters and states."""
 
     def start():
         params = {name: CASES[case].params() for name, (case, _) in transforms.items()}
@@ -396,7 +399,10 @@ def train(transforms, jit, part):
 
 
 def check(chosen, wraps=("distributed", "sharded")):
-    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch: parameters and states."""
+    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch.
+
+    Parameters and states are compared.
+    """
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of optax's own
         inner = {name: optax.with_extra_args_support(CASES[name].make()) for name in chosen}
@@ -434,7 +440,10 @@ def _arrays(params_and_states):
 
 
 def sends_more(name, ranks=3):
-    """What `sharded` sends beside the shards of gradients and updates: "nothing", "numbers" or "arrays"."""
+    """Return what `sharded` sends beyond shards of gradients and updates.
+
+    Either "nothing", "numbers" or "arrays".
+    """
     case = CASES[name]
     plain = (
         optax.sgd(RATE)
@@ -465,7 +474,7 @@ def sends_more(name, ranks=3):
 
 
 def _collectives(jaxpr):
-    """How many numbers are summed, and how many are gathered, in a jaxpr and in those inside of it."""
+    """Count the numbers that are summed, and those gathered, in a jaxpr and its inner ones."""
     sums = gathered = 0
     for eqn in jaxpr.eqns:
         sums += (

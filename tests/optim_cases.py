@@ -1,4 +1,4 @@
-"""Law 1 for everything that stands between gradients and parameters: n ranks train as plain optax does on the whole batch.
+"""Law 1 for gradient transforms: n ranks train as plain optax does on the whole batch.
 
 `check` trains on the ranks that there are, whatever their backend, and compares with a reference
 that knows of no ranks.
@@ -120,7 +120,7 @@ def train(variant, optimizer, jit):
 
 
 def train_shards(variant, optimizer, jit):
-    """The same with parameters of which each rank has a shard."""
+    """Train with parameters of which each rank has a shard."""
     samples, batch_size, weighted = settings(variant)
     short = variant == "fully bf16"
     dtype = jnp.bfloat16 if short else np.float64
@@ -151,7 +151,7 @@ def train_shards(variant, optimizer, jit):
 
 
 def reference(variant, optimizer, ranks):
-    """The same of plain optax."""
+    """Train with plain optax on the whole batch."""
     samples, _, _ = settings(variant)
     whole = data(samples)
     inner = OPTIMIZERS[optimizer]()

@@ -46,7 +46,7 @@ def run_all(commands):
 
 
 def segments_left(before):
-    """What MPI and jaxmpi left in /dev/shm since it held the names `before`: nobody maps it, and it stays.
+    """Return the names that MPI and jaxmpi left in /dev/shm since `before`, mapped by nobody.
 
     Jobs of a test beside this one come and go meanwhile, and so does their shared memory.
     """

@@ -1,4 +1,4 @@
-"""An installed jaxmpi in an environment that holds nothing else: what `make package` runs in each of its two.
+"""Check an installed jaxmpi in an otherwise empty environment; `make package` runs it in two.
 
 empty/bin/python tests/smoke.py
 """

@@ -138,7 +138,7 @@ def test_the_state_of_a_job_is_in_the_session():
 
 
 def test_no_class_holds_state():
-    """A container that a class has, and not its objects, is filled later: it belongs into the Session."""
+    """A container on a class is filled later: it belongs in the Session."""
     for _, path in modules():
         for found in ast.walk(ast.parse(path.read_text())):
             for line in found.body if isinstance(found, ast.ClassDef) else ():

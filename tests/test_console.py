@@ -1,4 +1,4 @@
-"""What many ranks show on one screen."""
+"""Output of many ranks on one screen."""
 
 import io
 import logging

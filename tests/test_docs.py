@@ -1,4 +1,7 @@
-"""Every block of Python in the documentation runs; those with >>> are doctests, the others are run here, on one rank."""
+"""Every block of Python in the documentation runs.
+
+Blocks with >>> are doctests; the others run here, on one rank.
+"""
 
 import functools
 import re
@@ -39,7 +42,7 @@ def blocks(language):
 
 @pytest.fixture
 def names(tmp_path):
-    """What the pages speak of."""
+    """Return the names that the pages use."""
     params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
 
     def loss_of(params, batch, mask=1):

@@ -1,4 +1,6 @@
-"""Every public function on every row: one rank, ranks of mpi and of xla, simulated ranks; a second call compiles nothing.
+"""Every public function on one rank, on ranks of mpi and xla, and on simulated ranks.
+
+A second call compiles nothing.
 
 The names come from the modules' `__all__`: a new one fails until it has a row here. A row is a
 function that returns a call; the call checks what it gets, or that it is refused as documented, and
@@ -35,7 +37,10 @@ ROWS = {}
 
 
 def public():
-    """All public names; what stands in two places, such as `jaxmpi.save` and `checkpoint.save`, once."""
+    """Return all public names; an object with two names counts once.
+
+    `jaxmpi.save` and `checkpoint.save` are such names.
+    """
     names = {name: getattr(jaxmpi, name) for name in jaxmpi.__all__}
     for module in MODULES:
         of_module = getattr(jaxmpi, module)
@@ -87,7 +92,7 @@ def mean(size):
 
 @contextlib.contextmanager
 def refused(condition, error, match):
-    """What stands under it is refused if the condition holds."""
+    """Check that the body is refused if the condition holds."""
     with pytest.raises(error, match=match) if condition else contextlib.nullcontext():
         yield
 
@@ -171,7 +176,7 @@ def votes():
 
 
 def updates_of(make, want, *, eager=True, weight=None, params=tree):
-    """A transform's updates for the gradients `tree(rank)`: in a step, and, for equal gradients, called eagerly."""
+    """Return a transform's updates for `tree(rank)` in a step, or eagerly for equal gradients."""
     tx, n = make(), jaxmpi.size()
     params = jax.tree.map(jnp.asarray, params(0))
     step = jaxmpi.jit(

@@ -75,7 +75,7 @@ def test_notebooks_are_stored_without_outputs(path):
 
 @pytest.mark.exhaustive
 def test_six_lines_make_a_script_for_one_device_one_for_many():
-    """Those that the quick start shows."""
+    """The six lines that the quick start shows make one_device.py into many_devices.py."""
     one, many = ROOT / "examples" / "one_device.py", ROOT / "examples" / "many_devices.py"
     names = [f"examples/{path.name}" for path in (one, many)]
     lines = [path.read_text().splitlines(keepends=True) for path in (one, many)]

@@ -1,4 +1,4 @@
-"""Recipes of the documentation, as they stand there, on several ranks: their numbers are those of one device."""
+"""Recipes of the documentation on several ranks give the numbers of one device."""
 
 import functools
 import re
@@ -33,7 +33,7 @@ def recipe(page, marker):
 
 
 def run(page, marker, **names):
-    """What a recipe leaves, of the names that its page speaks of."""
+    """Run a recipe with the names of its page; return what it leaves."""
     modules = {
         "jax": jax,
         "jnp": jnp,
@@ -136,7 +136,7 @@ def test_a_port_keeps_the_axis_name_of_pmap_on_xla():
 
 @run_ranks(1, 2)
 def test_equinox_models_with_arrays_of_integers_are_split_by_floats():
-    """As the page splits them: an array of integers has no gradient, and must not be averaged."""
+    """The page splits by floats: an array of integers has no gradient, and must not be averaged."""
     import equinox as eqx
 
     class Model(eqx.Module):
@@ -394,7 +394,7 @@ def test_an_nnx_model_goes_on_with_another_number_of_ranks(tmp_path):
 
 @run_ranks(1, 2)
 def test_a_schedule_under_accumulate_counts_updates():
-    """As docs/optimizers.md says: outside of `accumulate` it counts calls."""
+    """Outside of `accumulate` a schedule counts calls, as docs/optimizers.md says."""
     halved = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     inside = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(halved)), every=2)
     outside = optax.chain(

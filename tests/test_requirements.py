@@ -1,4 +1,4 @@
-"""requirements/, which `make train LOCKED=1` installs, has what pyproject.toml asks for, in versions that it allows."""
+"""requirements/, which `make train LOCKED=1` installs, satisfies pyproject.toml."""
 
 import re
 import tomllib

@@ -1,4 +1,7 @@
-"""Chance and time: random trees, random kills, a long run. `make soak` takes 10 000 trees, 200 kills and 30 minutes."""
+"""Random trees, random kills and a long run.
+
+`make soak` takes 10 000 trees, 200 kills and 30 minutes.
+"""
 
 import os
 import re
@@ -157,7 +160,7 @@ if world.rank == 0:
 
 
 def test_random_kills(tmp_path):
-    """The parameters are those of an undisturbed run, bit by bit, and its steps have seen each sample once an epoch."""
+    """Parameters equal an undisturbed run's, bit by bit; each epoch sees each sample once."""
     script = tmp_path / "script.py"
     script.write_text(KILLED)
     epochs = max(6, 4 * KILLS)

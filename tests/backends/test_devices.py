@@ -1,4 +1,4 @@
-"""GPUs, without one: which a rank takes, how several share one, and what happens where a process has several devices."""
+"""Choice of GPUs, tested without one: which a rank takes, sharing, several devices in a process."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ MEMORY = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("mpi", 2), ("xla", 1), ("xla", 2), ("xla", 3)])
 def test_a_process_with_several_devices(backend, ranks, tmp_path):
-    """A rank alone on a node with several GPUs, say. It takes part with one, and numbers are those of one device a rank."""
+    """A process with several devices uses one, and gives the results of one device a rank."""
     code = f"""
 import numpy as np, jax, jax.numpy as jnp, optax, jaxmpi
 world = jaxmpi.init({backend!r})
@@ -46,7 +46,7 @@ jaxmpi.print("fine")
 
 
 def taken(names, size, **given):
-    """The messages, and the memory that this rank takes, where each rank has chosen a GPU of `names`."""
+    """Choose from the GPUs `names`, one a rank; return the warnings and the memory fraction."""
     before = {name: os.environ.pop(name, None) for name in MEMORY}
     choose, unique = _devices.choose, _devices.unique
     _devices.choose, _devices.unique = lambda *_: names[jaxmpi.rank()], lambda name: name

@@ -41,7 +41,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @run_ranks(2, backend="xla")
 def test_no_program_has_a_reduce_scatter(way):
-    """Of JAX's gloo, that of shares of 4 MB and more is wrong now and then."""
+    """jaxmpi avoids gloo's reduce_scatter, which is sometimes wrong for shares of 4 MB and more."""
     step = jaxmpi.jit(WAYS[way])
     x = np.ones((jaxmpi.size(), 4 * jaxmpi.size()), np.float32)
     text = step.lower(x).as_text()
@@ -81,6 +81,6 @@ def test_large_shares_are_right_60_times():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", ["ranks", "member"])
 def test_a_rank_may_be_late_to_the_first_collective_of_its_group(axis):
-    """The ranks of a group are connected by `init`, as gloo waits 30 s for the last one when they connect."""
+    """`init` connects the ranks of a group, since gloo waits at most 30 s for the last one."""
     output = run(on_ranks(4, "tests/backends/late_script.py", axis), JAXMPI_BACKEND="xla")
     assert output.count("right") == 4

@@ -1,5 +1,7 @@
-"""Arrays of a GPU on the native transport, without a GPU: with a library that stands in for CUDA's driver, and for arrays of
-the host. What runs on a GPU alone is in benchmarks/gpu.py.
+"""GPU arrays on the native transport, tested without a GPU.
+
+A library that stands in for CUDA's driver serves arrays of the host as if they were a GPU's. Checks
+that need a real GPU are in benchmarks/gpu.py.
 """
 
 import os
@@ -40,7 +42,10 @@ def stand_in_for_cuda(tmp_path_factory):
     ],
 )
 def test_messages_of_a_gpu_in_many_orders(stand_in_for_cuda, seeds, flags, tmp_path):
-    """On several streams and contexts, in random order between streams, with calls that fail: right numbers, or an error."""
+    """Messages on several streams and contexts, in random order, give right numbers or an error.
+
+    Calls of the driver fail at random.
+    """
     program = tmp_path / "schedules"
     sources = [HERE / "staging_schedules.cc", NATIVE / "gpu_staging.cc", NATIVE / "cuda.cc"]
     subprocess.run([*COMPILE, *flags, f"-I{NATIVE}", "-o", program, *sources, "-ldl"], check=True)
@@ -198,7 +203,10 @@ jaxmpi.print("fine")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_work_of_a_gpu_is_no_waiting(stand_in_for_cuda, ranks, tmp_path):
-    """A message begins when the GPU has done what comes before it: for the flight recorder, and for the stall watch."""
+    """The flight recorder and the stall watch count a message from when the GPU reaches it.
+
+    Work of the GPU before that is not waiting.
+    """
     done = run(ranks, WORKS.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path)
     assert done.returncode == 0 and done.stdout.count("fine") == ranks, done.stdout + done.stderr
 
@@ -252,7 +260,10 @@ jaxmpi.print("fine")
     [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "44"}, {"CUDA_SEED": "1", "CUDA_EVENTS": "22"}],
 )
 def test_messages_of_a_gpu_are_on_their_way_while_it_computes(stand_in_for_cuda, environ, tmp_path):
-    """On a stream of their own, from when the GPU has made what is sent; as many events as messages, which are kept."""
+    """Messages have their own stream, and start once the GPU has computed what they send.
+
+    Each message has one event, which is reused.
+    """
     environ = {**environ, "JAXMPI_NODE_RANKS": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
     done = run(3, BESIDE.format(library=stand_in_for_cuda), tmp_path, **environ)
     assert done.returncode == 0 and done.stdout.count("fine") == 3, done.stdout + done.stderr
@@ -286,7 +297,7 @@ jaxmpi.print("fine")
 
 @pytest.mark.slow
 def test_arrays_of_the_host_in_a_job_of_gpus(stand_in_for_cuda, tmp_path):
-    """They go straight through shared memory; nothing is copied by the GPU's driver, which fails here."""
+    """Host arrays go straight through shared memory, without the GPU's driver, which fails here."""
     done = run(
         2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0"
     )

@@ -86,7 +86,7 @@ def run_on(hosts, tmp_path, steps, **environ):
 
 @pytest.mark.parametrize("overlap", ["auto", "0"])
 def test_a_cable_that_is_cut_for_five_seconds(overlap, tmp_path):
-    """TCP sends again what was lost, the watch says who is missing meanwhile, and the job goes on."""
+    """TCP resends what was lost, the watch names who is missing meanwhile, and the job goes on."""
     limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "60"}
     code, output, _ = run(tmp_path, 5, 100, JAXMPI_OVERLAP=overlap, **limits)
     longest = re.search(r"done, the longest step took ([\d.]+) s", output)

@@ -1,4 +1,4 @@
-"""Messages between nodes: schedules for any number of nodes, and every collective, dtype and algorithm against NumPy.
+"""Messages between nodes: schedules for any number of nodes, and all collectives against NumPy.
 
 The nodes are pretended (JAXMPI_NODE_RANKS); test_hosts.py and benchmarks/hosts.py have a network
 between them.
@@ -23,7 +23,10 @@ schedule = extension.load().schedule
 
 
 def played(name, nodes, state, merge, **options):
-    """The blocks of all nodes after a schedule: `state[node][i]` is block i, counted from the node's own."""
+    """Play a schedule; return the blocks of all nodes.
+
+    `state[node][i]` is block i, counted from the node's own.
+    """
     queues = defaultdict(deque)  # what is on its way from one node to another, in order
 
     def play(node):
@@ -91,7 +94,7 @@ def test_a_broadcast_reaches_every_node(nodes):
 
 
 def test_ten_thousand_nodes():
-    """A node sends p - 1 blocks in ceil(log2 p) messages each way, and every part of every block arrives once.
+    """A node sends p - 1 blocks in ceil(log2 p) messages each way; every block arrives once.
 
     All nodes have the same schedule, relative to their own number: so one is enough to follow. Sets
     are bits of an int.

@@ -1,4 +1,4 @@
-"""The loops of native/ make the same bits on every processor: those of the wheels, ARM's by emulation where it is there."""
+"""The loops of native/ give the same bits on every processor; ARM's run by emulation."""
 
 import os
 import shutil

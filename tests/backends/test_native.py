@@ -1,5 +1,7 @@
-"""The transport of jaxmpi itself: sums across the borders of its chunks, the same bits on all ranks, and an end for those who
-wait in vain. What every transport does, the other tests say."""
+"""The native transport: sums across the borders of its chunks, equal bits on all ranks, timeouts.
+
+Tests of behavior that all transports share are in the other folders.
+"""
 
 import ctypes
 import hashlib
@@ -55,7 +57,7 @@ def of_rank(rank, dtype, rows=()):
 
 
 def check(got, inputs, dtype, *, divide=False):
-    """`got` is the sum over the first axis of `inputs`, formed in the order of the ranks and rounded once."""
+    """Check that `got` is the sum over axis 0 of `inputs`, in the order of ranks, rounded once."""
     wide = np.float32 if dtype in ("bfloat16", "float16") else inputs.dtype
     want = inputs[0].astype(wide)
     for x in inputs[1:]:
@@ -110,7 +112,10 @@ LONG = [3, 1_500_001, 64, 1_200_000]  # more than 16 chunks in each dtype here
 @pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter", "allgather"])
 @run_ranks(2, 3, 4)
 def test_both_ways_to_write_to_shared_memory(kind, dtype):
-    """The first 32 chunks of a job are written by ordinary stores and past the caches in turn. Small integers: exact sums."""
+    """The first 32 chunks of a job alternate between ordinary stores and stores past the caches.
+
+    The inputs are small integers, so that sums are exact.
+    """
     jaxmpi.finalize()
     jaxmpi.init()  # the first chunks come again
     n, me = jaxmpi.size(), jaxmpi.rank()
@@ -137,7 +142,7 @@ def test_both_ways_to_write_to_shared_memory(kind, dtype):
 
 @run_ranks(2, 3)
 def test_mixed_trees():
-    """Arrays of several dtypes, transposed and sliced, in one message, beside ones that are needed afterwards."""
+    """One message holds arrays of several dtypes, transposed, sliced and used afterwards."""
     rng, n = np.random.default_rng(0), jaxmpi.size()
     big = rng.normal(size=(300, 200)).astype(np.float32)
 
@@ -216,7 +221,10 @@ def test_means_of_literals():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @run_ranks(2, 3)
 def test_derivatives_around_a_step_with_a_mean(dtype):
-    """As those inside of it: the derivative of the mean of all ranks' outputs is that of psum / n."""
+    """A step with a mean differentiates from outside as from inside.
+
+    The derivative of the mean of all ranks' outputs is that of psum / n.
+    """
     step = jaxmpi.jit(
         lambda x: (
             jaxmpi.tree_allreduce(x).sum()
@@ -284,7 +292,10 @@ def test_nan_and_infinity(dtype, repeats):
 
 @run_ranks(2, 3)
 def test_a_nan_stays_one_whatever_its_bits():
-    """Of bfloat16, 0x7f81 is the NaN next to infinity, and 0xffff the last one; the largest number is next to infinity, too."""
+    """A sum keeps a NaN with any payload, and the largest numbers overflow to infinity.
+
+    For bfloat16, 0x7f81 is the NaN next to infinity, and 0xffff the last one.
+    """
     for bits in (0x7F81, 0xFF81, 0x7FFF, 0xFFFF):
         mine = np.full(37, bits if jaxmpi.rank() == 0 else 0x3F80, np.uint16).view(jnp.bfloat16)
         for op in ("mean", "sum"):
@@ -418,7 +429,7 @@ jaxmpi.print("digest", me, digest.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
-    """Each thread has a part of the columns; a message that the ranks do not agree on is found before they begin."""
+    """Threads share the columns of a message; a mismatch is found before they begin."""
     found = []
     for threads in (1, 3):
         done = run(ranks, THREADS, tmp_path, JAXMPI_TUNE=f"threads={threads}", JAX_ENABLE_X64="1")
@@ -694,7 +705,10 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [(0, 1, 2), (1,)])
 def test_without_mpi4jax(missing, tmp_path):
-    """It carries all collectives where one of the ranks has no mpi4jax, also in a plain `jax.jit` with control flow."""
+    """The native transport carries all collectives where one rank lacks mpi4jax.
+
+    Also in a plain `jax.jit` with control flow.
+    """
     code = f"""
 import os, sys
 if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) in {missing}:

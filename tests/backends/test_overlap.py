@@ -1,4 +1,4 @@
-"""Messages that are on their way while a step computes: the same bits, whatever the ranks' timing; every failure is everyone's.
+"""Messages sent while a step computes: equal bits for any timing, and failures on all ranks.
 
 The nodes are pretended (JAXMPI_NODE_RANKS), and even the smallest messages are started
 (JAXMPI_TUNE).

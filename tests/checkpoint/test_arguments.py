@@ -1,4 +1,4 @@
-"""What `save`, `restore` and `latest` are called with: the same folder on all ranks, and arguments in their order."""
+"""Arguments of `save`, `restore` and `latest`: one folder on all ranks, and their order."""
 
 import os
 import re
@@ -49,7 +49,10 @@ def test_other_folders_on_other_ranks_are_an_error_with_both_on_xla():
 
 @run_ranks(1, 2)
 def test_one_folder_has_several_names():
-    """Equal words on all ranks are one folder, wherever a rank works; what ends with a slash is the same without."""
+    """Equal paths on all ranks are one folder, with or without a final slash.
+
+    The working directories of the ranks do not matter.
+    """
     rank, folder = jaxmpi.rank(), Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
     names = [str(folder), f"{folder}/", folder, f"{folder.parent}/./{folder.name}"]
     jaxmpi.save(names[rank], 4, RUN, background=False)

@@ -1,4 +1,4 @@
-"""Checkpoints: everything comes back, on any number of ranks, or there is an error that names the file and the leaf."""
+"""Checkpoints come back whole on any number of ranks, or an error names the file and the leaf."""
 
 import contextlib
 import dataclasses
@@ -389,7 +389,7 @@ STACKED = {"w": False, "b": False, "s": False, "layers": True}
 
 
 def same_run(kind, seed):
-    """Parameters and a state of Adam with the same numbers, whole or cut over the ranks that there are."""
+    """Make parameters and a state of Adam with the same numbers, whole or cut over the ranks."""
     rng = np.random.default_rng(seed)
     shapes = {"w": (5, 3), "b": (7,), "s": (), "layers": {"w": (4, 3, 5), "s": (4,)}}
     draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -455,7 +455,7 @@ def run(function, ranks, backend, directory):
 
 @pytest.mark.exhaustive
 def test_saved_in_one_way_and_restored_in_another(tmp_path):
-    """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
+    """A run saved whole, as ZeRO-1 or as FSDP restores as any other, on all backends and sizes."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:
         run(save_kinds, n, backend, str(tmp_path / f"{backend}-{n}"))
     for m, backend in [
@@ -471,7 +471,7 @@ def test_saved_in_one_way_and_restored_in_another(tmp_path):
 
 @pytest.mark.slow
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):
-    """For n and m from 1 to 4, and on all backends: bit by bit what these ranks would have had themselves."""
+    """Restoring on m ranks what n saved gives the bits of m ranks, for n and m from 1 to 4."""
     for n, backend in [
         (1, "auto"),
         (2, "auto"),
@@ -962,7 +962,7 @@ def test_two_jobs_save_into_one_folder(tmp_path):
 
 
 def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path):
-    """As in a notebook, which goes back to a step of a job that has trained since the notebook was started."""
+    """A notebook can go back to a step of a job that has trained since the notebook started."""
     jaxmpi.init()
     save = "import sys, jaxmpi; jaxmpi.init(); [jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None) for i in (10, 20, 30)]"
     subprocess.run([sys.executable, "-c", save, tmp_path], check=True, timeout=120)

@@ -1,4 +1,6 @@
-"""Damaged and hostile checkpoints: found, passed over or harmless; never another number, never a wait, never much memory.
+"""Damaged and hostile checkpoints are found, passed over, or harmless.
+
+None gives another number, a wait, or a large allocation.
 
 100 random corruptions here; `make soak` takes 1000.
 """
@@ -53,7 +55,7 @@ JUNK = (
 
 
 def tree_of(step, ranks=RANKS):
-    """What a run saves; every number depends on the step, and what is a rank's own on the rank."""
+    """Make a tree to save: numbers depend on the step, and per-rank ones on the rank, too."""
     x = jnp.arange(NUMBERS, dtype=jnp.float32) * step
     of_rank = PerRank(np.arange(ranks * 8, dtype=np.int32).reshape(ranks, 8) * step)
     tx = jaxmpi.sharded(optax.adam(0.1))
@@ -71,7 +73,7 @@ def tree_of(step, ranks=RANKS):
 
 
 def fingerprint(tree):
-    """Of all numbers."""
+    """Return a fingerprint of all numbers of the tree."""
     is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     tree = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     return {
@@ -110,7 +112,7 @@ def copied(made, tmp_path):
 
 
 class Waits(BaseException):
-    """Which nothing catches."""
+    """Exception that nothing catches."""
 
 
 @contextmanager
@@ -223,7 +225,10 @@ def arrays_swapped(directory, rng):
 
 
 def archive_rewritten(directory, rng):
-    """By another program, with arrays swapped, stored as they were or deflated, and padded to the size that they had."""
+    """Rewrite the archive with another program: arrays swapped, stored or deflated, and padded.
+
+    The padding restores the size that they had.
+    """
     path = folder_of(directory) / f"rank-{rng.integers(RANKS)}.npz"
     size = path.stat().st_size
     with np.load(path) as opened:
@@ -355,7 +360,10 @@ def bind(path):
 
 
 def junk_in_the_manifest(directory, rng):
-    """Anything in the place of anything, with the right checksum. (But values: whoever writes those has made a checkpoint.)"""
+    """Put anything in the place of anything in the manifest, with the right checksum.
+
+    Values stay: who can write them has written a checkpoint.
+    """
 
     def change(about):
         node, key = about, None
@@ -562,7 +570,7 @@ class Runs:
 
 
 def test_nothing_is_unpickled(tmp_path):
-    """Objects in the place of numbers, with the right checksums in the archive and the manifest, are numbers."""
+    """Objects in place of numbers, with right checksums everywhere, are never unpickled."""
     jaxmpi.save(tmp_path, 1, {"x": jnp.zeros(20)}, background=False)
     file = io.BytesIO()
     np.savez(file, x=np.array([Runs()] * 100, dtype=object))

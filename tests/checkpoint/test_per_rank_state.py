@@ -1,4 +1,4 @@
-"""What each rank has of its own is marked, and comes back to it; what differs and is not marked is an error on all ranks."""
+"""Per-rank state is marked and returns to its rank; unmarked differences raise on all ranks."""
 
 import dataclasses
 import tempfile
@@ -155,7 +155,7 @@ def test_simulated_keys_and_numbers_of_each_rank(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_on_another_number_of_ranks(tmp_path, ranks):
-    """What differs needs as many ranks, or is left out; what is equal, or sharded, does not."""
+    """Per-rank state needs the same number of ranks, or is left out; replicas and shards do not."""
     tx = jaxmpi.sharded(optax.trace(0.9))
     with jaxmpi.simulate(3):
         state = jaxmpi.jit(tx.update)(

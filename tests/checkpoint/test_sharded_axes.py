@@ -1,4 +1,4 @@
-"""Checkpoints of what is cut over an axis of the ranks: each rank's own bits on the same axes; elsewhere right, or an error."""
+"""Checkpoints of shards over an axis: equal bits on equal axes; elsewhere right or an error."""
 
 import jax
 import jax.numpy as jnp

@@ -36,7 +36,7 @@ COMBINE = {"mean": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, 
 
 
 def stack(dtype, shape, size):
-    """The inputs of all ranks, `[size, *shape]`: small numbers that differ by rank and by position."""
+    """Make the inputs of all ranks, `[size, *shape]`: small numbers that differ everywhere."""
     count = int(np.prod(shape))
     numbers = (np.arange(size)[:, None] * 2 + np.arange(count)[None] * 3) % 5 + 1
     if dtype in COMPLEX:

@@ -212,7 +212,10 @@ REDUCTIONS = {
 
 
 def reduction_of(name, stack, op):
-    """Return what each of two ranks passes and should get, by Python's integers; and a number that the dtype cannot hold."""
+    """Return what each of two ranks passes and should get, and a number too large for the dtype.
+
+    The expected values are computed with Python's integers.
+    """
     exact = stack.astype(object).sum(0)
     exact = np.asarray(exact // 2 if op == "mean" else exact, object)
     limits = np.iinfo(stack.dtype)

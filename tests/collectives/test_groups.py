@@ -1,4 +1,4 @@
-"""Collectives over named axes and within groups of ranks, on every way to run, beside what NumPy and `vmap` make of them."""
+"""Collectives over named axes and groups of ranks, on every backend, beside NumPy and `vmap`."""
 
 import itertools
 import re
@@ -23,7 +23,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # is what these programs are to
 
 
 def partitions(axes):
-    """What to name a group by: the arguments of lax, and the groups."""
+    """List ways to name a group: the arguments of lax, and the groups that they mean."""
     rows, columns = axes.values()
     grid = np.arange(rows * columns).reshape(rows, columns)
     return {
@@ -109,7 +109,7 @@ def here(operation, name, x, weight):
 
 
 def everywhere(function, name, xs, weights):
-    """The same of the stack of all ranks' arrays, without collectives."""
+    """Compute the result on the stack of all ranks' arrays, without collectives."""
     outs = {"forward": function(xs)}
     if name not in NONLINEAR:
         outs["grad"] = jax.vjp(function, xs)[1](weights)[0]
@@ -307,7 +307,7 @@ def check_trees():
 
 
 def check_distributed():
-    """Each island takes the gradients of its members, and the means of the islands' parameters are that of all."""
+    """Islands take their members' gradients; the mean of their parameters is right."""
     rank = jaxmpi.rank()
     gradient, params = jnp.asarray(XS[rank], jnp.float32), jnp.zeros(3)
 
@@ -527,7 +527,7 @@ def test_groups_within_and_between_nodes(monkeypatch):
 
 
 def check_programs_are_compared_by_all():
-    """A program whose collectives are all within groups is compared with those of the other groups, too."""
+    """Programs with collectives only within groups are compared across groups, too."""
     axis = "island" if jaxmpi.rank() == 3 else "member"
     with pytest.raises(
         jaxmpi.RankMismatchError,

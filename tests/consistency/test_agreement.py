@@ -1,4 +1,4 @@
-"""Ranks that are about to do different things all get the same error, at once, with both sides; and order is kept."""
+"""Ranks about to differ all get the same error, at once, with both sides; order is kept."""
 
 import os
 import re
@@ -165,7 +165,7 @@ def updated(tx, **extra):
 
 
 def stacked(micro_batches):
-    """A step with as many micro-batches, of which each rank sends what it would send for any other number."""
+    """Make a step with several micro-batches whose messages do not depend on their number."""
     tx = distributed(sgd, micro_batches=micro_batches)
     grads = jnp.ones((micro_batches // jaxmpi.size(), 4))
     return jaxmpi.jit(lambda grads: tx.update(grads, tx.init(jnp.ones(4)), jnp.ones(4)))(grads)
@@ -238,7 +238,10 @@ PARAMETERS = {  # a call, and two values of a parameter that all ranks must give
 
 
 def differ(mine, others):
-    """The text of the error that all ranks raise where the last one calls `others`; the ranks go on after it."""
+    """Return the text of the error that all ranks raise where the last one calls `others`.
+
+    The ranks go on after it.
+    """
     jaxmpi.jit(sum_of)(X)
     with pytest.raises(RankMismatchError) as caught:
         others() if jaxmpi.rank() == jaxmpi.size() - 1 else mine()
@@ -314,7 +317,10 @@ def test_arguments_may_differ_where_the_messages_do_not():
 
 @run_ranks(2, 3)
 def test_a_rank_that_cannot_trace_raises_at_once():
-    """It does not wait for ranks that may never come; should it go on, the next call shows that they disagree."""
+    """A rank that cannot trace does not wait for ranks that may never come.
+
+    If it goes on, the next call shows the mismatch.
+    """
     with pytest.raises(ValueError, match="boom"):
         jaxmpi.jit(fails)(X)
     if jaxmpi.rank() == 1:
@@ -412,7 +418,10 @@ BRANCHES = {
 @pytest.mark.parametrize("name", BRANCHES)
 @run_ranks(2, 3)
 def test_branches_with_the_same_collectives_are_right(name):
-    """They are carried out in the order in which the function calls them, whatever a rank does with their results."""
+    """Branches with the same collectives run them in the order of the calls.
+
+    It does not matter how a rank uses their results.
+    """
     fun, whole = BRANCHES[name]
     want = whole([cells(rank) for rank in range(jaxmpi.size())])
     np.testing.assert_array_equal(jaxmpi.jit(fun)(cells(jaxmpi.rank())), want[jaxmpi.rank()])
@@ -425,7 +434,10 @@ def one_message_or_two(x, branch):
 
 
 def which_depends(x, branch):
-    """Two messages of the same arrays on every rank; but the first sum travels with the third, or with the second."""
+    """Send three messages of equal arrays; `branch` decides which of them needs the first sum.
+
+    It is the third or the second.
+    """
     a = lax.psum(x, R)
     b = lax.psum(a if branch else x * 2, R)
     c = lax.psum(x * 3 if branch else a, R)
@@ -465,7 +477,7 @@ def test_branches_with_other_messages_are_refused_by_their_name(fun):
 
 
 def masked(x, branch):
-    """The same messages, and other local work."""
+    """Send the same messages in both branches, with different local work."""
     y = lax.ppermute(x, R, [(0, 1), (1, 0)])
     return lax.psum(y.at[0].set(0.0) if branch else y, R)
 
@@ -537,7 +549,10 @@ def test_xla_runs_one_program_on_all_ranks():
 
 @run_ranks(2, backend="xla")
 def test_numbers_that_are_declared_equal_are_compared_at_every_call():
-    """Where the ranks compare before a program: on mpi4jax, too. On the native transport the messages show it."""
+    """Ranks compare numbers declared equal before a program, on mpi4jax, too.
+
+    On the native transport the messages carry them.
+    """
     step = jaxmpi.jit(
         lambda x, i: lax.cond(i % 2 == 0, lambda: lax.psum(x, R), lambda: x), replicated_argnums=1
     )
@@ -665,7 +680,7 @@ def long_operation(x, n):
 
 
 def twenty(x, n):
-    """Independent collectives, which the ranks reach at different moments and, if nothing held them, in different orders."""
+    """Run independent collectives, which ranks would reach at different times and in any order."""
     parts = [long_operation(x + k, (n * (k + 3)) % 17) * 0 + x + k for k in range(20)]
     return [(lax.psum, lax.pmax)[k % 2](part * (k + 1), R) for k, part in enumerate(parts)]
 
@@ -698,7 +713,10 @@ def test_collectives_keep_their_order():
 
 @run_ranks(2)
 def test_programs_and_plain_jit_keep_their_order():
-    """A program of jaxmpi.jit has no effect outside, one of jax.jit has; called in turn, both stay in order."""
+    """Programs of jaxmpi.jit and of jax.jit stay in order when they alternate.
+
+    Only the latter have an effect outside.
+    """
     size, rank = jaxmpi.size(), jaxmpi.rank()
     hidden = jaxmpi.jit(lambda x: lax.psum(x, R))
     plain = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum"))
@@ -750,7 +768,10 @@ def test_a_full_check_finds_what_is_not_equal():
 
 @run_ranks(2)
 def test_what_was_compared_is_forgotten_once_there_was_enough_after_it():
-    """There is another word for each step that is saved: the memory of a long run must not grow by them."""
+    """Records of the comparison are dropped once enough messages have followed.
+
+    Each saved step has its own fingerprint, and a long run must not grow by them.
+    """
     backend = session.current("test")
     for step in range(EVENTS + 100):
         compare.check_consistent(backend, compare.Statement.of("save", f"step {step}"))

@@ -1,4 +1,4 @@
-"""What the ranks say of an eager collective names the line of this call, not of an earlier one that had it compiled."""
+"""A mismatch in an eager collective names the line of this call, not of the first compiled one."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""Ranks that call different public functions at the same time all get a RankMismatchError, whatever these are."""
+"""Ranks that call different public functions at the same time all get a RankMismatchError."""
 
 import functools
 import inspect
@@ -117,7 +117,10 @@ def test_every_public_collective_is_in_the_table():
 
 
 def pairs():
-    """Each with a program, with an object function, and with two others of the table; in both orders."""
+    """Pair each call with a program, an object function and two others of the table.
+
+    Each pair is tested in both orders.
+    """
     names = [*CALLS]
     some = [
         {*(name, other)}

@@ -1,4 +1,4 @@
-"""Laws of shard, batches and rank_key: all ranks are played in one process, by explicit rank and size."""
+"""Laws of shard, batches and rank_key, with all ranks in one process, by explicit rank and size."""
 
 import dataclasses
 import itertools
@@ -116,7 +116,7 @@ source_table = pytest.mark.parametrize(("make", "as_dict"), SOURCES.values(), id
 
 
 def play(n, batch_size, size, **options):
-    """Return the global batches that `size` ranks see together, step by step, and the position after each."""
+    """Return the global batches that `size` ranks see, and the position after each."""
     ranks = [
         Batches(values(n), batch_size, rank=rank, size=size, **options) for rank in range(size)
     ]

@@ -1,4 +1,4 @@
-"""The recipes of docs/data.md, as they stand there: each rank reads its rows of every global batch, with each loader.
+"""The recipes of docs/data.md: each rank reads its rows of every global batch, by any loader.
 
 Each is resumed in the middle and at the end of an epoch, from the state that it has given.
 """

@@ -1,4 +1,4 @@
-"""Data that each rank has of its own: all ranks take as many steps, whatever the lengths, and with masks every sample."""
+"""Per-rank data: all ranks take as many steps for any lengths, and masks keep every sample."""
 
 import itertools
 import os

@@ -1,4 +1,7 @@
-"""Where the data is: what follows depends on the state alone, however often a loop was left, for every kind of source."""
+"""Positions in the data: what follows depends on the state alone, for every kind of source.
+
+It does not matter how often a loop was left.
+"""
 
 import gc
 import itertools
@@ -55,7 +58,10 @@ class Stateful:
 
 
 class StatefulLoader:
-    """A loader with PyTorch's words: it takes a state before it is iterated, and shuffles each epoch anew."""
+    """Loader with PyTorch's state methods, which shuffles each epoch anew.
+
+    It takes a state before it is iterated.
+    """
 
     def __init__(self):
         self.epochs, self.next, self.fresh = 0, 0, True

@@ -19,7 +19,7 @@ with jaxmpi.simulate(4):
 
 
 def curve(output, ranks, falls_to=0.5):
-    """The losses of three epochs on so many ranks, which fall, and how many of all test images were recognized."""
+    """Return the losses of three epochs, which fall, and the number of recognized test images."""
     losses = [float(x) for x in re.findall(r"train loss (\S+)", output)]
     assert len(losses) == 3 and losses[-1] < falls_to * losses[0], output
     found = re.search(r"test accuracy \S+ % \((\d+) of 360\), \d+ images/s on (\d) rank", output)
@@ -29,7 +29,7 @@ def curve(output, ranks, falls_to=0.5):
 
 @pytest.fixture(scope="module")
 def digits():
-    """What digits.py prints on two ranks."""
+    """Return the output of digits.py on two ranks."""
     return run(on_ranks(2, "examples/digits.py", *ARGUMENTS))
 
 
@@ -86,7 +86,7 @@ def losses_in(output):
 
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
-    """Training and held out, with the optimizer's state whole and shared out, and the parameters, too."""
+    """Training and held-out losses agree, with replicated and sharded state and parameters."""
     *same, diloco, islands, sharded = run_all(
         on_ranks(ranks, *GPT, *options.split())
         for ranks, options in (
@@ -109,7 +109,7 @@ def test_gpt_has_the_same_losses_on_any_number_of_ranks():
 
 
 def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
-    """Of a while_loop that is differentiated implicitly."""
+    """The model's while_loop is differentiated implicitly."""
     outputs = run_all(on_ranks(ranks, "examples/deq.py", "--epochs", "2") for ranks in (1, 3))
     one, three = ([float(x) for x in re.findall(r"train loss (\S+)", output)] for output in outputs)
     assert len(one) == 2 and all("test accuracy" in output for output in outputs)

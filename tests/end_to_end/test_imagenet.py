@@ -24,7 +24,10 @@ STEPS = 12  # 96 images twice
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """DIR/train and DIR/val: 6 classes, each of pieces of one photograph; one file of each part is damaged."""
+    """Make DIR/train and DIR/val with 6 classes, each cut from one photograph.
+
+    One file of each part is damaged.
+    """
     root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     images = {
         name: getattr(skimage.data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")
@@ -90,7 +93,7 @@ def wait_for_step(process, out, step):
 
 
 def curves(out):
-    """Of all losses and accuracies: [steps, 3], [epochs, 3]."""
+    """Return all losses and accuracies: [steps, 3], [epochs, 3]."""
     return [
         np.array([[row[name] for name in ("loss", "top1", "top5")] for row in rows(out / file)])
         for file in ("train.csv", "eval.csv")
@@ -154,7 +157,10 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
 
 
 def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_path):
-    """29 images on 1 and on 3 ranks, from the weights of the best epoch. Those of other classes are refused."""
+    """Evaluate 29 images on 1 and 3 ranks, from the weights of the best epoch.
+
+    Weights for other classes are refused.
+    """
     best = max(rows(undisturbed / "eval.csv"), key=lambda row: row["top1"])
     for ranks in (1, 3):
         output = ended(
@@ -203,7 +209,10 @@ def test_pretrained_weights(start, undisturbed, photos, tmp_path):
 
 
 def test_a_transformer_in_bfloat16(start, tmp_path):
-    """With the other optimizer and schedule, statistics that would be averaged, and ranks that do not divide the images."""
+    """A ViT trains with the other optimizer and schedule, and ranks that do not divide the images.
+
+    It would average statistics if it had any.
+    """
     vit = "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
     output = ended(start(2, tmp_path, *vit.split(), "--epochs", "3", "--workers", "0"))
     losses = [row["loss"] for row in rows(tmp_path / "train.csv")]

@@ -1,4 +1,4 @@
-"""The programs of the examples are the same on all ranks, byte for byte, so that one rank compiles them for all."""
+"""The examples' programs are equal on all ranks, byte for byte, so one rank compiles for all."""
 
 import re
 

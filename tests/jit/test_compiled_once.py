@@ -1,4 +1,4 @@
-"""Ranks that run the same program compile it once between them; those that cannot share it compile for themselves."""
+"""Ranks with the same program compile it once for all; others compile for themselves."""
 
 import os
 import secrets
@@ -29,7 +29,7 @@ def listen():
 
 
 def compiled():
-    """How many programs this process has compiled, and not found in a cache."""
+    """Count the programs that this process has compiled and not found in a cache."""
     at = "/jax/compilation_cache/"
     return EVENTS[f"{at}compile_requests_use_cache"] - EVENTS[f"{at}cache_hits"]
 
@@ -54,7 +54,10 @@ def new_step():
 
 
 def compiled_by(call):
-    """How many programs each rank compiles in a call, and what it returns; none finds what another has put into a folder."""
+    """Return how many programs each rank compiles in a call, and the call's result.
+
+    No rank finds another's program in a folder.
+    """
     listen()
     usual = jax.config.jax_compilation_cache_dir
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +73,7 @@ def compiled_by(call):
 
 
 def shares():
-    """Whether the modules of the ranks are equal: mpi4jax has the address of a communicator in them."""
+    """Return whether the ranks' modules are equal; mpi4jax's hold a communicator's address."""
     return getattr(session.current("test"), "transport", "native") == "native"
 
 

@@ -1,4 +1,4 @@
-"""The first call of a step: a forgotten mean is named, and so is what was to be equal on all ranks and is not."""
+"""The first call of a step names a forgotten mean, and outputs that differ across ranks."""
 
 import re
 import subprocess
@@ -65,7 +65,7 @@ def in_a_branch(tx, params, state, x):
 
 
 def noted(call):
-    """What is said of a call, on all ranks."""
+    """Run a call; return the notes that all ranks' messages give about it."""
     watch, said = session.monitor(), []
     watch.say = said.append
     try:
@@ -85,7 +85,7 @@ def noted(call):
 
 
 def called(step, tx):
-    """What is said of the first call of a step, and of those that follow."""
+    """Return the notes of a step's first call, and of the calls that follow."""
     params = start()
     out = (params, tx.init(params))
     said = []
@@ -285,7 +285,10 @@ def test_arguments_that_are_named_as_replicated_are_compared_by_value_once_on_xl
 
 @run_ranks(2)
 def test_ranks_that_come_to_a_program_in_other_ways_still_agree():
-    """What one rank has forgotten, compiled ahead of time or called before alone is not compared again, nor missed."""
+    """Ranks agree on a program that one has forgotten, compiled ahead, or called alone before.
+
+    It is neither compared again nor missed.
+    """
     rank, tx = jaxmpi.rank(), optax.sgd(0.1)
 
     def step(params, state, x, train):

@@ -1,4 +1,4 @@
-"""What Flax's and JAX's users write in a step: right on every way to run, with the numbers of one rank and the whole batch."""
+"""Common Flax and JAX steps give one rank's numbers for the whole batch, on every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ CASES = {
 
 
 def leaves_of_one(case):
-    """Those of one rank with the whole batch."""
+    """Return one rank's results for the whole batch, by vmap."""
     outs = jax.vmap(CASES[case], axis_name=jaxmpi.AXIS)(DATA[None])
     return [np.asarray(x)[0] for x in jax.tree.leaves(outs)]
 

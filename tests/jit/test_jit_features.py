@@ -144,7 +144,10 @@ def test_captured_arrays_may_differ_between_ranks():
 
 @run_ranks(2, 3)
 def test_captured_arrays_are_compared_where_they_must_be_equal():
-    """Where an output is to be equal on all ranks, or a branch with a collective is taken, and it would be if they are."""
+    """Captured arrays are compared if a replicated output or a branch needs them equal.
+
+    The branch has a collective, and its condition depends on them.
+    """
     table = jnp.arange(4.0)
 
     def scaled(p, x):
@@ -695,7 +698,7 @@ print("found", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("auto", 1), ("mpi", 2), ("mpi", 3), ("xla", 2)])
 def test_debug_nans(tmp_path, backend, ranks):
-    """At the first call and later, in an output of one rank alone, with a collective in the program and without.
+    """A NaN in one rank's output is found in first and later calls, for any program.
 
     In processes of its own: after JAX has turned the search off for a while, as in `jnp.var`, the
     thread stays without it.
@@ -724,7 +727,7 @@ def test_values_of_simulated_ranks_are_refused_elsewhere():
 
 
 def python_calls(call):
-    """How many functions of Python a call enters."""
+    """Count the Python functions that a call enters."""
     entered = 0
 
     def count(frame, event, argument):
@@ -741,7 +744,10 @@ def python_calls(call):
 
 @run_ranks(1, 2, 3)
 def test_what_a_call_does_in_python_does_not_grow_with_the_arrays():
-    """For every kind of arguments: JAX dispatches them in C++, also the second kind, which stands here for a last batch."""
+    """The Python work of a call does not grow with its arrays, for every kind of argument.
+
+    JAX dispatches them in C++, also the second kind, which stands here for a last batch.
+    """
 
     @jaxmpi.jit
     def step(state, x):

@@ -1,4 +1,4 @@
-"""`jaxmpi.nn.jit`: an nnx step that changes its objects in place trains on n ranks as `nnx.jit` does on one."""
+"""`jaxmpi.nn.jit`: an in-place nnx step on n ranks trains as `nnx.jit` does on one."""
 
 import dataclasses
 import tempfile

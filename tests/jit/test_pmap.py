@@ -1,4 +1,4 @@
-"""`jaxmpi.pmap`, programs that were written for `jax.pmap`, and what is said of a `jax.pmap` that was left in one."""
+"""`jaxmpi.pmap`, programs written for `jax.pmap`, and the note about a leftover `jax.pmap`."""
 
 import difflib
 import importlib.util
@@ -33,7 +33,7 @@ NEW_LINES = {"import jaxmpi", "from jaxmpi import pmap", "jaxmpi.init()"}
 
 
 def on_virtual_devices(name, count):
-    """What a program prints in one process with `count` devices."""
+    """Return the output of a program in one process with `count` devices."""
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
@@ -50,7 +50,7 @@ def on_virtual_devices(name, count):
 
 
 def on_this_rank(path, rows_at):
-    """What a program returns on this rank, and the rows that its pmaps got, for each call."""
+    """Run a program here; return its result and the rows that its pmaps got in each call."""
     called, pmap = [], jaxmpi.pmap
 
     def recorded(fun, *args, **kwargs):
@@ -85,7 +85,7 @@ def on_this_rank(path, rows_at):
     ],
 )
 def test_programs_of_users(name, rows_at, ranks):
-    """The losses are those of the program on as many devices of one process, and each row is on one rank."""
+    """Losses equal those of the program on as many devices; each row is on one rank."""
     want = on_virtual_devices(name, ranks)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks do not have this module
     try:
@@ -191,7 +191,10 @@ def test_donated_state_in_a_loop():
 
 @run_ranks(1, 2, 3)
 def test_names_of_the_ranks():
-    """AXIS, the own name, functions of jaxmpi, modules with an axis name; loops, branches, grad and vmap inside."""
+    """AXIS, pmap's own name, jaxmpi's functions and modules with an axis name work inside.
+
+    Also in loops, branches, grad and vmap.
+    """
     n, r = jaxmpi.size(), jaxmpi.rank()
 
     def f(x):
@@ -268,7 +271,10 @@ def test_custom_derivatives_and_remat():
 
 @run_ranks(1, 2, 3)
 def test_inside_of_other_functions():
-    """In jaxmpi.jit it is over the ranks, in another pmap over this rank's device, and it has derivatives."""
+    """In jaxmpi.jit, pmap is over the ranks; in another pmap, over this rank's device.
+
+    It has derivatives in both.
+    """
     n, r = jaxmpi.size(), jaxmpi.rank()
     x, total = jnp.asarray([r + 1.0]), n * (n + 1) / 2
     summed = jaxmpi.pmap(lambda x: lax.psum(x, "i"), "i")
@@ -344,7 +350,10 @@ def test_helpers_of_flax():
 
 @run_ranks(1, 2)
 def test_branches_on_equal_arguments():
-    """A branch with a collective may depend on what has no axis, and on what `replicated_argnums` names."""
+    """A branch with a collective may depend on arguments without an axis.
+
+    Also on those that `replicated_argnums` names.
+    """
 
     def f(x, often, state):
         x = lax.cond(often, lambda x: lax.pmean(x, "i"), lambda x: x, x)
@@ -367,7 +376,10 @@ def test_branches_on_equal_arguments():
     "in_axes", [(0, {"often": None, "y": 0}), (0, [None, 0]), (0, jaxmpi.PerRankState(0), None)]
 )
 def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
-    """A branch with a collective may depend on it, and its values are compared; its neighbor with an axis is per rank."""
+    """A branch with a collective may depend on a leaf without an axis, which is compared.
+
+    Its neighbor with an axis is per rank.
+    """
     n, x = jaxmpi.size(), jnp.asarray([jaxmpi.rank() + 1.0])
 
     def f(x, *flags):
@@ -550,7 +562,10 @@ made_before = jax.pmap(lambda x: lax.pmean(x, "i"), "i")  # as in a library, or 
 
 @run_ranks(1, 2)
 def test_a_leftover_pmap_is_noticed():
-    """Once for each line that calls one, made before init or after it, on rank 0, and not on one rank."""
+    """A leftover `jax.pmap` gives one note for each calling line, on rank 0.
+
+    The pmap may be made before init or after. One rank alone gets no note.
+    """
     x = jnp.asarray([jaxmpi.rank() + 1.0])
     functions = {
         "before": made_before,
@@ -624,7 +639,7 @@ def test_a_leftover_pmap_beside_simulated_ranks():
 
 
 def said_of(step, *args):
-    """What rank 0 says of a first call, once all ranks' messages have come."""
+    """Return the notes of rank 0 on a first call, once all ranks' messages have come."""
     monitor, lines = session.monitor(), []
     said, monitor.say = monitor.say, lines.append
     try:
@@ -641,7 +656,10 @@ def said_of(step, *args):
 
 @run_ranks(2, 3)
 def test_the_same_rows_on_all_ranks_are_noticed():
-    """Where a train step gets equal arguments everywhere, and not where rows, keys or state differ, or are taken by rank."""
+    """Equal train-step arguments on all ranks give a note.
+
+    There is none where rows, keys or state differ, or rows are taken by rank.
+    """
     assert async_gather  # whose messages these are
     n, r = jaxmpi.size(), jaxmpi.rank()
 

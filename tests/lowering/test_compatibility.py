@@ -1,4 +1,4 @@
-"""The table of docs/tables/compatibility.md: what it says holds on every way to run, and what it says is refused is.
+"""The table of docs/tables/compatibility.md holds on every backend, and refusals are refused.
 
 make tables    # writes the table into the page anew
 """
@@ -32,7 +32,10 @@ RANKS = {"single": 1, "simulate": 3, "native": 3, "mpi4jax": 2, "xla": 2}
 
 
 def check_group(name, row, wanted):
-    """Run what holds in one program, and what is refused by itself, on the ranks that this process is one of."""
+    """Run a group: its working cases in one program, and each refused case by itself.
+
+    They run on the ranks that this process is one of.
+    """
     n, rank = jaxmpi.size(), jaxmpi.rank()
     pick = (
         (lambda tree: tree)
@@ -64,7 +67,7 @@ def check_group(name, row, wanted):
 
 @cache
 def reference(name, n):
-    """The stacks of all ranks' results, computed in this process: for each case that holds anywhere."""
+    """Return the stacked results of all ranks, computed here, for each case that works anywhere."""
     with jax.enable_x64(True):
         held = [(case, case.args(n)) for case in cases_here(name) if set(case.rows) != set(ROWS)]
         by_vmap = [(case, args) for case, args in held if case.want is None]

@@ -1,4 +1,4 @@
-"""What depends on something keeps its bits, and XLA cannot compute it before."""
+"""A dependency keeps the bits of a value, and XLA cannot compute the value before it."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def rewritten(f, *args, bucket_bytes=1):
 
 
 def after_the_start(jaxpr, name):
-    """Of the equations of this name, how many depend on a start, and how many do not."""
+    """Count the equations of this name that depend on a start, and those that do not."""
     marked, found = set(), []
     for eqn in jaxpr.jaxpr.eqns:
         depends = eqn.primitive is MARK or any(
@@ -127,7 +127,7 @@ def test_random_keys_are_left_as_they_are():
 
 
 def test_many_arrays_take_as_many_operations():
-    """The start of a message is one operation: what comes after it needs one of its arrays, not all."""
+    """The start of a message is one operation; what follows needs one of its arrays, not all."""
 
     def operations(n):
         many = lambda us: [halo(u) for u in us]

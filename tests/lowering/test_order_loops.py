@@ -1,4 +1,7 @@
-"""In what XLA compiles for CPUs, loops that communicate and other collectives depend on each other: they have one order."""
+"""Loops that communicate and other collectives have one order in XLA's CPU programs.
+
+The order comes from dependencies between them.
+"""
 
 import re
 
@@ -85,7 +88,10 @@ LOOPS += [pytest.param(loop, marks=pytest.mark.slow) for loop in MORE]
 
 
 def beside(loop):
-    """A loop among collectives of every kind that need nothing of it, and another loop behind them."""
+    """Return a function with a loop among independent collectives of every kind.
+
+    They need nothing of it, and another loop comes behind them.
+    """
 
     def function(x):
         before = lax.all_gather(x + 1, R), lax.psum(jnp.cos(x) > 0, R)
@@ -103,7 +109,10 @@ def beside(loop):
 
 
 def unordered(module):
-    """The pairs of a loop that communicates and what else does so, in one computation, that do not depend on each other."""
+    """List the pairs of a communicating loop and another collective without a dependency.
+
+    Both are in one computation.
+    """
     computations = {}
     for line in module.splitlines():
         if header := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):
@@ -167,7 +176,7 @@ def test_loops_in_order_have_the_same_numbers(loop):
 
 
 def beside_by_vmap(loop):
-    """The same in JAX's own words."""
+    """Return the function of `beside` in JAX's own collectives, for vmap."""
 
     def function(x):
         size = lax.axis_size(R)

@@ -1,4 +1,4 @@
-"""`nn.average_batch_stats`: the statistics of all ranks' samples, in the names and forms of many libraries.
+"""`nn.average_batch_stats` averages statistics over ranks, in the forms of many libraries.
 
 Each case is checked on real ranks, on simulated ones, and on xla, against NumPy's mean and variance
 of all samples.
@@ -57,7 +57,7 @@ def flat(mean, var):
 
 
 def haiku(m, v, n):
-    """As of an exponential moving average after 3 steps with decay 0.9."""
+    """Make Haiku's state of an exponential moving average after 3 steps with decay 0.9."""
     k = np.float32(1 - 0.9**3)
     fields = lambda x: {"average": x, "hidden": k * x, "counter": np.int32(3)}
     return {"bn/~/mean_ema": fields(m), "bn/~/var_ema": fields(v)}

@@ -1,4 +1,7 @@
-"""Public functions with implicit promotion of dtypes and without: prints which differ; see test_strict.py."""
+"""Print which public functions differ under implicit and strict promotion of dtypes.
+
+See test_strict.py.
+"""
 
 import sys
 import tempfile

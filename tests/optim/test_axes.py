@@ -1,4 +1,4 @@
-"""`sharded` and `fully_shard` over an axis: the numbers of `distributed` over it, and what is refused."""
+"""`sharded` and `fully_shard` over an axis: the numbers of `distributed`, and refusals."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ def gradients_of(params, x):
 
 
 def samples():
-    """Of this rank, in a step."""
+    """Return the samples of this rank, in a step."""
     rank = jax.lax.axis_index(jaxmpi.AXIS)
     return jnp.asarray(np.random.default_rng(2).normal(size=(6, 4, 5)))[rank]
 

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together; adasum; the same bits for any number of ranks; statistics."""
+"""Decisions taken together, adasum, equal bits for any number of ranks, and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,7 @@ def test_the_noise_scale_is_that_of_known_gradients():
 
 
 def adasum_of(gs):
-    """As the paper has it, two by two."""
+    """Return the adasum of the paper, two by two."""
     if len(gs) == 1:
         return gs[0]
     pairs = [gs[i : i + 2] for i in range(0, len(gs), 2)]

@@ -1,4 +1,7 @@
-"""Law 1 for all of optax's public namespace, in `distributed` and in `sharded`; the table of docs/tables/optax.md."""
+"""Law 1 for optax's public namespace, in `distributed` and `sharded`.
+
+Makes the table of docs/tables/optax.md.
+"""
 
 import os
 import re
@@ -105,7 +108,10 @@ def test_gradients_of_single_samples_are_refused(make):
 
 
 def test_aggregates_of_single_samples_are_averaged():
-    """The way that the error names: each rank adds size times less noise, of one key, and the mean of the sums is the sum."""
+    """Each rank adds size times less noise of one key, so that the mean of the sums is the sum.
+
+    The error recommends this.
+    """
     params, grads = (
         jnp.ones(3),
         jnp.asarray(np.random.default_rng(2).normal(size=(12, 3)), jnp.float32),
@@ -125,7 +131,7 @@ def test_aggregates_of_single_samples_are_averaged():
 
 
 def table():
-    """What docs/tables/optax.md says of optax's transforms."""
+    """Return the rows of docs/tables/optax.md."""
     sent = {name: sends_more(name) for name in CASES if name not in WRAPPERS}
     rows = [
         ("nothing more", [name for name in sent if sent[name] == "nothing"]),

@@ -1,4 +1,4 @@
-"""`optax.tree.*` of the states of all transforms of jaxmpi, and shards, which are no whole arrays."""
+"""`optax.tree.*` on the states of jaxmpi's transforms, and on shards."""
 
 from functools import partial
 
@@ -208,7 +208,7 @@ def loss(params, x, y):
 @pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_schedule_free_evaluation():
-    """Of the whole state it is that of plain optax with all rows; of shards it is an error."""
+    """Whole state evaluates as plain optax does with all rows; shards raise an error."""
     n, r = jaxmpi.size(), jaxmpi.rank()
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 8)).astype(np.float32), rng.normal(size=(12, 2)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A function of whole arrays gives the same on shards of them, whatever it does; what it sends is known."""
+"""A function of whole arrays gives the same on their shards, with a known number of bytes sent."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ FUNCTIONS = {
 
 
 def on_ranks(function):
-    """The function on shards, and the results gathered again; two of its operands are known as a whole, too."""
+    """Run the function on shards and gather its results; two operands are known whole, too."""
 
     def run(x, y, v, s):
         parts = [shard(own(x), x.shape), shard(own(y), y.shape), shard(own(v), v.shape), s]
@@ -138,7 +138,7 @@ def test_what_is_sent(name):
 
 
 def collectives(jaxpr):
-    """How many numbers are reduced in a jaxpr, and how many are in arrays that are gathered: without padding."""
+    """Count the numbers that are reduced in a jaxpr, and those in gathered arrays, unpadded."""
     padded = {3 * 5: 15, 3 * 3: 7}
     reduced = arrays = 0
     for eqn in jaxpr.eqns:

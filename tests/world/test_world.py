@@ -291,7 +291,10 @@ def test_launched_without_mpi_says_what_to_install(tmp_path):
 
 
 def launched_by_another_mpi():
-    """What the mpiexec of MPICH sets, or of Open MPI where the library is MPICH; the library starts alone."""
+    """Set what another MPI's mpiexec sets, so that the library starts alone.
+
+    MPICH's variables, or Open MPI's where the library is MPICH.
+    """
     has_open_mpi = Path(sys.executable).with_name("ompi_info").exists()
     return {"PMI_SIZE" if has_open_mpi else "OMPI_COMM_WORLD_SIZE": "3"}
 
@@ -624,7 +627,7 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
 def test_the_addresses_at_which_xla_listens(
     monkeypatch, local_size, named, own, address, bind, gloo, nccl
 ):
-    """Of the hosts of the job alone, and of none but this in a job of one host."""
+    """XLA listens at addresses of the job's hosts only, and at loopback alone for one host."""
     seen = {}
     monkeypatch.setattr(
         jax.distributed,

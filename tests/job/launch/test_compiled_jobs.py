@@ -1,4 +1,4 @@
-"""Jobs of `jaxmpi run`: the second one and a restart compile nothing; what happens where the cache or a rank fails."""
+"""The second of two jobs and a restart compile nothing; a failing cache or rank does not matter."""
 
 import os
 import re
@@ -38,7 +38,10 @@ BACKENDS = {"mpi": {"JAXMPI_BACKEND": "mpi"}, "xla": {"JAXMPI_BACKEND": "xla"}}
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Runs the script with a home of its own; returns the exit code, how many programs each rank compiled, and stderr."""
+    """Return a function that runs the script with its own home.
+
+    It returns the exit code, how many programs each rank compiled, and stderr.
+    """
     for name in [name for name in os.environ if name.startswith("JAX_")]:
         monkeypatch.delenv(name)
     tmp_path.chmod(0o700)
@@ -64,7 +67,7 @@ def job(tmp_path, monkeypatch):
 
 
 def shared(errors):
-    """Whether the modules of the ranks are equal, and from job to job: mpi4jax has an address in them."""
+    """Return whether modules are equal across ranks and jobs; mpi4jax's hold an address."""
     return os.environ.get("JAXMPI_TRANSPORT") != "mpi4jax" and "Traceback" not in errors
 
 

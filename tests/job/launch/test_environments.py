@@ -1,4 +1,6 @@
-"""Whatever the environment: a job works, or one sentence says why not, with a non-zero exit code; nothing is left of it.
+"""In any environment a job works, or one sentence says why not and the exit code is not 0.
+
+Nothing is left of the job.
 
 `make environments` runs them all and puts the table into docs/tables/environments.md; the other
 tests run a few.
@@ -291,7 +293,10 @@ ENVIRONMENTS = [
 
 
 def start(environment, folder):
-    """The command in its environment, with an own temporary folder; its exit code, output and what it has left."""
+    """Run the command in its environment; return its exit code, output and leftovers.
+
+    It has its own temporary folder.
+    """
     for name, text in (("script", SCRIPT), ("launch", LAUNCH)):
         (folder / f"{name}.py").write_text(text)
     tmp = folder / "tmp"
@@ -393,7 +398,7 @@ def test_there_are_many_and_none_twice():
 
 
 def write_table(results, page):
-    """Put the results of `make environments` into the page: the sentences without the paths of this machine."""
+    """Put the results of `make environments` into the page, without the paths of this machine."""
     rows = {
         name: (how, said)
         for name, how, said in map(json.loads, Path(results).read_text().splitlines())

@@ -114,7 +114,7 @@ def who(output, rank):
 
 
 def ranks(output):
-    """What the ranks of SCRIPT said of themselves: {rank: (pid, run_dir, files)}."""
+    """Parse what SCRIPT's ranks printed: {rank: (pid, run_dir, files)}."""
     found = re.findall(r"rank (\d+) of \d+, pid (\d+), dir (\S+), files (.*)", output)
     return {int(rank): (int(pid), run_dir, files.split()) for rank, pid, run_dir, files in found}
 
@@ -820,7 +820,7 @@ OPEN_MPI_4_CODE = (
 
 
 def intel(*ranks):
-    """What Intel MPI says of (rank, host, signal): of all ranks that a signal has ended."""
+    """Make Intel MPI's lines for (rank, host, signal) of all ranks that a signal has ended."""
     blocks = []
     for rank, host, number in ranks:
         blocks.append(
@@ -1053,7 +1053,10 @@ def test_registry_join_without_the_directory(tmp_path):
 
 @pytest.fixture
 def segment(monkeypatch):
-    """Make shared-memory files that carry one of MPI's names, to this process: a job that ends beside it would remove them."""
+    """Return a function that makes shared-memory files with one of MPI's names.
+
+    The names go to this process only: a job that ends beside it would remove them.
+    """
     made, folder = [], f"/dev/shm/test-{os.getpid()}-"
     monkeypatch.setattr(
         registry, "_SEGMENT", re.compile(registry._SEGMENT.pattern.replace("/dev/shm/", folder))
@@ -1186,7 +1189,7 @@ def test_run_names_a_killed_rank(script):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_run_leaves_nothing_of_a_killed_job(script, number):
-    """Open MPI's own files are named after the launcher's process id: one that is left would fail a later job."""
+    """Open MPI names files after the launcher's pid; one left behind would fail a later job."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         job = start(
             "-n",
@@ -1277,7 +1280,10 @@ PRINTS = ["-c", "import sys; print('printed'); sys.stdout.flush(); sys.exit({})"
 
 
 def run_with(prepare, *words, code=0):
-    """Exit code and both streams of a job that prints and exits with `code`; its process runs the code `prepare` first."""
+    """Run a job that prints and exits with `code`; return its exit code and both streams.
+
+    Its process runs the code `prepare` first.
+    """
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", *words, "--", *PRINTS]
     command[-1] = command[-1].format(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -1361,7 +1367,7 @@ LINE = b"-" * 74 + b"\n"
     "chunks", [[LINE + b"\0"], [LINE, b"\0"], [LINE[:-1], b"\n\0more"], [b"a\0b", LINE, b"\0\0"]]
 )
 def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks):
-    """What a rank writes itself comes as it is."""
+    """Bytes that a rank writes itself stay."""
     read, write = os.pipe()
     with open(tmp_path / "out", "wb") as sink, os.fdopen(read, "rb") as source:
         relay = Relay(source, sink.fileno())

@@ -1,4 +1,4 @@
-"""Restarts that know hosts: one that fails twice is left out, others join, and the bits are those of the ranks left."""
+"""Restarts that know hosts: one that fails twice is left out, others join, bits stay equal."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""One rank of a job in which a rank fails on purpose: fault_script.py MODE KIND DIRECTORY; see test_faults.py."""
+"""One rank of a job with a fault: fault_script.py MODE KIND DIRECTORY; see test_faults.py."""
 
 import multiprocessing
 import os

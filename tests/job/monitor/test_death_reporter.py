@@ -1,4 +1,4 @@
-"""The death reporter of a job without `jaxmpi run` listens at an address that any user of the host can connect to."""
+"""The death reporter without `jaxmpi run` listens where any user of the host can connect."""
 
 import os
 import re

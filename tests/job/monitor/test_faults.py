@@ -1,4 +1,4 @@
-"""Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
+"""Any fault of one rank, anywhere, ends the job as promised, in seconds, with nothing left.
 
 `make faults` runs all cells and puts their seconds into docs/tables/faults.md; the other tests run
 a cell of each kind.

@@ -1,4 +1,4 @@
-"""A rank that is gone ends the job, with its name, in seconds, and leaves nothing running: also under plain mpirun."""
+"""A rank that is gone ends the job in seconds, and is named; nothing runs on. Plain mpirun, too."""
 
 import os
 import re
@@ -370,7 +370,10 @@ print("to the end", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["watcher", "signals"])
 def test_the_watch_is_watched(tmp_path, what):
-    """What one part of it raises is said, and it goes on; where the thread itself fails, the job ends."""
+    """An exception in one check of the watch is reported, and the watch goes on.
+
+    Where the thread itself fails, the job ends.
+    """
     script = tmp_path / "script.py"
     script.write_text(WATCHED)
     code, output, _, processes = end(jaxmpi_run(2, str(script), what), str(tmp_path))

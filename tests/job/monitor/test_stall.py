@@ -1,4 +1,7 @@
-"""A job that hangs says why, and ends; the flight recorder; stopping together; restarts; faults on purpose."""
+"""Hanging jobs, the flight recorder, stopping together, restarts, and injected faults.
+
+A job that hangs says why, and ends.
+"""
 
 import contextlib
 import json
@@ -544,7 +547,7 @@ def trained(tmp_path, name, *args, ranks=2, options=()):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """How training ends where nothing fails."""
+    """Train without faults; return how the training ends."""
     code, output = trained(tmp_path_factory.mktemp("training"), "undisturbed", "none", "0")
     assert not code, output
     return re.search(r"final \S+ 2", output)[0]

@@ -1,4 +1,4 @@
-"""What is written in folders where other users may write: nothing that they put there is followed, filled or believed."""
+"""Files in folders that others can write: nothing put there is followed, filled or believed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from jaxmpi._job.process import files, run_dir
 
 
 class OneRank(Single):
-    """As much of a job as the flight recorder needs."""
+    """World with just enough of a job for the flight recorder."""
 
     place = Place()
     events = waits = lambda self: []

@@ -1,4 +1,4 @@
-"""Nobody waits in `init` for a rank that does not come; and the processes that a rank starts are no ranks."""
+"""`init` waits for no rank that does not come; processes that a rank starts are no ranks."""
 
 import re
 
@@ -182,7 +182,10 @@ if __name__ == "__main__":
     ],
 )
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path, what, backend):
-    """It has a World of its own, or reads the rank's; its end and its signals are not the rank's."""
+    """A child process has its own World, or reads the rank's.
+
+    Its end and its signals are not the rank's.
+    """
     script = tmp_path / "script.py"
     script.write_text(HAS_CHILDREN)
     code, output, _, left = end(jaxmpi_run(2, str(script), what, "--", backend), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Every file and socket of a running job, with its mode or address, is in docs/tables/opened.md; nothing is left."""
+"""Files and sockets of a running job, as docs/tables/opened.md lists them; nothing is left."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def environ_of(pid):
 
 
 def links(pid):
-    """What the open files of a process are."""
+    """Return the targets of a process's open files."""
     found = []
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -51,7 +51,7 @@ def links(pid):
 
 
 def address_of(text):
-    """Of an address in /proc/net/tcp or tcp6: its IPv4 address where it has one."""
+    """Parse an address in /proc/net/tcp or tcp6, as IPv4 where it is one."""
     raw = bytes.fromhex(text.partition(":")[0])
     raw = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
     if raw[:12] == b"\0" * 10 + b"\xff\xff":
@@ -102,7 +102,10 @@ def general(name):
 
 
 def files(processes, folders):
-    """Rows of the files in the folders and in shared memory: of what is in a folder of mode 700, the folder alone."""
+    """List the files in the folders and in shared memory, as rows of the table.
+
+    Of a folder of mode 700, only the folder is listed.
+    """
     rows = set()
     for title, folder in folders.items():
         for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The environment variables of jaxmpi: one table, one check, on all ranks, before anything else is done with them.
+"""The environment variables of jaxmpi: one table, checked once, first of all, on all ranks.
 
 `make tables` writes the table into docs/api.md.
 """

@@ -1,4 +1,4 @@
-"""Which thread communicates: one at a time; handed over where that is safe, an error in the second thread otherwise."""
+"""One thread communicates at a time; turns pass where that is safe, or the second one raises."""
 
 import os
 import queue
@@ -41,7 +41,7 @@ def total():
 
 
 def in_thread(call):
-    """What a call in another thread returns or raises, while this one is busy."""
+    """Return what a call returns or raises in another thread while this one is busy."""
     got, long_operation = [], []
 
     def run():

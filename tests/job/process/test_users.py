@@ -1,4 +1,4 @@
-"""Other users of the machine: what a working directory holds is not run, and what a job opens is open to its user alone."""
+"""Other users of the machine: a working directory's files are not run, and a job's stay private."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`jaxmpi doctor` says what is wrong, and what to do, in environments that are broken in one way each."""
+"""`jaxmpi doctor` says what is wrong, and what to do, in environments with one fault each."""
 
 import os
 import re
@@ -106,7 +106,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 
 @pytest.mark.exhaustive
 def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
-    """What is installed is asked, and not the sources that someone stands in."""
+    """The doctor asks the installed jaxmpi, not the sources in the working directory."""
     for name in ("jaxmpi", "mpi4jax"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('the sources')")
@@ -225,7 +225,7 @@ def test_without_the_extension(tmp_path):
 
 @pytest.mark.slow
 def test_without_the_extension_and_without_mpi4jax(tmp_path):
-    """As where pip has installed jaxmpi without the extension, silently: its build is what to mend."""
+    """The doctor points at the build where pip silently installed jaxmpi without the extension."""
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE + "sys.modules['mpi4jax'] = None\n")
     code, output = doctor("-n", "2", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     said = lines(output)

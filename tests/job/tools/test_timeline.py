@@ -1,4 +1,4 @@
-"""`jaxmpi timeline` on records that it has not written: one sentence with the name of the file, whatever is in it."""
+"""`jaxmpi timeline` on foreign records: one sentence that names the file, for any content."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`jaxmpi top` on a running job: a slow and a stopped rank are named; what it shows follows from what was recorded."""
+"""`jaxmpi top` on a running job names slow and stopped ranks, from what was recorded."""
 
 import json
 import os
@@ -28,7 +28,10 @@ MS = 1_000_000
 
 
 def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
-    """That of one of two ranks, of messages one every `step_ms`; `waits` are the milliseconds until the other had come."""
+    """Make the record of one of two ranks, with a message every `step_ms`.
+
+    `waits` are the milliseconds until the other rank came.
+    """
     ends = [(i + 1) * step_ms * MS for i in range(len(waits))]
     events = [
         (i, 7, 100, end - wait * MS - MS, end - MS, end)
@@ -118,7 +121,7 @@ def test_a_record_is_read_by_another_process():
 
 
 def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
-    """As through ssh: it gets the host and a command, and runs it."""
+    """The agent gets the host and a command, and runs it, as ssh does."""
     agent = tmp_path / "agent"
     agent.write_text(
         '#!/bin/sh\n[ "$1" = node2 ] && shift && exec sh -c "$*"\necho cannot reach "$1" >&2\n'
@@ -151,7 +154,7 @@ def top(*arguments):
 
 
 def until(script, right, seconds):
-    """What `jaxmpi top` shows of the job that runs a script, once it is right."""
+    """Return the screen of `jaxmpi top` on the job of a script, once it is right."""
     deadline = time.monotonic() + seconds
     while True:
         ranks = [rank for rank in top("--json")["ranks"] if script in rank["doing"]]
