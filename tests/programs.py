@@ -27,9 +27,14 @@ def on_ranks(ranks, *program):
 def run(command, **environ):
     """The output of a command that must succeed; its whole process group ends with it."""
     with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environ},
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environ},
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             output, _ = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:

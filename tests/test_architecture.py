@@ -100,7 +100,8 @@ def test_what_a_rank_is_as_a_process_needs_no_jax():
 STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
     "_job.launch.pool": {
-        "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"
+        "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is "
+        "no rank"
     },
     "_data.prefetch": {
         "_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"

@@ -176,7 +176,7 @@ def votes():
 
 
 def updates_of(make, want, *, eager=True, weight=None, params=tree):
-    """Return a transform's updates for `tree(rank)` in a step, or eagerly for equal gradients."""
+    """Return a transform's updates for `tree(rank)`, in a step and eagerly for equal ones."""
     tx, n = make(), jaxmpi.size()
     params = jax.tree.map(jnp.asarray, params(0))
     step = jaxmpi.jit(

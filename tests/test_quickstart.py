@@ -42,7 +42,10 @@ def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
         (tmp_path / f"{package}.py").write_text(NO_MPI)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
-    check = "import sys; print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
+    check = (
+        "import sys\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
+    )
     notebook.cells.append(nbformat.v4.new_code_cell(check))
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert notebook.cells[-1].outputs[0].text.strip() == "[]"

@@ -138,16 +138,27 @@ def step(run, batch, mask):
         return jnp.sum(jnp.where(mask, (x @ p) ** 2, 0))
     updates, state = tx.update(jax.grad(loss)(run["params"]), run["state"], run["params"])
     seen = jnp.zeros(samples, jnp.int32).at[number].add(mask.astype(jnp.int32))
-    return run | {"params": optax.apply_updates(run["params"], updates), "state": state,
-                  "seen": run["seen"] + jaxmpi.tree_allreduce(seen, op="sum"), "row": jnp.minimum(run["row"] + 8, samples)}
+    return run | {
+        "params": optax.apply_updates(run["params"], updates),
+        "state": state,
+        "seen": run["seen"] + jaxmpi.tree_allreduce(seen, op="sum"),
+        "row": jnp.minimum(run["row"] + 8, samples),
+    }
 
 params = jnp.ones(3)
 zero = jnp.int32(0)
-run = {"params": params, "state": tx.init(params), "seen": jnp.zeros(samples, jnp.int32), "epoch": zero, "row": zero}
+run = {
+    "params": params,
+    "state": tx.init(params),
+    "seen": jnp.zeros(samples, jnp.int32),
+    "epoch": zero,
+    "row": zero,
+}
 if jaxmpi.latest(directory) is not None:
     run = jaxmpi.restore(directory, run)
 for epoch in range(int(run["epoch"]), epochs):
-    for batch, mask in jaxmpi.batches(data, 8, seed=0, epoch=epoch, start=int(run["row"]), remainder="mask"):
+    rest = {"seed": 0, "epoch": epoch, "start": int(run["row"]), "remainder": "mask"}
+    for batch, mask in jaxmpi.batches(data, 8, **rest):
         run = step(run, batch, mask)
         if attempt < kills:
             time.sleep(0.1)  # there are more steps than the kills have time for
@@ -155,7 +166,8 @@ for epoch in range(int(run["epoch"]), epochs):
     run |= {"epoch": run["epoch"] + 1, "row": jnp.int32(0)}
 if world.rank == 0:
     seen = np.asarray(run["seen"])
-    print("final", np.asarray(run["params"]).tobytes().hex(), seen.min(), seen.max(), "after", attempt, flush=True)
+    bits = np.asarray(run["params"]).tobytes().hex()
+    print("final", bits, seen.min(), seen.max(), "after", attempt, flush=True)
 """
 
 
@@ -198,7 +210,8 @@ state = tx.init(params)
 count, half = 0, None
 while jaxmpi.broadcast_object(time.time() < end):
     for _ in range(100):
-        params, state, loss = step(params, state, np.random.default_rng(count).normal(size=(8, 64)).astype(np.float32))
+        x = np.random.default_rng(count).normal(size=(8, 64)).astype(np.float32)
+        params, state, loss = step(params, state, x)
         count += 1
     jaxmpi.average_metrics(loss)
     jaxmpi.save(sys.argv[1], count, (params, state))
@@ -207,7 +220,9 @@ while jaxmpi.broadcast_object(time.time() < end):
     if half is None and time.time() > end - 30 * float(sys.argv[2]):
         half = now
 grown = " ".join(str(b - a) for a, b in zip(half, now))
-print(f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n", end="", flush=True)  # at once: ranks share it
+# one write with its newline: the ranks share the output
+line = f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n"
+print(line, end="", flush=True)
 """
 
 

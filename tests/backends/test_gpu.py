@@ -103,7 +103,7 @@ native.on_host = lambda: False
 transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
 w = jaxmpi.init()
 n, me = w.size, w.rank
-columns = [1, 7, 2_500_000, 0, 64, 70_001]  # of several batches, whose borders are in the middle of arrays
+columns = [1, 7, 2_500_000, 0, 64, 70_001]  # several batches, which end in the middle of arrays
 rng = np.random.default_rng(0)
 for dtype in ("float32", "bfloat16", "int8", "complex128"):
     data = [np.asarray(jnp.asarray(rng.normal(size=(n, k)) * 9, dtype)) for k in columns]
@@ -124,7 +124,8 @@ np.testing.assert_array_equal(jaxmpi.tree_reduce_scatter(blocks[me], "sum"), blo
 def step(x, rows):
     ring = [(p, (p + 1) % n) for p in range(n)]
     x = x * 2
-    return lax.pmean(x, jaxmpi.AXIS), lax.ppermute(x, jaxmpi.AXIS, ring), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0)
+    mean, moved = lax.pmean(x, jaxmpi.AXIS), lax.ppermute(x, jaxmpi.AXIS, ring)
+    return mean, moved, lax.all_to_all(rows, jaxmpi.AXIS, 0, 0)
 
 for _ in range(3):
     mean, before, rows = step(jnp.full(1000, me + 1.0), jnp.asarray(blocks[me]))
@@ -187,7 +188,12 @@ step(jnp.ones(1000)).block_until_ready()
 jaxmpi.barrier()
 os.environ["CUDA_WORKS_MS"] = "1000" if slow else "0"
 inside = []
-thread = threading.Thread(target=lambda: [inside.append(extension.messages()) or time.sleep(0.02) for _ in range(20)])
+def look():
+    for _ in range(20):
+        inside.append(extension.messages())
+        time.sleep(0.02)
+
+thread = threading.Thread(target=look)
 thread.start()
 step(jnp.ones(1000)).block_until_ready()
 thread.join()
@@ -234,10 +240,13 @@ def loss(params, x):
 def step(params, x):
     grads = jax.grad(loss)(params, x)
     rows = jnp.tile(x[:1], (n, 1)) * (1 + lax.axis_index(jaxmpi.AXIS))
-    moved = lax.all_to_all(rows, jaxmpi.AXIS, 0, 0, tiled=True).sum() + lax.all_gather(x[0], jaxmpi.AXIS).sum()
-    return [p - 0.1 * g for p, g in zip(params, jaxmpi.tree_allreduce(grads))], moved + jnp.tanh(x @ x.T).sum()
+    moved = lax.all_to_all(rows, jaxmpi.AXIS, 0, 0, tiled=True).sum()
+    moved += lax.all_gather(x[0], jaxmpi.AXIS).sum()
+    params = [p - 0.1 * g for p, g in zip(params, jaxmpi.tree_allreduce(grads))]
+    return params, moved + jnp.tanh(x @ x.T).sum()
 
-params = [jnp.asarray(np.random.default_rng(i).normal(size=(700, 700)) / 26, jnp.float32) for i in range(4)]
+params = [np.random.default_rng(i).normal(size=(700, 700)) / 26 for i in range(4)]
+params = [jnp.asarray(x, jnp.float32) for x in params]
 x = jnp.asarray(np.random.default_rng(w.rank).normal(size=(8, 700)), jnp.float32)
 found = []
 for mode in "01":

@@ -23,13 +23,15 @@ if __name__ == "__main__":
     world = jaxmpi.init()
     assert os.environ["JAX_OF_THE_USER"] == "here"  # on the other host, too
     step = jaxmpi.jit(lambda x, y: (jaxmpi.tree_allreduce(x, "sum"), y @ y))
-    x, y, seconds = np.ones(300_000, np.float32) * (world.rank + 1), np.ones((200, 200), np.float32), []
+    x, y = np.ones(300_000, np.float32) * (world.rank + 1), np.ones((200, 200), np.float32)
+    seconds = []
     starts = "jaxmpi_start" in step.lower(x, y).as_text()
     assert starts == (world.backend == "mpi" and os.environ.get("JAXMPI_OVERLAP") != "0")
     for i in range(int(sys.argv[2])):
         start = time.monotonic()
         total, _ = step(x * i, y)
-        assert float(total[7]) == float(total[-1]) == world.size * (world.size + 1) // 2 * i, (i, total)
+        want = world.size * (world.size + 1) // 2 * i
+        assert float(total[7]) == float(total[-1]) == want, (i, total)
         seconds.append(time.monotonic() - start)
         time.sleep(0.02)
         if i == 20 and world.rank == 0:

@@ -318,8 +318,13 @@ rng = np.random.default_rng(0)
 for dtype in ("float32", "bfloat16", "int32"):
     data = np.asarray(jnp.asarray(rng.normal(size=(n, n, 700_001)) * 9, dtype))
     want, total = data.astype(np.float64).sum(0), np.abs(data.astype(np.float64)).sum(0)
-    scale = 3 * 2.0**-8 if dtype == "bfloat16" else 1e-6  # between two nodes: see jaxmpi/_backends/native.py
-    close = lambda got, want, total: np.testing.assert_array_less(np.abs(np.float64(got) - want), scale * total + 1e-9)
+    # between two nodes: see jaxmpi/_backends/native.py
+    scale = 3 * 2.0**-8 if dtype == "bfloat16" else 1e-6
+
+    def close(got, want, total):
+        error = np.abs(np.float64(got) - want)
+        np.testing.assert_array_less(error, scale * total + 1e-9)
+
     close(jaxmpi.tree_allreduce(data[me, 0], "sum"), want[0], total[0])
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(data[me, 0], "max"), data[:, 0].max(0))
     close(jaxmpi.tree_allreduce([data[me, 1, :3]], "sum")[0], want[1, :3], total[1, :3])
@@ -405,7 +410,9 @@ rows = jnp.asarray(rng.normal(size=(n, 300_001)), jnp.float32)
 def step(rows):
     ring = [(p, (p + 1) % n) for p in range(n)]
     return (
-        lax.psum_scatter(rows, jaxmpi.AXIS), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0), lax.ppermute(rows, jaxmpi.AXIS, ring),
+        lax.psum_scatter(rows, jaxmpi.AXIS),
+        lax.all_to_all(rows, jaxmpi.AXIS, 0, 0),
+        lax.ppermute(rows, jaxmpi.AXIS, ring),
         lax.pmean([rows, rows[0]], jaxmpi.AXIS),
     )
 everyone = jaxmpi.tree_allgather(rows)
@@ -479,8 +486,18 @@ os.ftruncate(file, size)
 path, child = f"/proc/{os.getpid()}/fd/{file}", os.fork()
 file = os.open(path, os.O_RDWR)
 memory = mmap.mmap(file, size)
-native.open(rank=int(child == 0), order=[0, 1], ranks=[2], node=0, local_rank=int(child == 0),
-            slot_bytes=4096, slots=4, crowded=True, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file)
+native.open(
+    rank=int(child == 0),
+    order=[0, 1],
+    ranks=[2],
+    node=0,
+    local_rank=int(child == 0),
+    slot_bytes=4096,
+    slots=4,
+    crowded=True,
+    memory=np.frombuffer(memory, np.uint8).ctypes.data,
+    file=file,
+)
 print(native.meet(5 + (child == 0)), flush=True)
 if child == 0:
     os._exit(0)
@@ -568,7 +585,10 @@ def test_an_extension_of_other_sources_is_refused(change, tmp_path, monkeypatch)
     name = "transport.h" if change == "another comment" else "new.cc"
     with open(tmp_path / "native" / name, "a") as file:
         file.write("// changed\n")
-    said = f"The extension /old/_native.so was built from other sources than those in {tmp_path}/native. Rebuild it: pip install"
+    said = (
+        "The extension /old/_native.so was built from other sources than those in "
+        f"{tmp_path}/native. Rebuild it: pip install"
+    )
     with pytest.raises(MPIError, match=re.escape(said)):
         extension.load()
     # where jaxmpi is installed, there are no sources
@@ -583,7 +603,8 @@ def test_an_extension_with_another_interface_is_refused(attributes, monkeypatch)
     stand_in(monkeypatch, **attributes)
     with pytest.raises(
         MPIError,
-        match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again",
+        match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. "
+        "Install jaxmpi again",
     ):
         extension.load()
 
@@ -629,7 +650,10 @@ def test_an_extension_of_another_ffi_is_refused(ffi):
 
     KEPT.append(handler)
     native = types.SimpleNamespace(ffi=ffi, handler=lambda name: jax.ffi.pycapsule(handler))
-    said = rf"built for XLA FFI {ffi}, which jaxlib [\d.]+ does not accept .*\({ffi}\).* pip install --upgrade jaxmpi jaxlib"
+    said = (
+        rf"built for XLA FFI {ffi}, which jaxlib [\d.]+ does not accept .*\({ffi}\).* "
+        "pip install --upgrade jaxmpi jaxlib"
+    )
     with pytest.raises(MPIError, match=said):
         extension.check_ffi(native)
     extension.check_ffi(extension.load())
@@ -642,7 +666,8 @@ import jaxmpi, sys
 {before}
 try:
     jaxmpi.init()
-    jaxmpi.print(jaxmpi._world.session.current("test").transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
+    transport = jaxmpi._world.session.current("test").transport
+    jaxmpi.print(transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
 except (ValueError, jaxmpi.MPIError) as error:
     print(f"{{type(error).__name__}}: {{error}}", flush=True)
 """
@@ -695,7 +720,8 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
         False: "sys.modules['jaxmpi._native'] = None",
         "neither": "sys.modules['jaxmpi._native'] = sys.modules['mpi4jax'] = None",
         "does not load": DOES_NOT_LOAD,
-        "of other sources": "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
+        "of other sources": "from jaxmpi._backends import extension; "
+        "extension.sources_digest = lambda folder: 'other'",
     }
     code = CHOICE.format(before=before.get(built, ""))
     done = run(2, code, tmp_path, JAXMPI_TRANSPORT=transport or "auto")
@@ -716,12 +742,14 @@ if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) in {m
 import jax, jax.numpy as jnp, numpy as np, jaxmpi
 from jax import lax
 rank, size = jaxmpi.init().rank, jaxmpi.size()
-xs = np.arange(7.0, dtype=np.float32) + 10 * np.arange(size, dtype=np.float32)[:, None]  # a row for each rank
+columns, rows = np.arange(7.0, dtype=np.float32), np.arange(size, dtype=np.float32)
+xs = columns + 10 * rows[:, None]  # a row for each rank
 
 @jax.jit
 def all_kinds(x):
     thrice, _ = lax.scan(lambda c, _: (jaxmpi.tree_allreduce(c, "sum"), None), x, None, length=3)
-    return jaxmpi.tree_bcast(x, 1), jaxmpi.tree_alltoall(jnp.stack([x + q for q in range(size)])), thrice
+    sent, rows = jaxmpi.tree_bcast(x, 1), jnp.stack([x + q for q in range(size)])
+    return sent, jaxmpi.tree_alltoall(rows), thrice
 
 pairs = [(p, (p + 1) % size) for p in range(size)]
 moved = jaxmpi.jit(lambda x: lax.ppermute(x, jaxmpi.AXIS, pairs))(xs[rank])
@@ -730,7 +758,8 @@ np.testing.assert_array_equal(moved, xs[rank - 1])
 np.testing.assert_array_equal(root, xs[1])
 np.testing.assert_array_equal(rows, xs + rank)
 np.testing.assert_array_equal(thrice, 9 * xs.sum(0))
-jaxmpi.print(jaxmpi._world.session.current("test").transport, jaxmpi._world.session.current("test")._mpi4jax)
+backend = jaxmpi._world.session.current("test")
+jaxmpi.print(backend.transport, backend._mpi4jax)
 """
     done = run(3, code, tmp_path)
     assert done.returncode == 0 and done.stdout.count("native None") == 3, done.stdout + done.stderr

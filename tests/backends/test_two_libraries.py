@@ -90,7 +90,8 @@ def test_an_mpi4jax_of_another_library_is_refused_with_both(tmp_path, other, mon
     monkeypatch.setattr(mpi_library.loaded_mpi, "loaded", libraries)
     with pytest.raises(
         MPIError,
-        match=r"mpi4jax uses the MPI library .*/other/libmpi.so.12, and mpi4py uses /own/libmpi.so.40",
+        match=r"mpi4jax uses the MPI library .*/other/libmpi.so.12, "
+        "and mpi4py uses /own/libmpi.so.40",
     ):
         mpi_library.import_mpi4jax(2)
 

@@ -74,7 +74,8 @@ def test_one_folder_has_several_names():
 def test_arguments_in_another_order_say_the_signature():
     folder = jaxmpi.broadcast_object(tempfile.mkdtemp())
     wrong = {
-        "restore: step is of type dict, and must be an integer or None. Call restore(directory, like, step).": [
+        "restore: step is of type dict, and must be an integer or None. "
+        "Call restore(directory, like, step).": [
             lambda: jaxmpi.restore(folder, 20, RUN),
             lambda: jaxmpi.restore(folder, RUN, {"step": 3}),
         ],
@@ -85,15 +86,13 @@ def test_arguments_in_another_order_say_the_signature():
         "save: directory is of type dict, and must be a path. Call save(directory, step, tree).": [
             lambda: jaxmpi.save(RUN, 4, folder)
         ],
-        "restore: directory is of type dict, and must be a path. Call restore(directory, like, step).": [
-            lambda: jaxmpi.restore(RUN, folder)
-        ],
+        "restore: directory is of type dict, and must be a path. "
+        "Call restore(directory, like, step).": [lambda: jaxmpi.restore(RUN, folder)],
         "latest: directory is of type int, and must be a path. Call latest(directory).": [
             lambda: jaxmpi.latest(4)
         ],
-        "restore: step is of type float, and must be an integer or None. Call restore(directory, like, step).": [
-            lambda: jaxmpi.restore(folder, RUN, 4.0)
-        ],
+        "restore: step is of type float, and must be an integer or None. "
+        "Call restore(directory, like, step).": [lambda: jaxmpi.restore(folder, RUN, 4.0)],
     }
     for text, calls in wrong.items():
         for call in calls:

@@ -964,7 +964,12 @@ def test_two_jobs_save_into_one_folder(tmp_path):
 def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path):
     """A notebook can go back to a step of a job that has trained since the notebook started."""
     jaxmpi.init()
-    save = "import sys, jaxmpi; jaxmpi.init(); [jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None) for i in (10, 20, 30)]"
+    save = """
+import sys, jaxmpi
+jaxmpi.init()
+for i in (10, 20, 30):
+    jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None)
+"""
     subprocess.run([sys.executable, "-c", save, tmp_path], check=True, timeout=120)
     jaxmpi.save(tmp_path, 5, {"x": 5}, keep=None, background=False)
     assert jaxmpi.latest(tmp_path) == 30  # it may run still

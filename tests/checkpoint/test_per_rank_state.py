@@ -42,8 +42,12 @@ def marked(rank, scale=1):
 
 
 def numbers(tree):
-    return [np.asarray(jax.random.key_data(x) if isinstance(x, jax.Array) and x.dtype == jax.random.key(0).dtype else x)
-            for x in jax.tree.leaves(tree)]  # fmt: skip
+    key = jax.random.key(0).dtype
+    arrays = []
+    for x in jax.tree.leaves(tree):
+        is_key = isinstance(x, jax.Array) and x.dtype == key
+        arrays.append(np.asarray(jax.random.key_data(x) if is_key else x))
+    return arrays
 
 
 def assert_same(got, want):
@@ -97,7 +101,10 @@ def test_an_unmarked_leaf_that_differs_is_an_error_on_all_ranks():
     last = jaxmpi.size() - 1
     for name, of_rank in UNMARKED.items():
         x = of_rank(1 if jaxmpi.rank() == last else 0)
-        words = rf"leaf \['{name}'\] is not equal on all ranks: rank {last} has other values.*PerRankState.*synchronize"
+        words = (
+            rf"leaf \['{name}'\] is not equal on all ranks: rank {last} has other values"
+            ".*PerRankState.*synchronize"
+        )
         with pytest.raises(jaxmpi.RankMismatchError, match=words):
             jaxmpi.save(directory, 1, {"same": jnp.ones(3), name: x, "sharded": PerRankState(x)})
         jaxmpi.save(directory, 1, {name: PerRankState(x)}, background=False)

@@ -194,7 +194,8 @@ backend.allgather_object = lambda x: count.append(x) or allgather(x)
 own = lambda step: jaxmpi.PerRankState(jnp.full(2, rank + step))
 for step in (1, 2):
     jaxmpi.save(sys.argv[1], step, own(step))
-assert len(count) == 3 + 2, count  # the folder, whether it is seen, and what was written; the folder, and what was written
+# the first save: the folder, whether it is seen, and what was written; the second lacks "seen"
+assert len(count) == 3 + 2, count
 assert jaxmpi.restore(sys.argv[1], own(0)).per_rank.tolist() == [rank + 2] * 2
 write = array_files.write
 if rank == 1:

@@ -124,7 +124,8 @@ def test_groups_that_differ_need_the_same_axes(tmp_path, axes, axis, shapes):
         like = run_of(axis, False, shapes)
         with pytest.raises(
             jaxmpi.CheckpointError,
-            match=r"leaf \['(fsdp|zero)'\].* over axis member of \{'island': 2, 'member': 2\} by 4 ranks, .* different values, "
+            match=r"leaf \['(fsdp|zero)'\].* over axis member of \{'island': 2, 'member': 2\} "
+            r"by 4 ranks, .* different values, "
             r"and `like` has .* on \d ranks?: only 4 ranks",
         ):
             jaxmpi.restore(tmp_path, like)

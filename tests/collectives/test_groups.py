@@ -26,15 +26,15 @@ def partitions(axes):
     """List ways to name a group: the arguments of lax, and the groups that they mean."""
     rows, columns = axes.values()
     grid = np.arange(rows * columns).reshape(rows, columns)
+    backwards = grid.ravel()[::-1].reshape(grid.shape).tolist()
     return {
         "rows": ({"axis_name": "member"}, grid.tolist()),
         "columns": ({"axis_name": "island"}, grid.T.tolist()),
         "all": ({"axis_name": ("island", "member")}, [grid.ravel().tolist()]),
         "all, column by column": ({"axis_name": ("member", "island")}, [grid.T.ravel().tolist()]),
         "rows, as numbers": ({"axis_name": R, "axis_index_groups": grid.tolist()}, grid.tolist()),
-        "no axis": ({"axis_name": R, "axis_index_groups": grid.ravel()[::-1].reshape(grid.shape).tolist()},
-                    grid.ravel()[::-1].reshape(grid.shape).tolist()),
-    }  # fmt: skip
+        "no axis": ({"axis_name": R, "axis_index_groups": backwards}, backwards),
+    }
 
 
 # of x [n, 2 n, 3] of n ranks in a group: what JAX makes of one rank's, and NumPy of `[n, ...]`, in

@@ -181,50 +181,113 @@ def saved(**options):
 
 distributed, sgd = jaxmpi.distributed, optax.sgd(0.1)
 clip = jaxmpi.clip_by_global_norm
+
+
+def bcast_in_loop(x, root):
+    return lax.scan(lambda c, _: (jaxmpi.tree_bcast(c, root), None), x, None, length=2)[0]
+
+
+def squares_of_bcast(x, root):
+    return jnp.sum(jax.checkpoint(jaxmpi.tree_bcast, static_argnums=1)(x, root) ** 2)
+
+
+def square():
+    return np.ones([jaxmpi.size()] * 2, np.float32)
+
+
 PARAMETERS = {  # a call, and two values of a parameter that all ranks must give alike
     "root of tree_bcast": (lambda root: jaxmpi.tree_bcast(X, root), 0, 1),
-    "root of tree_bcast in a step": (lambda root: in_step(lambda x: jaxmpi.tree_bcast(x, root)), 0, 1),
+    "root of tree_bcast in a step": (
+        lambda root: in_step(lambda x: jaxmpi.tree_bcast(x, root)),
+        0,
+        1,
+    ),
     "root of tree_bcast in a loop": (
-        lambda root: in_step(lambda x: lax.scan(lambda c, _: (jaxmpi.tree_bcast(c, root), None), x, None, length=2)[0]), 0, 1,
+        lambda root: in_step(lambda x: bcast_in_loop(x, root)),
+        0,
+        1,
     ),
     "root of tree_bcast that is differentiated": (
-        lambda root: in_step(jax.grad(lambda x: jnp.sum(jax.checkpoint(jaxmpi.tree_bcast, static_argnums=1)(x, root) ** 2))),
-        0, 1,
+        lambda root: in_step(jax.grad(lambda x: squares_of_bcast(x, root))),
+        0,
+        1,
     ),
     "root of tree_reduce": (lambda root: jaxmpi.tree_reduce(X, "sum", root), 0, 1),
     "root of broadcast_object": (lambda root: jaxmpi.broadcast_object(1, root), 0, 1),
     "root of synchronize": (lambda root: jaxmpi.synchronize(X, root), 0, 1),
-    "strict of synchronize": (lambda strict: jaxmpi.synchronize({"x": X, "f": "name"}, strict=strict), True, False),
+    "strict of synchronize": (
+        lambda strict: jaxmpi.synchronize({"x": X, "f": "name"}, strict=strict),
+        True,
+        False,
+    ),
     "op, mean or sum": (lambda op: jaxmpi.tree_allreduce(X, op), "mean", "sum"),
     "op of integers": (lambda op: jaxmpi.tree_allreduce(X.astype(np.int32), op), "mean", "sum"),
-    "op of tree_reduce_scatter": (lambda op: jaxmpi.tree_reduce_scatter(np.ones((jaxmpi.size(), 2)), op), "mean", "sum"),
+    "op of tree_reduce_scatter": (
+        lambda op: jaxmpi.tree_reduce_scatter(np.ones((jaxmpi.size(), 2)), op),
+        "mean",
+        "sum",
+    ),
     "op of distributed": (lambda op: updated(distributed(sgd, op=op)), "mean", "sum"),
     "pairs": (lambda pairs: in_step(lambda x: lax.ppermute(x, R, pairs)), [(0, 1)], [(1, 0)]),
     "axis of all_to_all": (
-        lambda axis: jaxmpi.jit(lambda x: lax.all_to_all(x, R, axis, 0))(np.ones([jaxmpi.size()] * 2, np.float32)), 0, 1,
+        lambda axis: jaxmpi.jit(lambda x: lax.all_to_all(x, R, axis, 0))(square()),
+        0,
+        1,
     ),
     "axis of psum_scatter": (
-        lambda axis: jaxmpi.jit(lambda x: lax.psum_scatter(x, R, scatter_dimension=axis))(np.ones([jaxmpi.size()] * 2)), 0, 1,
+        lambda axis: jaxmpi.jit(lambda x: lax.psum_scatter(x, R, scatter_dimension=axis))(square()),
+        0,
+        1,
     ),
-    "weight, given or not": (lambda w: updated(distributed(sgd), **({"weight": w} if w else {})), None, 3.0),
+    "weight, given or not": (
+        lambda w: updated(distributed(sgd), **({"weight": w} if w else {})),
+        None,
+        3.0,
+    ),
     "codec": (lambda codec: updated(distributed(sgd, codec=codec())), codecs.bf16, codecs.f16),
     "block of int8": (lambda block: updated(distributed(sgd, codec=codecs.int8(block))), 64, 128),
-    "fraction of topk": (lambda fraction: updated(distributed(sgd, codec=codecs.topk(fraction))), 0.5, 0.49),
+    "fraction of topk": (
+        lambda fraction: updated(distributed(sgd, codec=codecs.topk(fraction))),
+        0.5,
+        0.49,
+    ),
     "rank of powersgd": (lambda rank: updated(distributed(sgd, codec=codecs.powersgd(rank))), 1, 2),
     "micro_batches": (lambda m: stacked(m * jaxmpi.size()), 2, 4),
-    "every of accumulate": (lambda every: updated(jaxmpi.accumulate(distributed(sgd), every)), 2, 3),
+    "every of accumulate": (
+        lambda every: updated(jaxmpi.accumulate(distributed(sgd), every)),
+        2,
+        3,
+    ),
     "every of local_sgd": (lambda every: updated(jaxmpi.local_sgd(sgd, every)), 2, 3),
     "outer of local_sgd": (lambda outer: updated(jaxmpi.local_sgd(sgd, 2, outer)), None, sgd),
-    "every of watch_replicas": (lambda every: updated(jaxmpi.watch_replicas(distributed(sgd), every)), 2, 3),
+    "every of watch_replicas": (
+        lambda every: updated(jaxmpi.watch_replicas(distributed(sgd), every)),
+        2,
+        3,
+    ),
     "max_norm": (lambda norm: updated(distributed(optax.chain(clip(norm), sgd))), 1.0, 2.0),
-    "max_norm in sharded": (lambda norm: updated(jaxmpi.sharded(optax.chain(clip(norm), sgd))), 1.0, 2.0),
-    "master_dtype": (lambda dtype: updated(jaxmpi.sharded(sgd, master_dtype=dtype)), None, jnp.float32),
-    "growth_every": (lambda n: updated(jaxmpi.dynamic_loss_scale(distributed(sgd), growth_every=n)), 10, 20),
+    "max_norm in sharded": (
+        lambda norm: updated(jaxmpi.sharded(optax.chain(clip(norm), sgd))),
+        1.0,
+        2.0,
+    ),
+    "master_dtype": (
+        lambda dtype: updated(jaxmpi.sharded(sgd, master_dtype=dtype)),
+        None,
+        jnp.float32,
+    ),
+    "growth_every": (
+        lambda n: updated(jaxmpi.dynamic_loss_scale(distributed(sgd), growth_every=n)),
+        10,
+        20,
+    ),
     "seed of batches": (lambda seed: batches(seed=seed), 0, 1),
     "epoch of batches": (lambda epoch: batches(epoch=epoch), 0, 1),
     "batch size": (lambda size: batches(batch_size=size), 6, 12),
     "seed of prefetched batches": (
-        lambda seed: next(iter(jaxmpi.prefetch(jaxmpi.batches(np.arange(24), 12, seed=seed)))), 0, 1,
+        lambda seed: next(iter(jaxmpi.prefetch(jaxmpi.batches(np.arange(24), 12, seed=seed)))),
+        0,
+        1,
     ),
     "step of save": (lambda step: saved(step=step), 1, 2),
     "keep of save": (lambda keep: saved(keep=keep), 1, 2),
@@ -232,9 +295,13 @@ PARAMETERS = {  # a call, and two values of a parameter that all ranks must give
     "numbers in what is saved": (lambda x: saved(tree={"x": x}), 1, 2),
     "step of restore": (lambda step: jaxmpi.restore("a folder that is not there", {}, step), 1, 2),
     "folder of save": (lambda folder: jaxmpi.save(folder, 1, {}), "one folder", "another folder"),
-    "folder of restore": (lambda folder: jaxmpi.restore(folder, {}), "one folder", "another folder"),
+    "folder of restore": (
+        lambda folder: jaxmpi.restore(folder, {}),
+        "one folder",
+        "another folder",
+    ),
     "folder of latest": (jaxmpi.latest, "one folder", "another folder"),
-}  # fmt: skip
+}
 
 
 def differ(mine, others):
@@ -753,7 +820,8 @@ def test_a_full_check_finds_what_is_not_equal():
         with (
             pytest.raises(
                 RankMismatchError,
-                match=rf"one_step: argument 0\['w'\].* is not equal .*: rank {jaxmpi.size() - 1} has other",
+                match=rf"one_step: argument 0\['w'\].* is not equal .*: "
+                rf"rank {jaxmpi.size() - 1} has other",
             )
             if jaxmpi.size() > 2
             else pytest.raises(

@@ -275,7 +275,10 @@ def test_both_calls_are_named():
         return all_ranks
 
     def called(first, second):
-        return f"{others} called {first}, and rank {jaxmpi.size() - 1} called {second}. Every rank must make the same calls"
+        return (
+            f"{others} called {first}, and rank {jaxmpi.size() - 1} called {second}. "
+            "Every rank must make the same calls"
+        )
 
     found = text(rank.quiet, rank.other_quiet if last else rank.quiet, rank.quiet, rank.always)
     assert called("branch", "other_branch") in found, found

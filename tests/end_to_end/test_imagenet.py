@@ -18,7 +18,10 @@ import sklearn.datasets
 from PIL import Image
 from programs import ROOT
 
-SMALL = "--model resnet18 --width 4 --pixels 32 --batch-size 16 --epochs 2 --warmup 1 --log-every 1 --dtype float64"
+SMALL = (
+    "--model resnet18 --width 4 --pixels 32 --batch-size 16 --epochs 2 --warmup 1 --log-every 1 "
+    "--dtype float64"
+)
 STEPS = 12  # 96 images twice
 
 
@@ -57,9 +60,13 @@ def start(photos):
         program = ["examples/imagenet.py", str(data), "--out", str(out), *SMALL.split(), *options]
         launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         return subprocess.Popen(
-            [sys.executable, *launcher, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, *launcher, *program],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     return start
 
@@ -213,7 +220,10 @@ def test_a_transformer_in_bfloat16(start, tmp_path):
 
     It would average statistics if it had any.
     """
-    vit = "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
+    vit = (
+        "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step "
+        "--warmup 0 --batch-stats average"
+    )
     output = ended(start(2, tmp_path, *vit.split(), "--epochs", "3", "--workers", "0"))
     losses = [row["loss"] for row in rows(tmp_path / "train.csv")]
     assert len(losses) == 18 and np.mean(losses[-6:]) < losses[0] - 0.05, output

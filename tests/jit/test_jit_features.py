@@ -358,7 +358,8 @@ def test_a_collective_in_a_branch_that_not_all_ranks_take():
 
     with pytest.raises(
         ValueError,
-        match=r"cond at test_jit_features.py:\d+ contains a collective \(psum at test_jit_features.py",
+        match=r"cond at test_jit_features.py:\d+ contains a collective "
+        r"\(psum at test_jit_features.py",
     ):
         simulated(fun, X)
     simulated(
@@ -413,7 +414,10 @@ def test_a_refused_loop_of_a_library_names_the_users_line_beside_it(tmp_path, mo
         line + 3: lambda x: solver.solve_together(x),
     }
     for number, fun in cases.items():
-        loop = rf"while_loop at some_solver.py:5 called from test_jit_features.py:{number} contains a collective \(psum at "
+        loop = (
+            f"while_loop at some_solver.py:5 called from test_jit_features.py:{number} "
+            r"contains a collective \(psum at "
+        )
         with pytest.raises(ValueError, match=loop):
             simulated(fun, X)
     # JAX does not know what calls the loop around this one.
@@ -445,7 +449,8 @@ def test_a_forgotten_mean_is_found():
     params = {"w": jnp.ones(4), "b": jnp.ones(4)}
     with pytest.raises(
         ValueError,
-        match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated but may differ across ranks",
+        match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated "
+        "but may differ across ranks",
     ):
         simulated(sgd(average=True), params, X, replicated_argnums=0, replicated_outnums=0)
     with pytest.raises(ValueError, match=r"output \[0\]\['"):
@@ -453,8 +458,9 @@ def test_a_forgotten_mean_is_found():
         simulated(sgd(average=True), params, X, replicated_outnums=(0,))
     assert simulated(sgd(average=False), params, X)  # nobody asked
     optimizer = jaxmpi.distributed(optax.adam(1e-3))
-    simulated(optax_step(optimizer), params := {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, optimizer.init(params), X[None],
-              replicated_argnums=(0, 1), replicated_outnums=(0, 1))  # fmt: skip
+    params = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+    step, both = optax_step(optimizer), {"replicated_argnums": (0, 1), "replicated_outnums": (0, 1)}
+    simulated(step, params, optimizer.init(params), X[None], **both)
 
 
 def test_a_mean_too_many_is_warned_of():
@@ -481,7 +487,8 @@ def test_what_is_not_known_is_refused_by_name():
 
     with pytest.raises(
         NotImplementedError,
-        match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'(.|\n)*Move the",
+        match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'"
+        r"(.|\n)*Move the",
     ):
         simulated(ragged, X)
 
@@ -490,7 +497,8 @@ def test_what_is_not_known_is_refused_by_name():
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(
         TypeError,
-        match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. Name the argument",
+        match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. "
+        "Name the argument",
     ):
         jaxmpi.jit(lambda batch: batch)({"x": X, "name": "a"})
 
@@ -676,7 +684,10 @@ import jax, jax.numpy as jnp, pytest
 import jaxmpi
 world = jaxmpi.init(sys.argv[1])
 rank, size = world.rank, world.size
-said = r"invalid value \\(nan\\) encountered in log" if size == 1 else r"^logs: an output on this rank has a NaN"
+if size == 1:
+    said = r"invalid value \\(nan\\) encountered in log"
+else:
+    said = r"^logs: an output on this rank has a NaN"
 jax.config.update("jax_debug_nans", True)
 for send in (lambda x: x, jaxmpi.tree_allreduce):
 

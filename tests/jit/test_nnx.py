@@ -211,7 +211,8 @@ def test_objects_that_are_replicated_must_stay_so():
         jaxmpi.simulate(2),
         pytest.raises(
             ValueError,
-            match=r"^jaxmpi\.nn\.jit: output \[0\]\['bias'\].* of step is declared replicated but may differ",
+            match=r"^jaxmpi\.nn\.jit: output \[0\]\['bias'\].* of step is declared replicated "
+            "but may differ",
         ),
     ):
         jaxmpi.nn.jit(step, replicated_argnums=(0, 1))(model, optimizer, x)

@@ -481,7 +481,10 @@ def test_errors():
             rows.format("2, 3", r"x\[jaxmpi\.rank\(\)\]\[None\]"),
             of({"image": jnp.ones((2, 3))}),
         )
-        text = r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across ranks\. .* axis in out_axes"
+        text = (
+            r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across "
+            r"ranks\. .* axis in out_axes"
+        )
         refused(ValueError, text, of(x, out_axes=None))
         refused(TypeError, r"^jaxmpi\.pmap: argument 0 of update is a str, and no array", of("x"))
     refused(
@@ -540,7 +543,11 @@ def test_changes_of_nnx_objects_are_not_lost():
 
 def test_devices_that_a_flag_makes():
     """A rank that has several devices is told why."""
-    code = "import jax, jaxmpi; jaxmpi.init(); jaxmpi.pmap(lambda x: x)(jax.numpy.ones((jax.local_device_count(), 2)))"
+    code = """
+import jax, jaxmpi
+jaxmpi.init()
+jaxmpi.pmap(lambda x: x)(jax.numpy.ones((jax.local_device_count(), 2)))
+"""
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
         "JAX_PLATFORMS": "cpu",

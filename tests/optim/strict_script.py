@@ -128,6 +128,17 @@ def slope(op):
     return along(jax.grad(lambda x: jnp.sum(jaxmpi.tree_allreduce(x, op))))
 
 
+nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def positive_branch(x):
+    return lax.cond(lax.psum(1, jaxmpi.AXIS) > 1, lambda: lax.pmax(x, jaxmpi.AXIS), lambda: x)
+
+
+def times_rank(p, r):
+    return jnp.sum(p["b"]) * r
+
+
 CASES = {
     **{f"allreduce {op} {dtype}": reduced(op, dtype) for op in OPS for dtype in DTYPES},
     "bcast": lambda: jaxmpi.tree_bcast({"a": 3, "b": np.float32(RANK)}),
@@ -142,7 +153,7 @@ CASES = {
     "pbroadcast": along(lambda x: lax.pbroadcast(x, (jaxmpi.AXIS,), 0)),
     **{f"gradient of {op}": slope(op) for op in ("mean", "sum", "max", "prod")},
     "loop": along(lambda x: lax.fori_loop(0, 3, lambda i, x: lax.pmean(x, jaxmpi.AXIS), x)),
-    "branch": along(lambda x: lax.cond(lax.psum(1, jaxmpi.AXIS) > 1, lambda: lax.pmax(x, jaxmpi.AXIS), lambda: x)),
+    "branch": along(positive_branch),
     "vmap": along(jax.vmap(lambda x: lax.pmean(x, jaxmpi.AXIS))),
     "distributed": steps(jaxmpi.distributed(adam)),
     "distributed, weight": steps(jaxmpi.distributed(adam), weight=3),
@@ -153,22 +164,27 @@ CASES = {
     "sharded": steps(jaxmpi.sharded(adam)),
     "sharded, clip": steps(jaxmpi.sharded(optax.chain(jaxmpi.clip_by_global_norm(1.0), adam))),
     "local_sgd": steps(jaxmpi.local_sgd(adam, 2)),
-    "local_sgd, outer": steps(jaxmpi.local_sgd(sgd, 2, optax.sgd(0.7, momentum=0.9, nesterov=True))),
+    "local_sgd, outer": steps(jaxmpi.local_sgd(sgd, 2, nesterov)),
     "local_sgd, fragments": steps(jaxmpi.local_sgd(sgd, 2, fragments=2, delay=1), 6),
     "skip_nonfinite": steps(jaxmpi.skip_nonfinite(jaxmpi.distributed(adam))),
     "loss scale": loss_scale,
     "watch_replicas": steps(jaxmpi.watch_replicas(jaxmpi.distributed(adam), 2)),
-    **{f"codec {name}": steps(jaxmpi.distributed(sgd, codec=codec)) for name, codec in CODECS.items()},
+    **{
+        f"codec {name}": steps(jaxmpi.distributed(sgd, codec=codec))
+        for name, codec in CODECS.items()
+    },
     "fully_shard": fsdp,
     "micro_batches": micro,
     "noise scale": steps(optax.chain(jaxmpi.measure_noise_scale(), jaxmpi.distributed(sgd))),
-    "average_metrics": lambda: jaxmpi.average_metrics({"loss": 0.5, "n": 3, "x": np.float32(RANK)}, weight=2),
-    "average_loss": lambda: jaxmpi.jit(jax.grad(jaxmpi.average_loss(lambda p, r: jnp.sum(p["b"]) * r)))(PARAMS, RANK),
+    "average_metrics": lambda: jaxmpi.average_metrics(
+        {"loss": 0.5, "n": 3, "x": np.float32(RANK)}, weight=2
+    ),
+    "average_loss": lambda: jaxmpi.jit(jax.grad(jaxmpi.average_loss(times_rank)))(PARAMS, RANK),
     "batch_stats": lambda: jaxmpi.nn.average_batch_stats(gradients(RANK)),
     "synchronize": lambda: jaxmpi.synchronize({**gradients(RANK), "n": 3, "x": np.arange(3)}),
     "checkpoint": saved,
     "data": sampled,
-}  # fmt: skip
+}
 
 
 def outcome(case, promotion):

@@ -47,7 +47,12 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("mpi4py", "mp
 def test_one_rank_needs_no_mpi(tmp_path):
     for package in ("mpi4py", "mpi4jax"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')")
-    code = "import jaxmpi; w = jaxmpi.init(); assert (w.size, w.backend) == (1, 'single'); print(jaxmpi.tree_allreduce(3.0))"
+    code = """
+import jaxmpi
+world = jaxmpi.init()
+assert (world.size, world.backend) == (1, "single")
+print(jaxmpi.tree_allreduce(3.0))
+"""
     done = python(code, PYTHONPATH=str(tmp_path))
     assert done.stdout.strip() == "3.0", done.stderr
 
@@ -103,17 +108,28 @@ def test_before_init_every_function_says_what_to_call():
     code = """
 import jax, numpy as np, optax, jaxmpi
 calls = {
-    "tree_allreduce": lambda: jaxmpi.tree_allreduce(1.0), "tree_bcast": lambda: jaxmpi.tree_bcast(1.0),
-    "tree_reduce": lambda: jaxmpi.tree_reduce(1.0), "tree_allgather": lambda: jaxmpi.tree_allgather(1.0),
+    "tree_allreduce": lambda: jaxmpi.tree_allreduce(1.0),
+    "tree_bcast": lambda: jaxmpi.tree_bcast(1.0),
+    "tree_reduce": lambda: jaxmpi.tree_reduce(1.0),
+    "tree_allgather": lambda: jaxmpi.tree_allgather(1.0),
     "tree_alltoall": lambda: jaxmpi.tree_alltoall(np.ones(1)),
     "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(np.ones(1)),
-    "synchronize": lambda: jaxmpi.synchronize(1.0), "broadcast_object": lambda: jaxmpi.broadcast_object(1),
-    "allgather_object": lambda: jaxmpi.allgather_object(1), "barrier": jaxmpi.barrier, "rank": jaxmpi.rank, "size": jaxmpi.size,
-    "local_rank": jaxmpi.local_rank, "local_size": jaxmpi.local_size, "shard": lambda: jaxmpi.shard([1]),
+    "synchronize": lambda: jaxmpi.synchronize(1.0),
+    "broadcast_object": lambda: jaxmpi.broadcast_object(1),
+    "allgather_object": lambda: jaxmpi.allgather_object(1),
+    "barrier": jaxmpi.barrier,
+    "rank": jaxmpi.rank,
+    "size": jaxmpi.size,
+    "local_rank": jaxmpi.local_rank,
+    "local_size": jaxmpi.local_size,
+    "shard": lambda: jaxmpi.shard([1]),
     "get_logger": lambda: jaxmpi.get_logger("early", "somewhere"),
-    "preempted": jaxmpi.preempted, "save": lambda: jaxmpi.save("x", 1, 2), "latest": lambda: jaxmpi.latest("x"),
+    "preempted": jaxmpi.preempted,
+    "save": lambda: jaxmpi.save("x", 1, 2),
+    "latest": lambda: jaxmpi.latest("x"),
     "restore": lambda: jaxmpi.restore("x", 1),
-    "batches": lambda: jaxmpi.batches([1], 1), "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
+    "batches": lambda: jaxmpi.batches([1], 1),
+    "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
 }
 for name, call in calls.items():
     try:
@@ -211,7 +227,8 @@ import sys
 import jax, jaxmpi, numpy as np, optax
 def main(islands):
     world = jaxmpi.init(axes={"island": islands, "member": -1})
-    tx = jaxmpi.local_sgd(jaxmpi.distributed(optax.sgd(0.1), axis="member"), every=2, outer=optax.sgd(0.7), axis="island")
+    inner, outer = jaxmpi.distributed(optax.sgd(0.1), axis="member"), optax.sgd(0.7)
+    tx = jaxmpi.local_sgd(inner, every=2, outer=outer, axis="island")
     w = np.ones(3, np.float32)
     state = tx.init(w)
     @jaxmpi.jit
@@ -422,7 +439,8 @@ def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(
         RuntimeError,
-        match=r"init: JAX has started already, .* is to have GPU 5 alone\. Call jaxmpi\.init\(\) before",
+        match=r"init: JAX has started already, .* is to have GPU 5 alone\. "
+        r"Call jaxmpi\.init\(\) before",
     ):
         _devices.choose(1, 2, None)
 

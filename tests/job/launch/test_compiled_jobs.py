@@ -29,7 +29,8 @@ for length in (3, 4):
     x = jnp.ones(length)
     out = jaxmpi.local(step(x))
     assert jnp.allclose(out, size * jnp.sin(1.0) + size * (size - 1) / 2), out
-print(f"rank {rank} compiled {events['compile_requests_use_cache'] - events['cache_hits']}", flush=True)
+compiled = events['compile_requests_use_cache'] - events['cache_hits']
+print(f"rank {rank} compiled {compiled}", flush=True)
 if fault == "exit" and os.environ["JAXMPI_RESTART"] == "0":
     sys.exit(3)
 """

@@ -35,14 +35,16 @@ if __name__ == "__main__":
     n = world.size
     got = jaxmpi.jit(mean)(jnp.arange(4.0) + world.rank)
     want = np.arange(4.0) + (n - 1) / 2
-    if not np.allclose(np.asarray(got), want) or jaxmpi.allgather_object(world.rank) != list(range(n)):
+    ranks = jaxmpi.allgather_object(world.rank)
+    if not np.allclose(np.asarray(got), want) or ranks != list(range(n)):
         raise SystemExit("wrong numbers")
     print(f"fine on {world.rank} of {n}", flush=True)
 """
 LAUNCH = """
 import jaxmpi
 if __name__ == "__main__":
-    print(*jaxmpi.launch(lambda: f"fine on {jaxmpi.rank()} of {jaxmpi.size()}", 2), sep="\\n", flush=True)
+    lines = jaxmpi.launch(lambda: f"fine on {jaxmpi.rank()} of {jaxmpi.size()}", 2)
+    print(*lines, sep="\\n", flush=True)
 """
 HOW = {
     "run": [str(BIN / "jaxmpi"), "run", "-n", "2", "@SCRIPT@"],
@@ -98,14 +100,20 @@ mkdir $d/pts; mount --rbind /dev/pts $d/pts; ln -s pts/ptmx $d/ptmx; ln -s /proc
 mount --rbind $d /dev
 """
 AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-SLURM = "SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_NTASKS=2 SLURM_NODELIST=$(hostname) SLURM_TASKS_PER_NODE=2 SLURM_NNODES=1"
+SLURM = (
+    "SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_NTASKS=2 SLURM_NODELIST=$(hostname) "
+    "SLURM_TASKS_PER_NODE=2 SLURM_NNODES=1"
+)
 PROXY = "export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9"
 NO_MPI4PY = """
-echo "raise ImportError(\\"No module named 'mpi4py'\\")" > $TMPDIR/mpi4py.py; export PYTHONPATH=$TMPDIR
+echo "raise ImportError(\\"No module named 'mpi4py'\\")" > $TMPDIR/mpi4py.py
+export PYTHONPATH=$TMPDIR
 """
 NO_MPI4JAX = "echo 'raise ImportError' > $TMPDIR/mpi4jax.py; export PYTHONPATH=$TMPDIR"
 MPICH = """
-printf '#!/bin/sh\\necho HYDRA build details, Version: 4.2' > $TMPDIR/m; chmod +x $TMPDIR/m; export JAXMPI_MPIEXEC=$TMPDIR/m
+printf '#!/bin/sh\\necho HYDRA build details, Version: 4.2' > $TMPDIR/m
+chmod +x $TMPDIR/m
+export JAXMPI_MPIEXEC=$TMPDIR/m
 """
 TOO_SMALL = r"cannot share .* MiB of memory among its 2 ranks"
 ENVIRONMENTS = [
@@ -327,9 +335,14 @@ def start(environment, folder):
     as_root = dict(word.split("=") for word in AS_ROOT.split())
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        start_new_session=True,
         env={**ours, **as_root, "MARK": mark, "TMPDIR": str(tmp)},
-    ) as job:  # fmt: skip
+    ) as job:
         try:
             output = job.communicate(timeout=120)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:

@@ -41,7 +41,9 @@ comm, what = MPI.COMM_WORLD, sys.argv[1]
 run_dir = os.environ["JAXMPI_RUN_DIR"]
 registry.join(run_dir, comm.rank)
 time.sleep(0.1 * comm.rank)  # MPICH mixes what ranks write at once, even within a line
-print(f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {' '.join(registry.segments())}", flush=True)
+files = " ".join(registry.segments())
+said = f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {files}"
+print(said, flush=True)
 comm.Barrier()
 time.sleep(0.3)  # the launcher has seen all ranks
 if comm.rank == 1 and what == "raise":
@@ -662,8 +664,10 @@ def test_a_launcher_or_a_python_that_does_not_answer_is_named(tmp_path, monkeypa
 
 # What the programs that list the parameters of Open MPI say: that of 5 breaks its lines.
 LISTS = {
-    "4.1.4": """           MCA orte base: parameter "orte_tmpdir_base" (current value: "{}", data source: file (x))
-           MCA orte base: parameter "orte_local_tmpdir_base" (current value: "", data source: default)""",
+    "4.1.4": '           MCA orte base: parameter "orte_tmpdir_base" '
+    '(current value: "{}", data source: file (x))\n'
+    '           MCA orte base: parameter "orte_local_tmpdir_base" '
+    '(current value: "", data source: default)',
     "5.0.11": """                MCA prte: "prte_tmpdir_base" (current value:
                           "{}", data
                           source: environment, type: string)
@@ -742,7 +746,10 @@ def test_check_library_refuses_another_vendor():
     own = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     other = INTEL if own.vendor == "Open MPI" else OPEN_MPI
     mpiexec.check_library(own)
-    text = rf"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} .*libmpi.*, and .*\. Give --mpiexec"
+    text = (
+        f"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} "
+        r".*libmpi.*, and .*\. Give --mpiexec"
+    )
     with pytest.raises(LaunchError, match=text):
         mpiexec.check_library(other)
 
@@ -786,7 +793,10 @@ def test_main_prints_usage_without_a_command(capsys):
 
 
 def test_launch_imports_neither_jax_nor_mpi():
-    code = "import sys, jaxmpi.__main__; assert not {'jax', 'numpy', 'mpi4py', 'mpi4jax'} & set(sys.modules)"
+    code = """
+import sys, jaxmpi.__main__
+assert not {'jax', 'numpy', 'mpi4py', 'mpi4jax'} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
 
 
@@ -794,8 +804,14 @@ RANKS = [Member(0, 500, "vm"), Member(1, 501, "vm"), Member(2, 502, "vm")]
 OPEN_MPI_KILLED = (
     "prterun noticed that process rank 1 with PID 501 on node vm exited on\nsignal 9 (Killed)."
 )
-OPEN_MPI_LEFT = "prterun has exited due to process rank 1 with PID 501 on node vm exiting\nimproperly. There are three reasons"
-OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n   Exit code:    3\n"
+OPEN_MPI_LEFT = (
+    "prterun has exited due to process rank 1 with PID 501 on node vm exiting\n"
+    "improperly. There are three reasons"
+)
+OPEN_MPI_CODE = (
+    "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n"
+    "   Exit code:    3\n"
+)
 OPEN_MPI_ABORT = (
     "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n  Proc: "
     "[[5,1],1]\n  Errorcode: 3\n"
@@ -804,13 +820,19 @@ OPEN_MPI_ABORT = (
 MPICH_ABORT = (
     "Abort(3) on node 1 (rank 0 in comm 7): application called MPI_Abort(comm=0x7, 3) - process 0"
 )
-MPICH_CODE = "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n=   CLEANING UP REMAINING PROCESSES\n====="
+MPICH_CODE = (
+    "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n"
+    "=   CLEANING UP REMAINING PROCESSES\n====="
+)
 MPICH_KILLED = (
     MPICH_CODE.replace("CODE: 3", "CODE: 9")
     + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 )
 MPICH_AWAY = MPICH_KILLED.replace("501", "77").replace("AT vm", "AT 192.0.2.7")
-OPEN_MPI_4_ABORT = "MPI_ABORT was invoked on rank 1 in communicator {}\nwith errorcode 3.\n\nNOTE: invoking MPI_ABORT"
+OPEN_MPI_4_ABORT = (
+    "MPI_ABORT was invoked on rank 1 in communicator {}\nwith errorcode 3.\n\n"
+    "NOTE: invoking MPI_ABORT"
+)
 OPEN_MPI_4_KILLED = (
     "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
 )
@@ -831,7 +853,10 @@ def intel(*ranks):
 
 
 INTEL_KILLED = intel((0, "vm", 9), (1, "vm", 9))
-NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, crashed or by os._exit. The job ends.\n"
+NAMED = (
+    "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): "
+    "killed, crashed or by os._exit. The job ends.\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -1331,11 +1356,22 @@ from jaxmpi._job.launch.output import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-steps = [(6, b"first ", 6, 0), (8, b"second ", 8, 5), (8, b"third ", 8, 11), (hard, b"fourth", 0, 0), (hard, b" fifth", 0, 0)]
+steps = [
+    (6, b"first ", 6, 0),
+    (8, b"second ", 8, 5),
+    (8, b"third ", 8, 11),
+    (hard, b"fourth", 0, 0),
+    (hard, b" fifth", 0, 0),
+]
+
+def written(text, size):
+    file = open(sys.argv[1], "rb").read()
+    return file.endswith(text) or len(file) == size
+
 for limit, text, size, lost in steps:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     os.write(write, text)
-    while relay.lost != lost or not (file := open(sys.argv[1], "rb").read()).endswith(text) and len(file) != size:
+    while relay.lost != lost or not written(text, size):
         time.sleep(0.01)
 os.close(write)
 relay.join(10)

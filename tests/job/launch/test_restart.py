@@ -265,7 +265,10 @@ OPEN_MPI = (
 )
 MPICH = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
 DAEMON = "HNP daemon   : [prterun-a-1@0,0] on node a\n  Remote daemon: [prterun-a-1@0,2] on node c"
-LOST = "A daemon failed to report back after being spawned. This could\n Local host: a\n  Remote host:   c\n  Daemon exit"
+LOST = (
+    "A daemon failed to report back after being spawned. This could\n Local host: a\n"
+    "  Remote host:   c\n  Daemon exit"
+)
 OTHERS = "the launcher ended with code 0; these ranks did not end in order: 0 (pid 3 on a)"
 
 

@@ -36,9 +36,14 @@ def visit():
     return link
 
 visitor = child(visit)
-ranks = [child(lambda: death_reporter.connect(listener.getsockname().hex(), rank, 2)) for rank in range(2)]
+address = listener.getsockname().hex()
+ranks = [child(lambda: death_reporter.connect(address, rank, 2)) for rank in range(2)]
 peer = death_reporter._peer
-death_reporter._peer = lambda link: (peer(link)[0], peer(link)[1] + (whose == "another user" and peer(link)[0] == visitor))
+def peer_of(link):
+    pid, user = peer(link)
+    return pid, user + (whose == "another user" and pid == visitor)
+
+death_reporter._peer = peer_of
 os.kill(ranks[1], signal.SIGKILL)
 signal.alarm(10)
 try:

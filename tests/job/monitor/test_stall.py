@@ -523,9 +523,13 @@ run = {"params": params, "state": tx.init(params), "epoch": 0, "batch": 0}
 if jaxmpi.latest(directory) is not None:
     run = jaxmpi.restore(directory, run)
 first = os.environ["JAXMPI_RESTART"] == "0"
-faulty = faults.inject(step, kind, rank=world.size - 1, call=call) if first and kind != "none" else step
+faulty = step
+if first and kind != "none":
+    faulty = faults.inject(step, kind, rank=world.size - 1, call=call)
 while run["epoch"] < 4:
-    batches = jaxmpi.batches(data, 6, seed=0, epoch=run["epoch"], start=6 * run["batch"], remainder="mask")
+    batches = jaxmpi.batches(
+        data, 6, seed=0, epoch=run["epoch"], start=6 * run["batch"], remainder="mask"
+    )
     for batch, mask in batches:
         params, state = faulty(run["params"], run["state"], batch, mask)
         run |= {"params": params, "state": state, "batch": run["batch"] + 1}
