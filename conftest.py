@@ -15,7 +15,7 @@ import pytest
 import jaxmpi
 
 ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
-# programs of tests, which are no modules
+# programs that tests run, which hold no tests
 collect_ignore = [
     "tests/job/monitor/busy_script.py",
     "tests/job/monitor/fault_script.py",
@@ -39,14 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_repeated(items)
     if find_spec("mpi4jax") is None:
         for item in items:
-            wants = any(
-                isinstance(value, str) and value == "mpi4jax"
-                for value in _parameters(item).values()
-            )
-            if wants or item.get_closest_marker("mpi4jax"):
-                item.add_marker(
-                    pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax")
-                )
+            values = [value for value in _parameters(item).values() if isinstance(value, str)]
+            if "mpi4jax" in values or item.get_closest_marker("mpi4jax"):
+                reason = "mpi4jax is not installed: make test-mpi4jax"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
@@ -60,11 +56,8 @@ def _mark_repeated(items: list[pytest.Item]) -> None:
             numbers[_test(item)].add(_ranks(item))
     for item in items:
         if 3 in numbers[_test(item)] - {_ranks(item)}:
-            item.add_marker(
-                pytest.mark.slow
-                if item.path.parent.name == ON_ALL_RANKS
-                else pytest.mark.exhaustive
-            )
+            on_all_ranks = item.path.parent.name == ON_ALL_RANKS
+            item.add_marker(pytest.mark.slow if on_all_ranks else pytest.mark.exhaustive)
 
 
 def _test(item: pytest.Item) -> tuple[str, str]:

@@ -78,11 +78,10 @@ for case, shapes, dtype in report.progress([c for c in CASES if args.cases in c[
 
 def plot(axes, rows):
     for name in CONTENDERS:
-        points = [
-            (4 * np.prod(SIZES[r["case"]][0]), r)
-            for r in rows
-            if r["contender"] == name and r["case"] in SIZES
-        ]
+        points = []
+        for r in rows:
+            if r["contender"] == name and r["case"] in SIZES:
+                points.append((4 * np.prod(SIZES[r["case"]][0]), r))
         if points:
             sizes, values = zip(*points, strict=True)
             axes.plot(sizes, [v["median_us"] for v in values], marker="o", markersize=3, label=name)

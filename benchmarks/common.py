@@ -65,11 +65,8 @@ def bars(axes, rows):
     names = list(dict.fromkeys(r["contender"] for r in rows))
     for i, name in enumerate(names):
         mine = {r["case"]: r for r in rows if r["contender"] == name}
-        places = [
-            k + (i - len(names) / 2) * 0.8 / len(names)
-            for k, case in enumerate(cases)
-            if case in mine
-        ]
+        shift = (i - len(names) / 2) * 0.8 / len(names)
+        places = [k + shift for k, case in enumerate(cases) if case in mine]
         axes.bar(
             places,
             [mine[case]["median_us"] / 1e3 for case in cases if case in mine],
@@ -179,11 +176,11 @@ class Report:
         """Note the ratio of two medians, and its range over the rounds."""
         ratio = np.median(above) / np.median(below)
         by_round = np.median(above, axis=1) / np.median(below, axis=1)
-        bounds = [
-            f"{word} {x:g}"
-            for word, x in (("at least", at_least), ("at most", at_most))
-            if x is not None
-        ]
+        bounds = []
+        if at_least is not None:
+            bounds.append(f"at least {at_least:g}")
+        if at_most is not None:
+            bounds.append(f"at most {at_most:g}")
         bound = " and ".join(bounds) or "no bound"
         holds = (at_most is None or ratio <= at_most) and (at_least is None or ratio >= at_least)
         verdict = "" if not bounds else ": holds" if holds else ": MISSED"

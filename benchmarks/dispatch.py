@@ -159,9 +159,7 @@ if on_mpi:
 for name, call in small.items():
     check(name, np.mean(np.asarray(call())), total)
 times = report.measure("1 KB", small, SECONDS)
-# of each round
-floor = sum(
-    np.median(times[name], axis=1, keepdims=True) for name in ("mpi4py Allreduce", "jit(x + 1)")
-)
+medians = {name: np.median(times[name], axis=1, keepdims=True) for name in times}  # of each round
+floor = medians["mpi4py Allreduce"] + medians["jit(x + 1)"]
 show_ratios("1 KB", times, "(mpi4py Allreduce + jit(x + 1))", floor, SMALL_LIMIT, SMALL_GAIN)
 report.finish()

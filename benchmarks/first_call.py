@@ -219,11 +219,10 @@ def compile_times(report):
 def slopes(axes, rows):
     """Seconds to compile against the number of arrays."""
     for case in dict.fromkeys(row["case"].partition(", ")[0] for row in rows):
-        mine = [
-            row
-            for row in rows
-            if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi"
-        ]
+        mine = []
+        for row in rows:
+            if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi":
+                mine.append(row)
         axes.plot(
             [int(row["case"].split()[-3]) for row in mine],
             [row["median_us"] / 1e6 for row in mine],

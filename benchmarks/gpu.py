@@ -42,12 +42,9 @@ class Part:
 
     def command(self, folder):
         arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
-        start = (
-            [sys.executable]
-            if self.ranks == 1
-            else [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks)]
-        )
-        return [*start, *arguments]
+        if self.ranks == 1:
+            return [sys.executable, *arguments]
+        return [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks), *arguments]
 
 
 MPS = "nvidia-cuda-mps-control"
@@ -132,11 +129,10 @@ def carry_out(part, environ):
                     [MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30
                 )
     seconds = round(time.monotonic() - start, 1)
-    results = [
-        json.loads(line.split("RESULT ", 1)[1])
-        for line in output.splitlines()
-        if "RESULT {" in line
-    ]
+    results = []
+    for line in output.splitlines():
+        if "RESULT {" in line:
+            results.append(json.loads(line.split("RESULT ", 1)[1]))
     if code is None:
         status = f"wrong: it had not ended after {part.seconds} s"
     elif part.ends_with:

@@ -8,6 +8,7 @@ The docstrings of the functions say what each shows. On CPUs they run as well, w
 import argparse
 import ctypes
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -95,21 +96,19 @@ def collectives():
     )
     for name, (traced, expected) in cases(n).items():
         reduces = name in ("psum", "pmax", "psum_scatter")
-        dtypes = [
-            d
-            for d in DTYPES
-            if not (reduces and d == "bool") and not (name == "pmax" and d == "complex64")
-        ]
-        xs = [
-            [numbers(r, shape, dtype) for dtype in dtypes for shape in ((n * 3,), (n * 50_000, 5))]
-            for r in range(n)
-        ]  # [ranks][arrays]
+        without = {"bool"} if reduces else set()
+        if name == "pmax":
+            without.add("complex64")
+        dtypes = [dtype for dtype in DTYPES if dtype not in without]
+        xs = [[] for _ in range(n)]  # [ranks][arrays]
+        for r, dtype in itertools.product(range(n), dtypes):
+            xs[r].append(numbers(r, (n * 3,), dtype))
+            xs[r].append(numbers(r, (n * 50_000, 5), dtype))
         done = jaxmpi.jit(partial(jax.tree.map, traced))([jnp.asarray(x) for x in xs[rank]])
-        wrong = [
-            f"{x.dtype}{list(x.shape)}"
-            for x, y, *of_ranks in zip(xs[rank], done, *xs, strict=True)
-            if not np.array_equal(np.asarray(y), expected(of_ranks, rank))
-        ]
+        wrong = []
+        for x, y, *of_ranks in zip(xs[rank], done, *xs, strict=True):
+            if not np.array_equal(np.asarray(y), expected(of_ranks, rank)):
+                wrong.append(f"{x.dtype}{list(x.shape)}")
         say(
             name,
             f"{len(done)} arrays",
@@ -225,10 +224,10 @@ def staging():
         for where in ("GPU", "CPU") if on_gpu else ("CPU",):
             device = jax.local_devices(backend=where.lower())[0]
             with jax.default_device(device):
-                tree = [
-                    jax.device_put(jnp.full(k, world.rank + 1.0, jnp.float32), device)
-                    for k in sizes
-                ]
+                tree = []
+                for k in sizes:
+                    x = jnp.full(k, world.rank + 1.0, jnp.float32)
+                    tree.append(jax.device_put(x, device))
                 low, median, high = median_of(lambda tree=tree: mean(tree))
             say(
                 f"mean of {name}, {len(sizes)} arrays, on the {where}",
@@ -288,17 +287,11 @@ def _step_of(model, cpu):
     `step(params, opt_state, batch)` is built for any optimizer.
     """
     if model == "digits":
-        (loss_of, params, batch), optimizer, dtype = (
-            step_models.cnn(),
-            optax.adamw(3e-3),
-            jnp.float32,
-        )
+        loss_of, params, batch = step_models.cnn()
+        optimizer, dtype = optax.adamw(3e-3), jnp.float32
     elif model == "resnet50":
-        (loss_of, params, _), optimizer, dtype = (
-            step_models.resnet_50(),
-            optax.sgd(0.01, momentum=0.9),
-            jnp.bfloat16,
-        )
+        loss_of, params, _ = step_models.resnet_50()
+        optimizer, dtype = optax.sgd(0.01, momentum=0.9), jnp.bfloat16
         count, pixels = (2, 32) if cpu else (128, 224)
         rng = np.random.default_rng(1)
         batch = (
@@ -307,11 +300,8 @@ def _step_of(model, cpu):
         )
     else:
         shape = (2, 64, 4, 32, 2) if cpu else (12, 768, 12, 512, 16)
-        (loss_of, params, batch), optimizer, dtype = (
-            step_models.stacked_gpt(*shape),
-            optax.adam(1e-4),
-            jnp.bfloat16,
-        )
+        loss_of, params, batch = step_models.stacked_gpt(*shape)
+        optimizer, dtype = optax.adam(1e-4), jnp.bfloat16
 
     def lowered(tree):
         return jax.tree.map(
@@ -320,9 +310,10 @@ def _step_of(model, cpu):
 
     def step_with(optimizer):
         def step(params, opt_state, batch):
-            loss, grads = jax.value_and_grad(
-                lambda params: loss_of(lowered(params), lowered(batch)).astype(jnp.float32)
-            )(params)
+            def wide_loss(params):
+                return loss_of(lowered(params), lowered(batch)).astype(jnp.float32)
+
+            loss, grads = jax.value_and_grad(wide_loss)(params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 

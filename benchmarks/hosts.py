@@ -182,20 +182,13 @@ def main():
         for case, name, value, at_most in ratios(network, us):
             late = at_most is not None and value > at_most
             missed += late
-            bound = (
-                "no bound"
-                if at_most is None
-                else f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
-            )
+            bound = "no bound"
+            if at_most is not None:
+                bound = f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
             print(f"  {case:24} {name:40} {value:6.2f}, {bound}", flush=True)
     if args.out:
-        save(
-            args.out,
-            "hosts",
-            {"machine": machine, "rows": rows},
-            "hosts",
-            lambda axes: bars(axes, rows),
-        )
+        found = {"machine": machine, "rows": rows}
+        save(args.out, "hosts", found, "hosts", lambda axes: bars(axes, rows))
     print(f"hosts: {missed} ratios missed their bound")
     sys.exit(int(bool(missed) and not args.quick))
 

@@ -244,13 +244,13 @@ def compare_speed(base, head, launches, cases):
         concerns_us = "jaxmpi" in ratio
         worse += 1 if concerns_us and quotient > BOUND else 0
         verdict = "" if not concerns_us else ": WORSE" if quotient > BOUND else ": holds"
-        spread = ", ".join(
-            f"{side.name} {min(values[side.name]):.2f} to {max(values[side.name]):.2f}"
-            for side in (base, head)
-        )
+        spreads = []
+        for side in (base, head):
+            low, high = min(values[side.name]), max(values[side.name])
+            spreads.append(f"{side.name} {low:.2f} to {high:.2f}")
         print(
             f"{benchmark} {case:22} {ratio:50} {before:6.2f} -> {after:6.2f}, by {quotient:.2f} "
-            f"({spread}){verdict}"
+            f"({', '.join(spreads)}){verdict}"
         )
     return worse
 

@@ -119,12 +119,11 @@ def mpi4jax_per_leaf(shapes, dtype):
     comm = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
 
     def mean(tree):
-        return [
-            (mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm) / comm.size).astype(
-                x.dtype
-            )
-            for x in tree
-        ]
+        means = []
+        for x in tree:
+            total = mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm)
+            means.append((total / comm.size).astype(x.dtype))
+        return means
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
@@ -138,10 +137,8 @@ def mpi4jax_concatenated(shapes, dtype):
     def mean(tree):
         flat = jnp.concatenate([x.ravel().astype(jnp.float32) for x in tree])
         flat = mpi4jax.allreduce(flat, op=MPI.SUM, comm=comm) / comm.size
-        return [
-            part.reshape(x.shape).astype(x.dtype)
-            for part, x in zip(jnp.split(flat, ends[:-1]), tree, strict=True)
-        ]
+        parts = jnp.split(flat, ends[:-1])
+        return [y.reshape(x.shape).astype(x.dtype) for y, x in zip(parts, tree, strict=True)]
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 

@@ -21,8 +21,8 @@ import jaxmpi
 from jaxmpi._world import session
 
 OFF = 0.25  # of what is measured, at most
-# the arrays of a mean, and how many further means a step has: they differ more than two calls of
-# one step do
+# The arrays of a mean, and how many further means a step has. There are so many that their time
+# exceeds the difference between two calls of one step.
 CASES = {
     "1 KB": ([(256,)], 20),
     "1 MB": ([(262_144,)], 5),
@@ -91,10 +91,8 @@ def main():
     ]
     command = [str(Path(__file__).resolve().parents[1] / "tests" / "network.sh"), *map(str, words)]
     environ = {**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}
-    codes = [
-        subprocess.run(command, env=environ).returncode
-        for _ in range(1 if args.quick else args.launches)
-    ]
+    launches = 1 if args.quick else args.launches
+    codes = [subprocess.run(command, env=environ).returncode for _ in range(launches)]
     print(f"prediction: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
     sys.exit(max(codes))
 

@@ -39,7 +39,7 @@ class RecordedStep:
             self._record = {"name": name, "table": table, "calls": []}
             self._records.append(self._record)
         out = self._step(*args, **kwargs)
-        # nn.jit returns what its objects have become in the objects themselves
+        # nn.jit changes its objects in place, so they are part of the result
         self._record["calls"].append(
             hashed((out, args, kwargs) if holds_objects((args, kwargs)) else out)
         )

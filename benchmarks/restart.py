@@ -127,9 +127,8 @@ def launch(ranks, folder, kills):
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     (folder / "events.jsonl").unlink(missing_ok=True)
     began, again, lines = time.time(), [], []
-    with subprocess.Popen(
-        words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environ, **streams) as job:
         for line in job.stderr:
             lines.append(line)
             if f" of {kills}" in line and "restart " in line:

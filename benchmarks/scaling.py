@@ -71,10 +71,9 @@ def main():
         for ranks in sorted({2, *args.ranks}):
             found[ranks] = launch(ranks, folder)
             print(found[ranks]["machine"])
-    median_us = {
-        ranks: {row["case"]: row["median_us"] for row in each["rows"]}
-        for ranks, each in found.items()
-    }
+    median_us = {}  # {ranks: {case: µs}}
+    for ranks, each in found.items():
+        median_us[ranks] = {row["case"]: row["median_us"] for row in each["rows"]}
     cores, missed, rows = len(os.sched_getaffinity(0)), 0, []
     for ranks in args.ranks:
         for case, count in SIZES.items():

@@ -18,12 +18,13 @@ def _cross_entropy(logits, labels):
 
 def _random(shapes, scale=0.02):
     rng = np.random.default_rng(0)
-    return [
-        rng.normal(size=shape).astype(np.float32) * scale
-        if len(shape) > 1
-        else np.ones(shape, np.float32)
-        for shape in shapes
-    ]
+    arrays = []
+    for shape in shapes:
+        if len(shape) > 1:
+            arrays.append(rng.normal(size=shape).astype(np.float32) * scale)
+        else:
+            arrays.append(np.ones(shape, np.float32))
+    return arrays
 
 
 def _batch(inputs_shape, classes, labels_shape):

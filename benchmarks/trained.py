@@ -17,7 +17,7 @@ class Trained:
 
     def __init__(self, step, params, batch, put=lambda x: x):
         self.step, self.batch = step, jax.tree.map(put, batch)
-        # a copy: it is donated
+        # the step donates its state, so it gets a copy
         self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))
 
     def __call__(self):
@@ -40,10 +40,12 @@ def mpi4jax_step(loss_of, params, batch):
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()
-    per_leaf = lambda grads: jax.tree.map(
-        lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads
-    )
-    return Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)
+
+    def mean(g):
+        return mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size
+
+    step = step_of(loss_of, partial(jax.tree.map, mean))
+    return Trained(jax.jit(step, donate_argnums=0), params, batch)
 
 
 def gloo_step(loss_of, params, batch):

@@ -142,7 +142,7 @@ else:
     # AdamW on the mean of all ranks' gradients
     optimizer = jaxmpi.distributed(optax.adamw(schedule), codec=codec)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
-# on all ranks: state and parameters, unless each takes steps of its own
+# arguments that are equal on all ranks; with --local-every each rank's parameters differ
 equal = (1,) if args.local_every else (0, 1)
 
 graph, params = nnx.split(CNN(rngs=nnx.Rngs(args.seed)), nnx.Param)
@@ -163,11 +163,10 @@ def shift(image, key):
 )
 def step(params, state, batch, key):
     x = batch["image"]
-    # a key for every image: with one for every rank the images would depend on the number of ranks
     if args.augment:
-        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(
-            x, batch["number"]
-        )
+        # a key for each image: keys for each rank would make images depend on the number of ranks
+        shifted = lambda image, number: shift(image, jax.random.fold_in(key, number))
+        x = jax.vmap(shifted)(x, batch["number"])
 
     def loss_of(params):
         logits = nnx.merge(graph, params)(x)

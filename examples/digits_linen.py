@@ -101,11 +101,10 @@ def shift(image, key):
 @partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=(0, 1, 3), replicated_outnums=(0, 1))
 def step(params, state, batch, key):
     x = batch["image"]
-    # a key for every image: with one for every rank the images would depend on the number of ranks
     if args.augment:
-        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(
-            x, batch["number"]
-        )
+        # a key for each image: keys for each rank would make images depend on the number of ranks
+        shifted = lambda image, number: shift(image, jax.random.fold_in(key, number))
+        x = jax.vmap(shifted)(x, batch["number"])
 
     def loss_of(params):
         logits = model.apply(params, x)

@@ -114,11 +114,10 @@ log = jaxmpi.get_logger("gpt")
 def windows():
     """The text as [windows, length + 1] bytes, for training and held out."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path
-        for path in library.rglob("*.py")
-        if "site-packages" not in path.parts and "test" not in path.parts
-    )
+    files = []
+    for path in sorted(library.rglob("*.py")):
+        if "site-packages" not in path.parts and "test" not in path.parts:
+            files.append(path)
     order = np.random.default_rng(0).permutation(len(files))  # the held-out files are of all kinds
     text, limit = bytearray(), int(args.megabytes * 1e6)
     for i in order:
@@ -156,12 +155,9 @@ class GPT(nn.Module):
     def __call__(self, text):
         length = text.shape[1]
         embed = nn.Embed(256, args.width, embedding_init=nn.initializers.normal(0.02))
-        x = (
-            embed(text)
-            + self.param("position", nn.initializers.normal(0.02), (args.length, args.width))[
-                :length
-            ]
-        )
+        shape = (args.length, args.width)
+        position = self.param("position", nn.initializers.normal(0.02), shape)
+        x = embed(text) + position[:length]
         block = nn.map_variables(Block, "params", jaxmpi.unshard) if self.shards else Block
         blocks = nn.scan(
             nn.remat(block, prevent_cse=False),
@@ -179,8 +175,8 @@ if len(train) < args.batch_size:
     parser.error(
         f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on"
     )
-# rank 0's, on every rank
-params = jaxmpi.synchronize(GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"])
+params = GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"]
+params = jaxmpi.synchronize(params)  # rank 0's, on every rank
 count = sum(x.size for x in jax.tree.leaves(params))
 if args.fully_sharded:
     params = jaxmpi.fully_shard(params, stacked={name: name == "blocks" for name in params})
@@ -191,16 +187,12 @@ schedule = optax.warmup_cosine_decay_schedule(
 )
 adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 if args.local_every:
-    outer = (
-        optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True)
-        if args.diloco
-        else None
-    )
-    inner = (
-        (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member")
-        if args.islands
-        else adamw
-    )
+    inner, outer = adamw, None
+    if args.islands:
+        within = jaxmpi.sharded if args.sharded else jaxmpi.distributed
+        inner = within(adamw, axis="member")
+    if args.diloco:
+        outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True)
     optimizer = jaxmpi.local_sgd(
         inner,
         args.local_every,

@@ -184,9 +184,10 @@ def schedule_of(args, steps):
 
 
 def optimizer_of(args, schedule):
-    kernels = partial(
-        jax.tree_util.tree_map_with_path, lambda path, x: "kernel" in jax.tree_util.keystr(path)
-    )
+    def kernels(params):
+        is_kernel = lambda path, x: "kernel" in jax.tree_util.keystr(path)
+        return jax.tree_util.tree_map_with_path(is_kernel, params)
+
     decay = optax.add_decayed_weights(args.weight_decay, mask=kernels)
     inner = {
         "sgd": lambda: optax.chain(decay, optax.sgd(schedule, args.momentum)),
@@ -283,13 +284,11 @@ def compare_settings(args, resumed):
     path = args.out / "settings.json"
     if jaxmpi.rank() == 0:
         begun = now | (json.loads(path.read_text()) if resumed and path.exists() else {})
-        changed = [
-            f"--{name.replace('_', '-')} {value} in the place of {begun[name]}"
-            for name, value in now.items()
-        ]
-        changed = [
-            text for name, text in zip(now, changed, strict=True) if now[name] != begun[name]
-        ]
+        changed = []
+        for name, value in now.items():
+            if value != begun[name]:
+                option = "--" + name.replace("_", "-")
+                changed.append(f"{option} {value} in the place of {begun[name]}")
         if changed:
             log.warning(f"going on with {', '.join(changed)}. Another --out begins anew")
         path.write_text(json.dumps(begun, indent=1))
@@ -383,12 +382,10 @@ def train(args, folders, load, model, begin):
         at |= {"epoch": epoch + 1, "position": 0}
         meter = jaxmpi.Throughput()  # of training alone
     save()
-    if jaxmpi.rank() == 0:
-        print(
-            f"best top-1 {at['best']:.2%}, its weights in {best_path}"
-            if at["best"] >= 0
-            else "no epoch with a finite loss"
-        )
+    if jaxmpi.rank() == 0 and at["best"] >= 0:
+        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}")
+    elif jaxmpi.rank() == 0:
+        print("no epoch with a finite loss")
 
 
 def main():

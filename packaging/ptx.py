@@ -40,11 +40,10 @@ def header() -> str:
         str(NATIVE / "gather.cu"),
     ]
     ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = [
-        line.rstrip()
-        for line in ptx.splitlines()
-        if line.strip() and not line.lstrip().startswith("//")
-    ]
+    lines = []
+    for line in ptx.splitlines():
+        if line.strip() and not line.lstrip().startswith("//"):
+            lines.append(line.rstrip())
     text = "\n".join(lines)
     text = re.sub(r"^\.version .*$", f".version {VERSION}", text, flags=re.MULTILINE)
     text = re.sub(r"^\.target .*$", f".target {TARGET}", text, flags=re.MULTILINE)

@@ -56,24 +56,13 @@ def row(python, mpi, jax, wheels):
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder, "env")
         check([python, "-m", "venv", environment])
-        # nothing else is on PATH, so no compiler is found
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("CC", "CXX", "PYTHONPATH")
-        }
-        environ["PATH"] = str(environment / "bin")
+        environ = dict(os.environ)
+        for name in ("CC", "CXX", "PYTHONPATH"):
+            environ.pop(name, None)
+        environ["PATH"] = str(environment / "bin")  # and nothing else, so no compiler is found
         assert not any(shutil.which(name, path=environ["PATH"]) for name in COMPILERS)
-        # the newest Python whose wheel there is comes first; sources are refused, which would need
-        # a compiler
-        install = [
-            environment / "bin/python",
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--quiet",
-        ]
+        pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check"]
+        install = [*pip, "install", "--quiet"]
         version = re.search(r"jaxmpi-([\w.]+)-", next(wheels.glob("*.whl")).name)[1]
         what = [
             f"jaxmpi=={version}",
@@ -81,6 +70,7 @@ def row(python, mpi, jax, wheels):
             "mpi4py",
             *([f"jax=={jax}", f"jaxlib=={jax}"] if jax else []),
         ]
+        # sources are refused, since they would need a compiler
         start = time.monotonic()
         check([*install, "--only-binary", ":all:", "--find-links", wheels, *what], env=environ)
         seconds = time.monotonic() - start

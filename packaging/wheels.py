@@ -20,7 +20,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
+# RHEL 8, Debian 10 and Ubuntu 18.10 have this version or an older one. jaxlib's wheels need 2.27.
 GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
 BUILD = """

@@ -66,15 +66,14 @@ def read_weights(path, tree):
             f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}."
         )
     new = [jnp.asarray(saved[name], x.dtype) if name in fits else x for name, x in here.items()]
-    return jax.tree.unflatten(jax.tree.structure(tree), new), [
-        name for name in here if name not in fits
-    ]
+    missing = [name for name in here if name not in fits]
+    return jax.tree.unflatten(jax.tree.structure(tree), new), missing
 
 
 def named(tree):
     """The arrays by their paths, such as `params/head/kernel`."""
-    # nnx has one in each
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").removesuffix(
-        "/value"
-    )
-    return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    arrays = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        arrays[name.removesuffix("/value")] = x  # nnx ends every path with it
+    return arrays

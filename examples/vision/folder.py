@@ -36,8 +36,8 @@ class Folder:
 
     def __init__(self, root, pixels):
         self.pixels = pixels
-        # rows: that `loader` has come across here, that all ranks know of
-        self.unreadable, self.reported = set(), set()
+        self.unreadable = set()  # rows that `loader` has found on this rank
+        self.reported = set()  # rows that all ranks know of
         self.classes, self.files = jaxmpi.broadcast_object(
             listing(Path(root)) if jaxmpi.rank() == 0 else None
         )
@@ -56,31 +56,29 @@ class Folder:
         path, label = self.files[row]
         try:
             with Image.open(path) as image:
-                # of the sizes that JPEG is quick at, the next larger
+                # JPEG decodes some sizes quickly: take the next larger one
                 image.draft("RGB", (2 * self.pixels, 2 * self.pixels))
                 image = image.convert("RGB")
         except DAMAGED as error:
-            # of the file system, not of the file
+            # an error of the file system, not a damaged file
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
-        crop = (
-            centre(image, self.pixels)
-            if seed is None
-            else random_crop(image, self.pixels, [*seed, row])
-        )
+        if seed is None:
+            crop = centre(image, self.pixels)
+        else:
+            crop = random_crop(image, self.pixels, [*seed, row])
         return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
 
 
 def listing(root):
     """List the class names, and (path, label) of every image; empty without such a folder."""
     classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    files = [
-        (str(path), label)
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    files = []
+    for label, name in enumerate(classes):
+        for path in sorted((root / name).iterdir()):
+            if path.suffix.lower() in SUFFIXES:
+                files.append((str(path), label))
     return classes, files
 
 
@@ -130,10 +128,8 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
     if training:
         plan = list(jaxmpi.batches(rows, batch_size, seed=seed, epoch=epoch, start=start))
     else:
-        plan = [
-            np.where(mask, part, -1)
-            for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")
-        ]
+        masked = jaxmpi.batches(rows, batch_size, remainder="mask")
+        plan = [np.where(mask, part, -1) for part, mask in masked]
     if not plan:
         return []
     read = partial(folder.sample, seed=(seed, epoch) if training else None)

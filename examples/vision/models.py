@@ -29,20 +29,14 @@ class Block(nnx.Module):
         # the last scale begins at zero, and each block as its shortcut (Goyal et al. 2017)
         last = len(kernels) - 1
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        self.norms = nnx.List(
-            [
-                norm(b, scale_init=zeros if i == last else ones, rngs=rngs)
-                for i, b in enumerate(widths[1:])
-            ]
-        )
-        self.shortcut = nnx.data(
-            conv(inputs, outputs, (1, 1), stride, rngs=rngs)
-            if stride > 1 or inputs != outputs
-            else None
-        )
-        self.shortcut_norm = nnx.data(
-            norm(outputs, rngs=rngs) if self.shortcut is not None else None
-        )
+        scales = [ones] * last + [zeros]
+        norms = zip(widths[1:], scales, strict=True)
+        self.norms = nnx.List([norm(b, scale_init=scale, rngs=rngs) for b, scale in norms])
+        shortcut, shortcut_norm = None, None
+        if stride > 1 or inputs != outputs:
+            shortcut = conv(inputs, outputs, (1, 1), stride, rngs=rngs)
+            shortcut_norm = norm(outputs, rngs=rngs)
+        self.shortcut, self.shortcut_norm = nnx.data(shortcut), nnx.data(shortcut_norm)
 
     def __call__(self, x):
         y = x
