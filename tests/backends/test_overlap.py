@@ -445,9 +445,8 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
-    return [
-        messages_of(level, jaxpr, overlap) for level in schedule(jaxpr, 2, True) if level.groups
-    ]
+    levels = [level for level in schedule(jaxpr, 2, True) if level.groups]
+    return [messages_of(level, jaxpr, overlap) for level in levels]
 
 
 def sent(f, *args, **sizes):
