@@ -6,6 +6,7 @@ None gives another number, a wait, or a large allocation.
 """
 
 import io
+import itertools
 import json
 import os
 import re
@@ -122,11 +123,10 @@ def limited(directory, seconds=20):
     def late(*_):
         raise Waits
 
-    size = sum(
-        path.stat().st_size
-        for path in Path(directory).rglob("*")
-        if path.is_file() and not path.is_symlink()
-    )
+    size = 0
+    for path in Path(directory).rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            size += path.stat().st_size
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     tracemalloc.start()
@@ -233,9 +233,10 @@ def archive_rewritten(directory, rng):
     size = path.stat().st_size
     with np.load(path) as opened:
         arrays = {name: opened[name] for name in opened.files}
-    same = [
-        (a, b) for a in arrays for b in arrays if a < b and arrays[a].nbytes == arrays[b].nbytes
-    ]
+    same = []
+    for a, b in itertools.product(arrays, arrays):
+        if a < b and arrays[a].nbytes == arrays[b].nbytes:
+            same.append((a, b))
     a, b = same[rng.integers(len(same))]
     arrays[a], arrays[b] = arrays[b], arrays[a]
     packed = io.BytesIO()
@@ -422,9 +423,11 @@ def test_random_corruptions(made, tmp_path, first):
         directory = tmp_path / str(seed)
         shutil.copytree(made.directory, directory)
         names = []
-        some = [
-            table[rng.integers(len(table))] for table in (FOUND, RANDOM, RANDOM) if rng.integers(2)
-        ] or [bit_flipped]
+        some = []
+        for table in (FOUND, RANDOM, RANDOM):
+            if rng.integers(2):
+                some.append(table[rng.integers(len(table))])
+        some = some or [bit_flipped]
         # the others would wait for a FIFO
         for corrupt in sorted(some, key=lambda corrupt: corrupt is replaced):
             try:
