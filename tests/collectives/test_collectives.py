@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from functools import reduce
 from typing import NamedTuple
 
@@ -92,11 +93,9 @@ def test_allreduce_every_dtype(op, jit):
     dtypes = INTEGERS + FLOATS
     dtypes = [*dtypes, "bool"] if op in ("max", "min") else dtypes + COMPLEX
     with jax.enable_x64(True):
-        inputs = {
-            f"{dtype}{shape}": stack(dtype, shape, n)
-            for dtype in dtypes
-            for shape in [(), (3,), (2, 0), (2, 3)]
-        }
+        inputs = {}
+        for dtype, shape in itertools.product(dtypes, [(), (3,), (2, 0), (2, 3)]):
+            inputs[f"{dtype}{shape}"] = stack(dtype, shape, n)
         mine = {name: jnp.asarray(x[r]) for name, x in inputs.items()}
         allreduce = lambda tree: jaxmpi.tree_allreduce(tree, op)
         got = (jax.jit(allreduce) if jit else allreduce)(mine)

@@ -423,12 +423,14 @@ def check_dtype(dtype, axis=jaxmpi.AXIS):
     The right cells are one program; each refused cell has its own.
     """
     ranks = Ranks(axis)
-    held = {
-        name: ranks.stacks(dtype, use) for name, use in USES.items() if not refusal(dtype, name)
-    }
-    program = lambda args: {
-        name: [USES[name].fun(x, axis) for x in xs] for name, xs in args.items()
-    }
+    held = {}
+    for name, use in USES.items():
+        if not refusal(dtype, name):
+            held[name] = ranks.stacks(dtype, use)
+
+    def program(args):
+        return {name: [USES[name].fun(x, axis) for x in xs] for name, xs in args.items()}
+
     with wide(dtype), quiet():
         got = jaxmpi.jit(program, compiler_options=QUICKLY)(jax.tree.map(ranks.mine, held))
         wrong = []
@@ -452,13 +454,13 @@ def check_eager(name, narrow, axis=jaxmpi.AXIS):
     The call has arrays of each dtype that the collective does not refuse.
     """
     ranks, use, wrong = Ranks(axis), USES[name], []
-    dtypes = [
-        d for d in DTYPES if isinstance(wide(d), nullcontext) == narrow and not refusal(d, name)
-    ]
-    stacks = {dtype: ranks.stacks(dtype, use, "eager") for dtype in dtypes}
+    stacks = {}
+    for dtype in DTYPES:
+        if isinstance(wide(dtype), nullcontext) == narrow and not refusal(dtype, name):
+            stacks[dtype] = ranks.stacks(dtype, use, "eager")
     with nullcontext() if narrow else jax.enable_x64(True), quiet():
-        # of JAX: sums of NumPy's integers do not wrap outside of jaxmpi.jit, which tests of its own
-        # have
+        # JAX's arrays: sums of NumPy's integers do not wrap outside of jaxmpi.jit, which has tests
+        # of its own
         args = {}
         for dtype, xs in stacks.items():
             args[dtype] = [ranks.mine(x if dtype == "float0" else jnp.asarray(x)) for x in xs]

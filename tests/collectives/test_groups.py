@@ -135,23 +135,26 @@ def weights_of(function, xs):
 def expectations(axes):
     with jax.enable_x64(True):
         xs = values(axes)
-        both = {
-            title: (name, function, weights_of(function, xs))
-            for title, name, _, function in cases(axes)
-        }
-        program = lambda xs, weights: {
-            title: everywhere(function, name, xs, weights[title])
-            for title, (name, function, _) in both.items()
-        }
-        weights = {title: w for title, (_, _, w) in both.items()}
+        weights = {title: weights_of(function, xs) for title, _, _, function in cases(axes)}
+
+        def program(xs, weights):
+            out = {}
+            for title, name, _, function in cases(axes):
+                out[title] = everywhere(function, name, xs, weights[title])
+            return out
+
         return weights, jax.device_get(jax.jit(program, compiler_options=QUICKLY)(xs, weights))
 
 
 def run_cases(axes, x, weights):
     """All of them in one program."""
-    program = lambda x, weights: {
-        title: here(operation, name, x, weights[title]) for title, name, operation, _ in cases(axes)
-    }
+
+    def program(x, weights):
+        out = {}
+        for title, name, operation, _ in cases(axes):
+            out[title] = here(operation, name, x, weights[title])
+        return out
+
     return jaxmpi.jit(program, compiler_options=QUICKLY)(x, weights)
 
 
