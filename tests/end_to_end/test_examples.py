@@ -39,9 +39,13 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}
     ).execute()
+    command = ["examples/digits.py", *ARGUMENTS]
     three, single, on_xla = run_all(
-        [*environ, *on_ranks(ranks, "examples/digits.py", *ARGUMENTS)]
-        for environ, ranks in (([], 3), ([], 1), (["env", "JAXMPI_BACKEND=xla"], 2))
+        [
+            on_ranks(3, *command),
+            on_ranks(1, *command),
+            ["env", "JAXMPI_BACKEND=xla", *on_ranks(2, *command)],
+        ]
     )
     simulated = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
     want, recognized = curve(single, 1)
@@ -87,17 +91,16 @@ def losses_in(output):
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
     """Training and held-out losses agree, with replicated and sharded state and parameters."""
-    *same, diloco, islands, sharded = run_all(
-        on_ranks(ranks, *GPT, *options.split())
-        for ranks, options in (
-            (1, "--sample 20"),
-            (3, "--sample 20 --sharded"),
-            (2, "--sample 20 --fully-sharded"),
-            (2, "--sample 0 --local-every 3 --diloco"),
-            (4, "--sample 0 --local-every 3 --diloco --islands 2"),
-            (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
-        )
-    )
+    runs = [
+        (1, "--sample 20"),
+        (3, "--sample 20 --sharded"),
+        (2, "--sample 20 --fully-sharded"),
+        (2, "--sample 0 --local-every 3 --diloco"),
+        (4, "--sample 0 --local-every 3 --diloco --islands 2"),
+        (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
+    ]
+    commands = [on_ranks(ranks, *GPT, *options.split()) for ranks, options in runs]
+    *same, diloco, islands, sharded = run_all(commands)
     one, *others = map(losses_in, same)
     assert len(one) == 12 and all("def main(arguments):" in output for output in same)
     for other in others:

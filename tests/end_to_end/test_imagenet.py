@@ -86,11 +86,8 @@ def ended(process, code=0):
 def rows(path):
     """The whole rows; NaN where a field is empty."""
     table = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
-    return [
-        {name: float(x or "nan") for name, x in row.items()}
-        for row in table
-        if None not in row.values()
-    ]
+    whole = [row for row in table if None not in row.values()]
+    return [{name: float(x or "nan") for name, x in row.items()} for row in whole]
 
 
 def wait_for_step(process, out, step):
@@ -101,10 +98,11 @@ def wait_for_step(process, out, step):
 
 def curves(out):
     """Return all losses and accuracies: [steps, 3], [epochs, 3]."""
-    return [
-        np.array([[row[name] for name in ("loss", "top1", "top5")] for row in rows(out / file)])
-        for file in ("train.csv", "eval.csv")
-    ]
+    curves = []
+    for file in ("train.csv", "eval.csv"):
+        table = [[row["loss"], row["top1"], row["top5"]] for row in rows(out / file)]
+        curves.append(np.array(table))
+    return curves
 
 
 @pytest.fixture(scope="module")
