@@ -135,20 +135,16 @@ def rematerialized(x):
     return mean(jax.grad(lambda w: step(step(w)[0])[1])(jnp.ones(3)))
 
 
-CASES = {
-    f.__name__: f
-    for f in (
-        *(
-            transposed_broadcast,
-            split_and_merged,
-            train_state_in_a_scan,
-            recurrent,
-            counted,
-            scaled,
-            rematerialized,
-        ),
-    )
-}
+FUNCTIONS = [
+    transposed_broadcast,
+    split_and_merged,
+    train_state_in_a_scan,
+    recurrent,
+    counted,
+    scaled,
+    rematerialized,
+]
+CASES = {function.__name__: function for function in FUNCTIONS}
 
 
 def leaves_of_one(case):

@@ -107,9 +107,10 @@ def test_two_lines_of_a_program_change(name):
     before, after = (
         (PROGRAMS / f"{name}{end}.py").read_text().splitlines() for end in ("", "_on_ranks")
     )
-    changes = [
-        line for line in difflib.ndiff(before, after) if line[0] in "-+" and line[2:].strip()
-    ]
+    changes = []
+    for line in difflib.ndiff(before, after):
+        if line[0] in "-+" and line[2:].strip():
+            changes.append(line)
     gone = [line[2:] for line in changes if line[0] == "-"]
     new = [line[2:] for line in changes if line[0] == "+" and line[2:] not in NEW_LINES]
     assert len(gone) == len(new) == 2
