@@ -57,11 +57,9 @@ def job(tmp_path, monkeypatch):
             output, errors = started.communicate(timeout=110)
         finally:
             started.kill()
-        counts = [
-            (int(rank), int(count))
-            for rank, count in re.findall(r"rank (\d+) compiled (\d+)", output)
-        ]
-        return started.returncode, [count for _, count in sorted(counts)], errors
+        counts = re.findall(r"rank (\d+) compiled (\d+)", output)
+        counts = sorted((int(rank), int(count)) for rank, count in counts)
+        return started.returncode, [count for _, count in counts], errors
 
     run.folder = tmp_path / ".cache" / "jaxmpi" / "compiled"
     return run

@@ -327,11 +327,10 @@ def start(environment, folder):
             *command,
         ]
     mark = uuid.uuid4().hex
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX", "XLA", "PYTEST"))
-    }
+    ours = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("JAX", "XLA", "PYTEST")):
+            ours[name] = value
     as_root = dict(word.split("=") for word in AS_ROOT.split())
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
@@ -353,11 +352,10 @@ def start(environment, folder):
     while (running := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     # Open MPI itself leaves empty folders of processes that were not started by its launcher
-    files = [
-        path
-        for path in tmp.rglob("*")
-        if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file())
-    ]
+    files = []
+    for path in tmp.rglob("*"):
+        if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file()):
+            files.append(path)
     return (
         job.returncode,
         output,
@@ -412,10 +410,10 @@ def test_there_are_many_and_none_twice():
 
 def write_table(results, page):
     """Put the results of `make environments` into the page, without the paths of this machine."""
-    rows = {
-        name: (how, said)
-        for name, how, said in map(json.loads, Path(results).read_text().splitlines())
-    }
+    rows = {}
+    for line in Path(results).read_text().splitlines():
+        name, how, said = json.loads(line)
+        rows[name] = how, said
     lines = ["| environment | started by | what becomes of it |", "|---|---|---|"]
     for environment in ENVIRONMENTS:
         how, said = rows.get(environment.name, (environment.how, "-"))

@@ -386,9 +386,8 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
 )
 def test_plan_binds_ranks_of_intel_mpi_by_variables(ranks, request_, environ):
     plan = planned(INTEL, ranks, 4, **request_)
-    assert {
-        name: value for name, value in plan.environ.items() if name.startswith("I_MPI")
-    } == environ
+    of_intel = {name: plan.environ[name] for name in plan.environ if name.startswith("I_MPI")}
+    assert of_intel == environ
     assert ("not bound" in plan.summary) == ("I_MPI_PIN" in environ)
 
 
@@ -599,10 +598,8 @@ def fake(path, text):
 
 
 def test_find_launcher_order(tmp_path, monkeypatch):
-    paths = [
-        fake(tmp_path / name, "")
-        for name in ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")
-    ]
+    names = ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")
+    paths = [fake(tmp_path / name, "") for name in names]
     (tmp_path / "prefix").rename(tmp_path / "bin")
     paths[3] = str(tmp_path / "bin/mpirun")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
@@ -1119,11 +1116,10 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
             # MPI's files only
             assert registry.members(str(tmp_path))[0].segments == (str(long_operation),)
             registry.remove_segments({str(recorded), str(long_operation)}, started)
-        exist = {
-            path.name.rpartition(".")[2]
-            for path in (old, new, recorded, long_operation, foreign)
-            if path.exists()
-        }
+        exist = set()
+        for path in (old, new, recorded, long_operation, foreign):
+            if path.exists():
+                exist.add(path.name.rpartition(".")[2])
     finally:
         foreign.unlink()
     assert exist == {"old", "busy", "foreign"}

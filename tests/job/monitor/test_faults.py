@@ -4,6 +4,7 @@
 a cell of each kind.
 """
 
+import itertools
 import json
 import os
 import re
@@ -45,9 +46,7 @@ ENDS = {
 ENDS_IN = {("nan", "save"): f"{MISMATCH}: save: leaf \\['batch'\\] is not equal on all ranks"}
 SECONDS = 25.0  # from the fault to the end of the job
 
-CELLS = [
-    (kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS
-]
+CELLS = [*itertools.product(ENDS, MODES, RANKS, WAYS)]
 FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
 
 
@@ -109,16 +108,16 @@ def write_table(results, page):
         if kind not in promise:
             lines += [rows[kind]] if kind in rows else []
             continue
-        of = lambda mode, kind=kind: [
-            f"{max(seconds[kind, mode, way]):.1f}" for way in WAYS if seconds[kind, mode, way]
-        ]
+        longest = {mode: [] for mode in MODES}
+        for mode, way in itertools.product(MODES, WAYS):
+            if seconds[kind, mode, way]:
+                longest[mode].append(f"{max(seconds[kind, mode, way]):.1f}")
         most, *others = sorted(promise[kind], key=lambda how: -len(promise[kind][how]))
-        how = "; ".join(
-            [most, *(f"{other} in {', '.join(sorted(promise[kind][other]))}" for other in others)]
-        )
-        lines.append(
-            f"| {kind} | {how} | " + " | ".join(" / ".join(of(mode)) for mode in MODES) + " |"
-        )
+        hows = [most]
+        for other in others:
+            hows.append(f"{other} in {', '.join(sorted(promise[kind][other]))}")
+        row = [kind, "; ".join(hows), *(" / ".join(longest[mode]) for mode in MODES)]
+        lines.append(f"| {' | '.join(row)} |")
     Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + tail)
 
 

@@ -173,19 +173,15 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("what", "backend"),
     [
-        *(
-            (what, "mpi")
-            for what in (
-                "spawn",
-                "forkserver",
-                "fork",
-                "subprocess",
-                "exits",
-                "raises",
-                "is killed",
-            )
-        ),
-        *((what, "xla") for what in ("spawn", "exits")),
+        ("spawn", "mpi"),
+        ("forkserver", "mpi"),
+        ("fork", "mpi"),
+        ("subprocess", "mpi"),
+        ("exits", "mpi"),
+        ("raises", "mpi"),
+        ("is killed", "mpi"),
+        ("spawn", "xla"),
+        ("exits", "xla"),
     ],
 )
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path, what, backend):

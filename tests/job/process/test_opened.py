@@ -61,12 +61,11 @@ def address_of(text):
 
 def sockets(processes):
     """Rows of what listens, or receives datagrams."""
-    owners = {
-        link: who
-        for pid, who in processes.items()
-        for link in links(pid)
-        if link.startswith("socket:")
-    }
+    owners = {}
+    for pid, who in processes.items():
+        for link in links(pid):
+            if link.startswith("socket:"):
+                owners[link] = who
     rows = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
@@ -74,25 +73,13 @@ def sockets(processes):
             who = owners.get(f"socket:[{rest[5]}]")
             if who and (state == "0A" or kind.startswith("udp")):
                 address = address_of(local)
-                rows.add(
-                    (
-                        who,
-                        kind[:3].upper(),
-                        "all addresses" if address in ("0.0.0.0", "::") else address,
-                    )
-                )
+                where = "all addresses" if address in ("0.0.0.0", "::") else address
+                rows.add((who, kind[:3].upper(), where))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
         if (who := owners.get(f"socket:[{inode}]")) and int(flags, 16) & 0x10000:  # listens
-            rows.add(
-                (
-                    who,
-                    "Unix",
-                    "a name in no file system"
-                    if path and path[0].startswith("@")
-                    else "in a folder",
-                )
-            )
+            nowhere = path and path[0].startswith("@")
+            rows.add((who, "Unix", "a name in no file system" if nowhere else "in a folder"))
     return rows
 
 
@@ -116,11 +103,9 @@ def files(processes, folders):
     for pid in processes:
         maps = Path(f"/proc/{pid}/maps").read_text()
         mapped = re.findall(r"/dev/shm/.*", maps)
-        rows |= {
-            ("memory of a rank", link.removesuffix(" (deleted)"), "no name")
-            for link in links(pid)
-            if "/memfd:jaxmpi" in link
-        }
+        for link in links(pid):
+            if "/memfd:jaxmpi" in link:
+                rows.add(("memory of a rank", link.removesuffix(" (deleted)"), "no name"))
         for name in {*mapped, *(link for link in links(pid) if link.startswith("/dev/shm/"))}:
             path, deleted = Path(name.removesuffix(" (deleted)")), name.endswith(" (deleted)")
             mode = "no name" if deleted else f"{stat.S_IMODE(path.lstat().st_mode):o}"
@@ -173,11 +158,10 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.05)
-            others = [
-                int(path.name)
-                for path in Path("/proc").glob("[0-9]*")
-                if mark.encode() in environ_of(path.name)
-            ]
+            others = []
+            for path in Path("/proc").glob("[0-9]*"):
+                if mark.encode() in environ_of(path.name):
+                    others.append(int(path.name))
             processes = {pid: "rank" if pid in pids else "launcher" for pid in {*others, *pids}}
             rows = sockets(processes) | files(processes, folders)
         finally:
