@@ -43,11 +43,10 @@ def check_group(name, row, wanted):
         else (lambda tree: jax.tree.map(lambda x: x[rank], tree))
     )
     mine = (lambda args: tuple(map(jaxmpi.PerRank, args))) if row == "simulate" else pick
-    held = [
-        (case, want)
-        for case, want in zip(cases_here(name), wanted, strict=True)
-        if row not in case.rows
-    ]
+    held = []
+    for case, want in zip(cases_here(name), wanted, strict=True):
+        if row not in case.rows:
+            held.append((case, want))
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="jaxmpi.jit: what is summed or averaged")
         program = lambda argss: [
@@ -79,22 +78,19 @@ def reference(name, n):
             jax.jit(program, compiler_options=QUICKLY)([args for _, args in by_vmap])
         )
         by_title = {case.title: want for (case, _), want in zip(by_vmap, made, strict=True)}
-        by_title |= {
-            case.title: jax.device_get(case.want(n, *args))
-            for case, args in held
-            if case.want is not None
-        }
+        for case, args in held:
+            if case.want is not None:
+                by_title[case.title] = jax.device_get(case.want(n, *args))
     return [by_title.get(case.title) for case in GROUPS[name]]
 
 
 def stacked(got, n):
     leaves, treedef = jax.tree.flatten(got, is_leaf=lambda x: isinstance(x, jaxmpi.PerRank))
-    return treedef.unflatten(
-        [
-            x.stack if isinstance(x, jaxmpi.PerRank) else np.stack([np.asarray(x)] * n)
-            for x in leaves
-        ]
-    )
+    stacks = []
+    for x in leaves:
+        equal = not isinstance(x, jaxmpi.PerRank)
+        stacks.append(np.stack([np.asarray(x)] * n) if equal else x.stack)
+    return treedef.unflatten(stacks)
 
 
 def compare(title, got, want):

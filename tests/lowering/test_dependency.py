@@ -69,9 +69,8 @@ def after_the_start(jaxpr, name):
     """Count the equations of this name that depend on a start, and those that do not."""
     marked, found = set(), []
     for eqn in jaxpr.jaxpr.eqns:
-        depends = eqn.primitive is MARK or any(
-            v in marked for v in eqn.invars if not hasattr(v, "val")
-        )
+        inputs = {v for v in eqn.invars if not hasattr(v, "val")}  # without literals
+        depends = eqn.primitive is MARK or bool(inputs & marked)
         marked.update(eqn.outvars if depends else ())
         found += [depends] if eqn.primitive.name == name else []
     return found.count(True), found.count(False)

@@ -3,6 +3,7 @@
 The order comes from dependencies between them.
 """
 
+import itertools
 import re
 
 import jax
@@ -119,19 +120,19 @@ def unordered(module):
             inside = computations.setdefault(header[1], {})
         elif equation := re.match(r" +(?:ROOT )?%([\w.-]+) = (.*)", line):
             inside[equation[1]] = equation[2]
-    names = {
-        line: re.findall(r"%([\w.-]+)", line)
-        for inside in computations.values()
-        for line in inside.values()
-    }
+    names = {}
+    for inside in computations.values():
+        for line in inside.values():
+            names[line] = re.findall(r"%([\w.-]+)", line)
 
     def sends(line):
         return bool(COLLECTIVE.search(line)) or loops(line)
 
     def loops(line):
-        return any(
-            sends(inner) for name in names[line] for inner in computations.get(name, {}).values()
-        )
+        for name in names[line]:
+            if any(sends(inner) for inner in computations.get(name, {}).values()):
+                return True
+        return False
 
     pairs = []
     for inside in computations.values():
@@ -140,12 +141,9 @@ def unordered(module):
             of = {other for other in names[line] if other in inside}
             needs[name] = of.union(*(needs[other] for other in of))
         remote = [name for name, line in inside.items() if sends(line)]
-        pairs += [
-            (a, b)
-            for i, a in enumerate(remote)
-            for b in remote[i + 1 :]
-            if a not in needs[b] and (loops(inside[a]) or loops(inside[b]))
-        ]
+        for a, b in itertools.combinations(remote, 2):
+            if a not in needs[b] and (loops(inside[a]) or loops(inside[b])):
+                pairs.append((a, b))
     return pairs
 
 
