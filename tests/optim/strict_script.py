@@ -194,11 +194,10 @@ def outcome(case, promotion):
         try:
             return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(case()))], ""
         except Exception as error:
-            where = [
-                f"{t.filename}:{t.lineno}"
-                for t in traceback.extract_tb(error.__traceback__)
-                if "/jaxmpi/" in t.filename
-            ]
+            where = []
+            for frame in traceback.extract_tb(error.__traceback__):
+                if "/jaxmpi/" in frame.filename:
+                    where.append(f"{frame.filename}:{frame.lineno}")
             return [], f"{type(error).__name__}: {str(error)[:300]} {where[-3:]}"
 
 

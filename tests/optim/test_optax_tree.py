@@ -63,11 +63,11 @@ MAKE = {
 
 def number(tree, name):
     """The number of adam's own that has this name; other parts of a state may have one, too."""
-    (value,) = [
-        x
-        for path, x in optax.tree.get_all_with_path(tree, name)
-        if "ScaleByAdamState" in str(path[-1])
-    ]
+    found = []
+    for path, x in optax.tree.get_all_with_path(tree, name):
+        if "ScaleByAdamState" in str(path[-1]):
+            found.append(x)
+    (value,) = found
     return value
 
 
