@@ -79,11 +79,8 @@ def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(
     monkeypatch, names, ranks, here, set_by_user, room, wanted
 ):
     monkeypatch.setattr(mpi_library, "_has_shared_memory", lambda ranks: room)
-    environ = {
-        name: value
-        for name, value in zip(names, (ranks, here, set_by_user), strict=True)
-        if value is not None
-    }
+    environ = dict(zip(names, (ranks, here, set_by_user), strict=True))
+    environ = {name: value for name, value in environ.items() if value is not None}
     mpi_library._keep_to_this_host(environ)
     assert environ.get(names[2]) == wanted
     assert set(environ) <= set(names)
