@@ -118,9 +118,9 @@ def some_pairs(rng, size):
 
 def change(key, values):
     def deviate(rng, program, size):
-        if calls := [
-            call for call in program if call["name"] in PARAMETERS.get(key, [*EAGER, "step"])
-        ]:
+        takes_it = PARAMETERS.get(key, [*EAGER, "step"])
+        calls = [call for call in program if call["name"] in takes_it]
+        if calls:
             calls[rng.integers(len(calls))][key] = values(rng, size)
 
     return deviate

@@ -80,12 +80,12 @@ def cases_here(name):
     """The cases of a group, as this JAX has them."""
     if jax.__version_info__ < (0, 12):
         return GROUPS[name]
-    return [
-        case
-        if case.later is False
-        else case._replace(error=case.later, rows=ROWS if case.later else ())
-        for case in GROUPS[name]
-    ]
+    cases = []
+    for case in GROUPS[name]:
+        if case.later is not False:
+            case = case._replace(error=case.later, rows=ROWS if case.later else ())
+        cases.append(case)
+    return cases
 
 
 def not_here(text):

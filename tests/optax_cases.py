@@ -339,9 +339,10 @@ def trained():
     """The cases to train with: all, but those that another one calls."""
     short = {name: name.removeprefix("contrib.") for name in CASES}
     modules = {name: optax if name == short[name] else contrib for name in CASES}
-    text = "".join(
-        _source(getattr(modules[name], short[name])) for name in CASES if "scale_by" not in name
-    )
+    text = ""
+    for name in CASES:
+        if "scale_by" not in name:
+            text += _source(getattr(modules[name], short[name]))
     return [name for name in CASES if "scale_by" not in name or f"{short[name]}(" not in text]
 
 
@@ -409,11 +410,10 @@ def check(chosen, wraps=("distributed", "sharded")):
         want = _arrays(
             train({name: (name, tx) for name, tx in inner.items()}, jax.jit, lambda x: x)
         )
-        transforms = {
-            (wrap, name): (name, getattr(jaxmpi, wrap)(tx))
-            for wrap in wraps
-            for name, tx in inner.items()
-        }
+        transforms = {}
+        for wrap in wraps:
+            for name, tx in inner.items():
+                transforms[wrap, name] = name, getattr(jaxmpi, wrap)(tx)
         got = _arrays(
             train(transforms, jaxmpi.jit, lambda x: x.reshape(jaxmpi.size(), -1, 2)[jaxmpi.rank()])
         )
@@ -465,11 +465,10 @@ def sends_more(name, ranks=3):
                 _collectives(jax.make_jaxpr(step, axis_env=[(jaxmpi.AXIS, ranks)])(params, fast))
             )
 
-        more = [
-            sent(jaxmpi.sharded, inner) - sent(jaxmpi.distributed, inner)
-            for inner in (case.make(), plain)
-        ]
-    numbers, gathered = more[0] - more[1]
+        def more(inner):
+            return sent(jaxmpi.sharded, inner) - sent(jaxmpi.distributed, inner)
+
+        numbers, gathered = more(case.make()) - more(plain)
     return "arrays" if gathered > 0 else "numbers" if numbers > 0 else "nothing"
 
 
@@ -477,14 +476,10 @@ def _collectives(jaxpr):
     """Count the numbers that are summed, and those gathered, in a jaxpr and its inner ones."""
     sums = gathered = 0
     for eqn in jaxpr.eqns:
-        sums += (
-            sum(v.aval.size for v in eqn.outvars)
-            if eqn.primitive.name in ("psum", "pmax", "pmin")
-            else 0
-        )
-        gathered += (
-            sum(v.aval.size for v in eqn.outvars) if eqn.primitive.name == "all_gather" else 0
-        )
+        if eqn.primitive.name in ("psum", "pmax", "pmin"):
+            sums += sum(v.aval.size for v in eqn.outvars)
+        elif eqn.primitive.name == "all_gather":
+            gathered += sum(v.aval.size for v in eqn.outvars)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if hasattr(inner, "eqns"):

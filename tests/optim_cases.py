@@ -156,11 +156,10 @@ def reference(variant, optimizer, ranks):
     whole = data(samples)
     inner = OPTIMIZERS[optimizer]()
     gradient = jax.jit(jax.grad(loss))
-    parts = (
-        [jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole) for r in range(ranks)]
-        if samples % ranks == 0
-        else []
-    )
+    parts = []
+    if samples % ranks == 0:
+        for r in range(ranks):
+            parts.append(jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole))
     if variant in ("clip after", "sharded clip", "fully clip"):
         inner = optax.chain(optax.clip_by_global_norm(CLIP), inner)
     clip = optax.clip_by_global_norm(CLIP)
@@ -171,12 +170,10 @@ def reference(variant, optimizer, ranks):
     update = jax.jit(inner.update)
     for _ in range(STEPS):
         if variant == "clip before":
-            grads = [
-                clip.update(
-                    gradient(params, part, np.ones(len(part["x"]), bool)), clip.init(params)
-                )[0]
-                for part in parts
-            ]
+            grads = []
+            for part in parts:
+                grad = gradient(params, part, np.ones(len(part["x"]), bool))
+                grads.append(clip.update(grad, clip.init(params))[0])
             grads = jax.tree.map(lambda *xs: sum(xs) / ranks, *grads)
         elif short:
             rounded = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]

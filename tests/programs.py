@@ -57,16 +57,11 @@ def segments_left(before):
     """
 
     def unmapped():
-        names = {
-            name
-            for name in os.listdir("/dev/shm")
-            if re.match(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi", name)
-        }
-        return names - {
-            Path(path).name
-            for entry in Path("/proc").glob("[0-9]*")
-            for path in run_dir.segments(entry.name)
-        }
+        ours = re.compile(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi")
+        names = {name for name in os.listdir("/dev/shm") if ours.match(name)}
+        for entry in Path("/proc").glob("[0-9]*"):
+            names.difference_update(Path(path).name for path in run_dir.segments(entry.name))
+        return names
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10
     while left and time.monotonic() < deadline:

@@ -113,13 +113,10 @@ def test_a_block_of_bash(code):
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = [
-    ROOT / name
-    for name in (
-        "CONTRIBUTING.md",
-        "examples/README.md",
-        "native/README.md",
-        "benchmarks/results/README.md",
-    )
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    ROOT / "native/README.md",
+    ROOT / "benchmarks/results/README.md",
 ]
 
 

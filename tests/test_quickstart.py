@@ -57,9 +57,10 @@ def test_notebooks_run(name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
-    )
+    shown = ""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            shown += output.get("text", "")
     words = {
         "simulated_ranks": "on eight",
         "several_ranks": "ValueError: only here",

@@ -27,9 +27,8 @@ def recipe(page, marker):
     [found] = [block for block in blocks if marker in block]
     if ">>> " not in found:
         return found
-    return "".join(
-        line[4:] + "\n" for line in found.splitlines() if line.startswith((">>> ", "... ", "..."))
-    )
+    lines = [line for line in found.splitlines() if line.startswith((">>> ", "..."))]
+    return "".join(line[4:] + "\n" for line in lines)
 
 
 def run(page, marker, **names):
