@@ -124,18 +124,14 @@ def test_both_ways_to_write_to_shared_memory(kind, dtype):
         exact = [np.asarray(x, np.float64) for x in mine]
         for _ in range(2):
             if kind == "allgather":
-                got, want = (
-                    jaxmpi.tree_allgather(mine),
-                    [np.stack([x + r - me for r in range(n)]) for x in exact],
-                )
+                got = jaxmpi.tree_allgather(mine)
+                want = [np.stack([x + r - me for r in range(n)]) for x in exact]
             else:
                 want = [x * n + n * (n - 1) / 2 - n * me for x in exact]
-                rows = [np.stack([x] * n) for x in mine]
-                got = (
-                    jaxmpi.tree_allreduce(mine, "sum")
-                    if kind == "allreduce"
-                    else jaxmpi.tree_reduce_scatter(rows, "sum")
-                )
+                if kind == "allreduce":
+                    got = jaxmpi.tree_allreduce(mine, "sum")
+                else:
+                    got = jaxmpi.tree_reduce_scatter([np.stack([x] * n) for x in mine], "sum")
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_array_equal(np.asarray(x, np.float64), y)
 
