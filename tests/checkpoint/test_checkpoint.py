@@ -308,9 +308,10 @@ def test_a_part_is_restored_by_name_and_the_rest_is_named():
     jaxmpi.save(directory, 4, run)
     empty = jax.tree.map(jnp.zeros_like, params)
     first = jaxmpi.rank() == 0
-    warned = lambda match: (
-        pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
-    )
+
+    def warned(match):
+        return pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
+
     # parameters for an evaluation
     with warned(r"left out of the checkpoint: .*'state'"):
         assert_same(jaxmpi.restore(directory, {"params": empty}, partial=True), {"params": params})
@@ -545,9 +546,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     tree = {"a": jnp.arange(1000.0), "b": jnp.ones(3)}
     for step in (1, 2):
-        jaxmpi.save(
-            directory, step, jax.tree.map(lambda x, step=step: x * step, tree), background=False
-        )
+        times_step = jax.tree.map(lambda x, step=step: x * step, tree)
+        jaxmpi.save(directory, step, times_step, background=False)
     jaxmpi.barrier()
     folder = Path(directory, "step-000000000002")
     if jaxmpi.rank() == 0:
@@ -555,21 +555,17 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     jaxmpi.barrier()
     names = {"manifest": "manifest.json", "foreign": "manifest.json"}.get(how, "rank-0.npz")
     with pytest.raises(jaxmpi.CheckpointError, match=names) as raised:
-        jaxmpi.restore(directory, tree, step=2) if jaxmpi.rank() else warned(
-            jaxmpi.restore, directory, tree, step=2
-        )
+        warned(jaxmpi.restore, directory, tree, step=2)
     if how == "flipped":
         assert "['a']" in str(raised.value)
-    assert (jaxmpi.latest(directory) if jaxmpi.rank() else warned(jaxmpi.latest, directory)) == 1
-    got = (
-        jaxmpi.restore(directory, tree)
-        if jaxmpi.rank()
-        else warned(jaxmpi.restore, directory, tree)
-    )
-    assert_same(got, tree)
+    assert warned(jaxmpi.latest, directory) == 1
+    assert_same(warned(jaxmpi.restore, directory, tree), tree)
 
 
 def warned(function, *args, **kwargs):
+    """Call a function that warns of the spoiled checkpoint on rank 0."""
+    if jaxmpi.rank():
+        return function(*args, **kwargs)
     with pytest.warns(UserWarning, match="a checkpoint is passed over: .*step-000000000002"):
         return function(*args, **kwargs)
 
