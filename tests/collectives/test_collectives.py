@@ -49,19 +49,15 @@ def stack(dtype, shape, size):
 def expected(inputs, op):
     """Reduce over the first axis: exactly, then rounded once into the dtype."""
     dtype = inputs.dtype
-    exact = (
-        inputs
-        if dtype.kind in "iub" and dtype.itemsize > 1
-        else inputs.astype(
-            np.complex128
-            if dtype.kind == "c"
-            else np.int64
-            if jnp.issubdtype(dtype, jnp.integer)
-            else np.bool_
-            if dtype == np.bool_
-            else np.float64
-        )
-    )
+    if dtype.kind in "iub" and dtype.itemsize > 1:
+        wide = dtype
+    elif dtype.kind == "c":
+        wide = np.complex128
+    elif jnp.issubdtype(dtype, jnp.integer):
+        wide = np.int64
+    else:
+        wide = np.bool_ if dtype == np.bool_ else np.float64
+    exact = inputs.astype(wide)
     out = reduce(COMBINE[op], exact)
     if op == "mean":
         out = out // len(inputs) if jnp.issubdtype(dtype, jnp.integer) else out / len(inputs)
@@ -348,11 +344,12 @@ def test_donated_arguments_are_reduced_and_gone():
 @run_ranks(2, 3)
 def test_eager_calls_compile_once_per_signature():
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: (
-            compiled.append(event) if event.endswith("backend_compile_duration") else None
-        )
-    )
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     tree = {"a": jnp.arange(3.0), "b": jnp.float32(jaxmpi.rank())}
     for op in ("mean", "max"):
         jax.block_until_ready(jaxmpi.tree_allreduce(tree, op))
