@@ -143,11 +143,9 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
     number, step = new_step()
     step(np.ones(3, np.float32))
-    x = (
-        np.ones(3, np.float32)
-        if jaxmpi.rank()
-        else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
-    )
+    x = np.ones(3, np.float32)
+    if jaxmpi.rank() == 0:
+        x = jax.device_put(np.ones(5, np.float32), jax.devices()[0])
     counts, out = compiled_by(lambda: step(x))
     assert counts == [1] + [0] * (jaxmpi.size() - 1)
     np.testing.assert_allclose(out, expected(number, [5] + [3] * (jaxmpi.size() - 1)))
