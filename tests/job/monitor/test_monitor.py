@@ -348,11 +348,9 @@ def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
     assert code and processes == [] and "not reached" not in output, output
     assert seconds < 30, output
     if not any("stuck" in word for word in words):
-        why = (
-            "Unprintable: no message"
-            if words[0] == "raise"
-            else "rank 1 has exited while this rank waits"
-        )
+        why = "rank 1 has exited while this rank waits"
+        if words[0] == "raise":
+            why = "Unprintable: no message"
         assert re.search(rf"\[rank \d/2 on \S+\] {why}.*The job ends", output), output
 
 
