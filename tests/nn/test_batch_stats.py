@@ -106,20 +106,15 @@ def counted(squares):
         for r in ranks_here():
             # what was counted here; so the next update goes on from it
             assert on_rank(out["count"], r) == ROWS[r]
-        stack = isinstance(out[squares], jaxmpi.PerRank)
-        counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
-        var = (
-            jaxmpi.PerRank(np.asarray(out[squares]) / counts)
-            if stack
-            else out[squares] / out["count"]
-        )
-        return out["mean"], var
+        if isinstance(out[squares], jaxmpi.PerRank):
+            counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
+            return out["mean"], jaxmpi.PerRank(np.asarray(out[squares]) / counts)
+        return out["mean"], out[squares] / out["count"]
 
-    return lambda m, v, n: {
-        "count": np.int32(n),
-        "mean": m,
-        squares: (n * v).astype(np.float32),
-    }, of
+    def make(m, v, n):
+        return {"count": np.int32(n), "mean": m, squares: (n * v).astype(np.float32)}
+
+    return make, of
 
 
 WEIGHTED = {  # by counts of their own
