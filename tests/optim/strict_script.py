@@ -106,9 +106,14 @@ def sampled():
 
 sgd, adam = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)  # optax.adam itself needs promotion
 ring = lambda n: [(r, (r + 1) % n) for r in range(n)]
-along = lambda f: (
-    lambda: jaxmpi.jit(f)(jnp.asarray(np.arange(2 * N, dtype=np.float32).reshape(N, 2)) + RANK)
-)
+
+
+def along(f):
+    """Make a case: the outputs of a function of [ranks, 2] in `jaxmpi.jit`."""
+    rows = np.arange(2 * N, dtype=np.float32).reshape(N, 2)
+    return lambda: jaxmpi.jit(f)(jnp.asarray(rows) + RANK)
+
+
 OPS = ("mean", "sum", "max", "min", "prod")
 DTYPES = ("float32", "float64", "int8", "int32", "int64", "uint8", "bfloat16")
 CODECS = {

@@ -81,9 +81,10 @@ def test_the_loss_scale_finds_its_way():
 
     @jaxmpi.jit
     def step(params, state, x):
-        loss = lambda p: (
-            jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16)) * state.scale.astype(jnp.float16)
-        )
+        def loss(p):
+            product = jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16))
+            return product * state.scale.astype(jnp.float16)
+
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return updates, state
 

@@ -166,10 +166,8 @@ def test_what_is_sent(name):
             outs = on_shards(function, *(shard(own(a), a.shape) for a in (x, y, v)), s)
             return jax.tree.map(lambda x: x.value if is_shard(x) else x, outs, is_leaf=is_shard)
 
-        assert collectives(jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)) == (
-            numbers,
-            arrays,
-        )
+        jaxpr = jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)
+        assert collectives(jaxpr) == (numbers, arrays)
 
 
 def collectives(jaxpr):
@@ -177,16 +175,10 @@ def collectives(jaxpr):
     padded = {3 * 5: 15, 3 * 3: 7}
     reduced = arrays = 0
     for eqn in jaxpr.eqns:
-        reduced += (
-            sum(v.aval.size for v in eqn.outvars)
-            if eqn.primitive.name in ("psum", "pmax", "pmin")
-            else 0
-        )
-        arrays += (
-            sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars)
-            if eqn.primitive.name == "all_gather"
-            else 0
-        )
+        if eqn.primitive.name in ("psum", "pmax", "pmin"):
+            reduced += sum(v.aval.size for v in eqn.outvars)
+        elif eqn.primitive.name == "all_gather":
+            arrays += sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if hasattr(inner, "eqns"):

@@ -29,11 +29,10 @@ def train(tx, start, steps, state=None, first=0, ranks=None):
     step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
     ps = start
     for i in range(first, first + steps):
-        mine = (
-            grads(jaxmpi.rank(), i)
-            if ranks is None
-            else jax.tree.map(lambda *x: sum(x) / ranks, *(grads(r, i) for r in range(ranks)))
-        )
+        if ranks is None:
+            mine = grads(jaxmpi.rank(), i)
+        else:
+            mine = jax.tree.map(lambda *x: sum(x) / ranks, *(grads(r, i) for r in range(ranks)))
         updates, state = step(mine, state, ps)
         ps = optax.apply_updates(ps, updates)
     return ps, state
