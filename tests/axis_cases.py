@@ -316,9 +316,8 @@ def linear_transpose_of_tree_functions(n):
         )
         more = ((lambda x: jaxmpi.tree_reduce_scatter(x, "sum"), y[0]), (jaxmpi.tree_alltoall, y))
         transposed = [jax.linear_transpose(f, x)(ct)[0] for f, ct in (*cotangents, *more)]
-        return *transposed, jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)(y * 1j)[
-            0
-        ]
+        transpose = jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)
+        return *transposed, transpose(y * 1j)[0]
 
     from_last = np.where(np.arange(n)[:, None, None] == n - 1, y.sum(0), 0)
     from_first = np.where(np.arange(n)[:, None, None] == 0, y.sum(0), 0)

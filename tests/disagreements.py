@@ -169,11 +169,9 @@ def another_number(rng, ops, size):
     i = rng.integers(len(ops))
     for _ in range(20):
         if (new := an_op(rng, size, 1))[0] == ops[i][0] and len(new) > 1:
-            ops[i] = (
-                new
-                if not isinstance(ops[i][-1], list) or new[0] == "permute"
-                else [*new[:-1], ops[i][-1]]
-            )
+            if isinstance(ops[i][-1], list) and new[0] != "permute":
+                new = [*new[:-1], ops[i][-1]]
+            ops[i] = new
 
 
 def unused_result(rng, ops, size):

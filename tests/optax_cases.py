@@ -375,11 +375,10 @@ def train(transforms, jit, part):
         for name, (case, tx) in transforms.items():
             loss, p = partial(loss_of, batch=part(batch)), params[name]
             value, grads = jax.value_and_grad(loss)(p)
-            grads = (
-                grads.fast
-                if isinstance(p, optax.LookaheadParams)
-                else jax.tree.map(jnp.conj, grads)
-            )
+            if isinstance(p, optax.LookaheadParams):
+                grads = grads.fast
+            else:
+                grads = jax.tree.map(jnp.conj, grads)
             updates, new_states[name] = tx.update(
                 grads, states[name], p, **CASES[case].extra(loss, value, grads)
             )
@@ -387,10 +386,11 @@ def train(transforms, jit, part):
         return new_params, new_states
 
     def end(params, states):
-        return params, {
-            name: jaxmpi.unshard(s).inner if hasattr(s, "layout") else s
-            for name, s in states.items()
-        }
+        inner = {}
+        for name, state in states.items():
+            sharded = hasattr(state, "layout")
+            inner[name] = jaxmpi.unshard(state).inner if sharded else state
+        return params, inner
 
     params, states = jit(start)()
     step = jit(step)
@@ -445,11 +445,9 @@ def sends_more(name, ranks=3):
     Either "nothing", "numbers" or "arrays".
     """
     case = CASES[name]
-    plain = (
-        optax.sgd(RATE)
-        if case.params is not fast_and_slow
-        else optax.lookahead(optax.sgd(RATE), 2, 0.5)
-    )
+    plain = optax.sgd(RATE)
+    if case.params is fast_and_slow:
+        plain = optax.lookahead(plain, 2, 0.5)
     with jax.enable_x64(True), jaxmpi.simulate(ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         params = case.params()

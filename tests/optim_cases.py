@@ -89,11 +89,9 @@ def settings(variant):
     """Samples, batch size, and whether the batches are weighted."""
     if variant in ("weighted", "fully weighted"):
         return UNEVEN, UNEVEN, True
-    return (
-        (UNEVEN, 12, True)
-        if variant in ("accumulate", "sharded weighted", "fully accumulate")
-        else (EVEN, EVEN, False)
-    )
+    if variant in ("accumulate", "sharded weighted", "fully accumulate"):
+        return UNEVEN, 12, True
+    return EVEN, EVEN, False
 
 
 def train(variant, optimizer, jit):
@@ -136,11 +134,9 @@ def train_shards(variant, optimizer, jit):
         grads = jax.grad(
             lambda shards: loss(jaxmpi.unshard(shards, dtype=dtype, weight=weight), batch, mask)
         )(params)
-        total = (
-            {"weight": jaxmpi.tree_allreduce(weight, "sum")}
-            if variant == "fully accumulate"
-            else {}
-        )
+        total = {}
+        if variant == "fully accumulate":
+            total["weight"] = jaxmpi.tree_allreduce(weight, "sum")
         updates, state = tx.update(grads, state, params, **total)
         return optax.apply_updates(params, updates), state
 
@@ -178,11 +174,11 @@ def reference(variant, optimizer, ranks):
         elif short:
             rounded = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]
             grads = [gradient(params, part, np.ones(len(part["x"]), bool)) for part in rounded]
-            mean = lambda *xs: (
-                (sum(x.astype(jnp.float32) for x in xs) / ranks)
-                .astype(jnp.bfloat16)
-                .astype(jnp.float32)
-            )
+
+            def mean(*xs):
+                wide = sum(x.astype(jnp.float32) for x in xs) / ranks
+                return wide.astype(jnp.bfloat16).astype(jnp.float32)
+
             grads = jax.tree.map(mean, *grads)
         else:
             grads = gradient(params, whole, np.ones(samples, bool))

@@ -17,11 +17,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_ranks(ranks, *program):
-    return (
-        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
-        if ranks > 1
-        else [sys.executable, *program]
-    )
+    if ranks == 1:
+        return [sys.executable, *program]
+    return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
 
 
 def run(command, **environ):

@@ -79,21 +79,20 @@ def test_no_two_files_import_each_other():
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
+def imported(node):
+    """Return the names of the modules that a statement imports; none if it is no import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
 def test_what_a_rank_is_as_a_process_needs_no_jax():
     for path in (PACKAGE / "_job" / "process").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [getattr(node, "module", None) or ""]
-            )
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not any(
-                    name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names
-                ), path
-                assert not any(
-                    name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names
-                ), path
+            names = imported(node)
+            packages = {name.partition(".")[0] for name in names}
+            assert packages.isdisjoint({"jax", "jaxlib", "flax", "optax"}), path
+            assert {"jaxmpi._jaxcompat", "jaxmpi._devices"}.isdisjoint(names), path
 
 
 STATE = {  # what modules hold that changes, and why it is not in the Session
@@ -180,12 +179,7 @@ def test_file_names_are_told_apart_by_more_than_a_line_below():
 def test_what_is_imported_in_one_place_only(words, home):
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            if any(name.startswith(words) for name in names):
+            if any(name.startswith(words) for name in imported(node)):
                 assert path.is_relative_to(PACKAGE / home)
 
 

@@ -28,11 +28,14 @@ from jaxmpi.testing import run_ranks
 MODULES = ("checkpoint", "codecs", "console", "data", "diagnose", "nn", "testing")
 # the names of the programs that this process has compiled, or found in the persistent cache
 COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _, **about: (
-        COMPILED.append(about) if event == "/jax/core/compile/backend_compile_duration" else None
-    )
-)
+
+
+def listen(event, _, **about):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(about)
+
+
+jax.monitoring.register_event_duration_secs_listener(listen)
 ROWS = {}
 
 
@@ -187,17 +190,11 @@ def updates_of(make, want, *, eager=True, weight=None, params=tree):
         w = each(lambda rank: np.float32(1 if weight is None else weight(rank)))
         assert_each(step(each(tree), tx.init(params), params, w)[0], lambda rank: want)
         if eager:  # in simulation, arrays outside of a step are those of all ranks
-            grads, weights = (
-                (mean(n), 1.0)
-                if simulated()
-                else (tree(jaxmpi.rank()), 1.0 if weight is None else weight(jaxmpi.rank()))
-            )
-            out, _ = tx.update(
-                jax.tree.map(jnp.asarray, grads),
-                tx.init(params),
-                params,
-                **({} if weight is None else {"weight": weights}),
-            )
+            grads = jax.tree.map(jnp.asarray, mean(n) if simulated() else tree(jaxmpi.rank()))
+            extra = {}
+            if weight is not None:
+                extra["weight"] = 1.0 if simulated() else weight(jaxmpi.rank())
+            out, _ = tx.update(grads, tx.init(params), params, **extra)
             if not simulated() or weight is None:
                 assert_each(out, lambda rank: want)
 
@@ -287,11 +284,7 @@ def codecs():
                 jax.tree.map(lambda x: np.round(2 * np.asarray(x)) / 2, updates),
                 lambda rank: negative(exact),
             )
-            with (
-                pytest.raises(RuntimeError, match="outside of a step")
-                if simulated()
-                else contextlib.nullcontext()
-            ):
+            with refused(simulated(), RuntimeError, "outside of a step"):
                 tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
 
         calls.append(call)
@@ -492,14 +485,12 @@ def explanations():
     def call():
         with contextlib.redirect_stdout(io.StringIO()):
             plan = jaxmpi.explain(step, np.ones(10, np.float32))
-        assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (
-            jaxmpi.size() > 1
-        )
-        assert (
-            plan.seconds is None
-            if simulated() and plan.messages
-            else (plan.seconds > 0) == (jaxmpi.size() > 1)
-        )
+        assert isinstance(plan, jaxmpi.diagnose.Explanation)
+        assert plan.messages == (jaxmpi.size() > 1)
+        if simulated() and plan.messages:
+            assert plan.seconds is None
+        else:
+            assert (plan.seconds > 0) == (jaxmpi.size() > 1)
 
     return call
 
