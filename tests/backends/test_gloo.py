@@ -61,7 +61,7 @@ def scatter_repeatedly(times, items):
         time.sleep(0.01 * ((i + rank) % 3))
         shares, gradient = step(jnp.asarray(full[rank]))
         np.testing.assert_array_equal(shares, full.sum(0)[rank], err_msg=f"at time {i}")
-        # of Σ_q Σ_p x_p[0]² x_q[p] / 2 with respect to x_rank[0]
+        # derivative of Σ_q Σ_p x_p[0]² x_q[p] / 2 with respect to x_rank[0]
         want = full[rank, 0] * full[:, rank].sum(0) + (full[0, 0] ** 2 / 2)
         np.testing.assert_allclose(gradient, want, rtol=1e-6, err_msg=f"at time {i}")
 

@@ -116,9 +116,8 @@ def test_ten_thousand_nodes():
         # the sender is `skip` nodes before
         arrived = [parts << skip for parts in sources[begin:end]]
         arrived = [(parts & everyone) | parts >> MANY for parts in arrived]
-        assert until - into == end - begin and not any(
-            map(int.__and__, sources[into:until], arrived)
-        )
+        assert until - into == end - begin
+        assert not any(map(int.__and__, sources[into:until], arrived))
         sources[into:until] = map(int.__or__, sources[into:until], arrived)
     assert sources[0] == everyone
     held = [True] + [False] * (MANY - 1)
