@@ -147,8 +147,8 @@ def test_the_last_ones_are_kept():
     assert [name[:26] for name in aside] == ["abandoned-step-00000000000"] * 2
 
 
-# what a job restores first, what it saves: what is there then, after steps 10, 20, 30 of an earlier
-# one
+# The step that a job restores first, the steps that it saves, and the steps that exist then. An
+# earlier job has saved the steps 10, 20 and 30.
 STEPS = {
     "goes on": (None, [40], [10, 20, 30, 40]),
     "goes back": (10, [15], [10, 15]),
@@ -1013,13 +1013,8 @@ def test_files_have_the_modes_of_the_umask_and_nothing_is_written_through_links(
     finally:
         os.umask(before)
     folder = tmp_path / "step-000000000001"
-    assert {
-        path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())
-    } == {
-        folder.name: "0o750",
-        "manifest.json": "0o640",
-        "rank-0.npz": "0o640",
-    }
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())}
+    assert modes == {folder.name: "0o750", "manifest.json": "0o640", "rank-0.npz": "0o640"}
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (folder / "rank-1.part").symlink_to(victim)
