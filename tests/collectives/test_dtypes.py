@@ -503,10 +503,10 @@ ROWS = {
     "native on 4 in groups of 2": ("native", 4, {"row": 2, "column": 2}),
     "xla on 4 in groups of 2": ("xla", 4, {"row": 2, "column": 2}),
 }
-# of the quick tests
+# dtypes of the quick tests
 ACROSS = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "uint64", "rbg", "float0")
 QUICK_ROWS = ("2 simulated", "one rank", "native on 3")
-# what the rows before them show on fewer ranks, or on another transport
+# rows that repeat earlier ones with more ranks, or on another transport
 EXHAUSTIVE_ROWS = (
     "1 simulated",
     "3 simulated",

@@ -37,8 +37,8 @@ def partitions(axes):
     }
 
 
-# of x [n, 2 n, 3] of n ranks in a group: what JAX makes of one rank's, and NumPy of `[n, ...]`, in
-# the order of the group
+# For x [n, 2 n, 3] of n ranks in a group: JAX's function of one rank's array, and NumPy's function
+# of the stack `[n, ...]` in the order of the group.
 
 OPERATIONS = {
     "psum": (lambda x, **of: lax.psum(x, **of), lambda xs: [xs.sum(0)] * len(xs)),
