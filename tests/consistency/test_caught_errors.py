@@ -41,7 +41,7 @@ def rows():
     return np.arange(2.0 * jaxmpi.size(), dtype=np.float32).reshape(jaxmpi.size(), 2)
 
 
-# by name: a good call, and bad arguments of which every one makes one rank raise
+# {name: (a good call, bad calls)}; each bad call makes the one rank that makes it raise
 CALLS = {
     "tree_allreduce": (lambda: jaxmpi.tree_allreduce(x()), [
         lambda: jaxmpi.tree_allreduce(x(), "median"),
