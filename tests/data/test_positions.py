@@ -202,11 +202,8 @@ def test_at_the_end_of_an_epoch_the_state_is_the_next_ones_start(make):
     loader, states = make(), []
     for _ in loader:
         states.append(loader.state)
-    assert (
-        loader.state
-        == states[-1]
-        == {"epoch": 1, "position": 0, "order": "14 samples shuffled by seed 2"}
-    )
+    end = {"epoch": 1, "position": 0, "order": "14 samples shuffled by seed 2"}
+    assert loader.state == states[-1] == end
     again = make()
     again.state = states[-1]
     assert epochs(again, 1) == epochs(loader, 1) != []
@@ -452,10 +449,8 @@ def test_the_state_is_equal_on_all_ranks_and_compared():
     loader = jaxmpi.prefetch(jaxmpi.batches(np.arange(24 * n), 2 * n, seed=1))
     some(loader, 5)
     states = jaxmpi.allgather_object(loader.state)
-    assert (
-        states
-        == [{"epoch": 0, "position": 10 * n, "order": f"{24 * n} samples shuffled by seed 1"}] * n
-    )
+    order = f"{24 * n} samples shuffled by seed 1"
+    assert states == [{"epoch": 0, "position": 10 * n, "order": order}] * n
     behind = jaxmpi.batches(np.arange(24 * n), 2 * n, seed=1)
     behind.state = {**states[0], "position": 10 * n - 2 * n * (r == 1)}
     with pytest.raises(jaxmpi.RankMismatchError, match=rf"batches start={8 * n}"):
