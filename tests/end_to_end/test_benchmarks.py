@@ -17,9 +17,8 @@ def test_gpu_goes_on_where_it_stopped(tmp_path):
     second = run([*start, "killed,checkpoint"])
     assert "killed: ended" not in second and "checkpoint: right" in second
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found) == ["killed", "checkpoint"] and all(
-        part["device"].startswith("cpu") for part in found.values()
-    )
+    assert list(found) == ["killed", "checkpoint"]
+    assert all(part["device"].startswith("cpu") for part in found.values())
     assert "| **a checkpoint of 2 ranks** | right |" in (tmp_path / "gpu.md").read_text()
 
 
@@ -51,9 +50,8 @@ def test_dispatch_prints_every_row(backend, tmp_path):
         output,
         re.MULTILINE,
     )
-    assert sorted((case, name) for case, name, _ in printed) == sorted(
-        (f"k = {k}" if k else "1 KB", name) for name, k in ratios
-    )
+    wanted = [(f"k = {k}" if k else "1 KB", name) for name, k in ratios]
+    assert sorted((case, name) for case, name, _ in printed) == sorted(wanted)
     assert sum(bound != "no bound" for _, _, bound in printed) == (6 if theirs else 0)
 
     found = json.loads((tmp_path / "dispatch.json").read_text())
