@@ -699,5 +699,5 @@ def test_the_same_rows_on_all_ranks_are_noticed():
     ):
         assert not said_of(jaxmpi.pmap(fun, "i"), *args)
     assert not said_of(jaxmpi.pmap(lambda x: lax.pmean(x, "i"), "i"), state)
-    # which is no pmap
+    # jaxmpi.jit is no pmap
     assert not said_of(jaxmpi.jit(lambda s, b: (s, lax.pmean(b, jaxmpi.AXIS))), state, same)

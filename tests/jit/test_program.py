@@ -328,7 +328,7 @@ def test_checkpoint_recomputes_behind_a_barrier():
         return jnp.sin(lax.pmean(jnp.sin(x), R))
 
     text = jaxmpi.jit(jax.grad(lambda x: block(x).sum())).lower(jnp.ones(4)).as_text()
-    # or XLA would merge the second computation with the first
+    # without it XLA would merge the second computation with the first
     assert "optimization_barrier" in text
 
 
