@@ -22,7 +22,7 @@ RANKS = (2, 3, 4)
 WAYS = ("native", "mpi4jax", "xla")
 
 MISMATCH = "RankMismatchError"
-# what ends the job, of each rank if it says "each"; "" where it goes on
+# {fault: what ends the job}; "each" in it means every rank, and "" that the job goes on
 ENDS = {
     "raise": "RuntimeError: a fault on purpose",
     "exit": "has exited|exited with code|did not end in order|has ended",

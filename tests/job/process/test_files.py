@@ -82,9 +82,8 @@ def test_flight_records_are_not_written_to_a_folder_of_another_user(recorder, mo
 
 def test_nobody_knows_where_flight_records_will_be(recorder):
     paths = [recorder.make().dump("test") for _ in range(3)]
-    assert len({path.parent for path in paths}) == 3 and {path.name for path in paths} == {
-        "rank-0.json"
-    }
+    assert len({path.parent for path in paths}) == 3
+    assert {path.name for path in paths} == {"rank-0.json"}
     assert {stat.S_IMODE(path.parent.stat().st_mode) for path in paths} == {0o700}
     assert not recorder.said
 
@@ -141,9 +140,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         files.replace(folder, "file", "after")
     os.close(folder)
-    assert (tmp_path / "file").read_text() == "before" and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["file"]
+    assert (tmp_path / "file").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

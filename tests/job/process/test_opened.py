@@ -172,5 +172,5 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
     # nobody on the network reaches a rank
     assert {row for row in rows if row[0] == "rank"} <= {("rank", "TCP", "127.0.0.1")}
     left = {general(path.name) for folder in folders.values() for path in folder.iterdir()}
-    # which is asked for, and what was compiled
+    # the flight record was asked for, and compiled programs are kept
     assert left == {"jaxmpi-flight-*-*", ".cache"}, left

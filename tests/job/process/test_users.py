@@ -9,7 +9,7 @@ import pytest
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import parse
 
-# as `python -m jaxmpi` itself looks into the working directory
+# not `python -m jaxmpi`, which looks into the working directory
 COMMAND = str(Path(sys.executable).with_name("jaxmpi"))
 PLANTED = (
     "mpi4py",

@@ -66,9 +66,8 @@ def test_rates_follow_from_the_events():
     first, second = rank_rates.rows([look(1, (0,) * 20), look(0)])
     assert (first.rank, second.rank) == (0, 1)
     assert first.steps_per_second == pytest.approx(100)
-    assert first.communication == pytest.approx(
-        20 * 6 / 196
-    ) and second.communication == pytest.approx(20 / 191)
+    assert first.communication == pytest.approx(20 * 6 / 196)
+    assert second.communication == pytest.approx(20 / 191)
     assert (first.last, second.last) == (0, 1)
     assert (first.verdict, second.verdict) == ("", "slow")
 
@@ -89,10 +88,8 @@ def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
 )
 def test_a_rank_that_others_wait_for(changed, verdict):
     waiting = look(0, inside=True, entered=21, since_ns=200 * MS - 4_000 * MS)
-    assert [row.verdict for row in rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])] == [
-        "",
-        verdict,
-    ]
+    rows = rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])
+    assert [row.verdict for row in rows] == ["", verdict]
 
 
 def test_without_events_there_are_dashes():
