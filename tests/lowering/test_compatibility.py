@@ -201,9 +201,8 @@ def test_the_page_is_that_of_these_cases():
 def test_there_are_cases_of_every_kind():
     cases = [case for group in GROUPS.values() for case in group]
     assert len(cases) >= 80
-    assert len({(name, case.title) for name, group in GROUPS.items() for case in group}) == len(
-        cases
-    )
+    for group in GROUPS.values():
+        assert len({case.title for case in group}) == len(group)
     for name in re.findall(r"\S+", " ".join(case.tests.replace(",", " ") for case in cases)):
         assert re.fullmatch(r"(pmap|batching|shard_map)\.test\w+", name), name
     assert all(case.instead for case in cases if case.rows)
