@@ -104,7 +104,7 @@ def counted(squares):
 
     def of(out):
         for r in ranks_here():
-            # what was counted here; so the next update goes on from it
+            # the count stays that of this rank, from which its next update continues
             assert on_rank(out["count"], r) == ROWS[r]
         if isinstance(out[squares], jaxmpi.PerRank):
             counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
