@@ -65,10 +65,8 @@ def train(tx, gradients=gradients_of, start=lambda params: params, end=lambda pa
 
 
 def close(got, want):
-    assert not all(
-        np.allclose(x, y[None])
-        for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True)
-    )
+    leaves = zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True)
+    assert not all(np.allclose(x, start[None]) for x, start in leaves)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
         jaxmpi.local(got),

@@ -55,9 +55,8 @@ def test_all_ranks_get_the_same_and_nothing_is_lost(name):
     arrived, steps = 0, 30
     for _ in range(steps):
         out, state = mean(gradient(r), state)
-        assert {k: (x.shape, x.dtype) for k, x in out.items()} == {
-            k: (s, jnp.float32) for k, s in SHAPES.items()
-        }
+        assert {k: x.shape for k, x in out.items()} == SHAPES
+        assert all(x.dtype == jnp.float32 for x in out.values())
         arrived = arrived + flat(out)
     assert len(set(jaxmpi.allgather_object(arrived.tobytes()))) == 1
     error = np.linalg.norm(arrived / steps - exact) / np.linalg.norm(exact)

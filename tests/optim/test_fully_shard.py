@@ -313,9 +313,8 @@ def check_gradient(whole, cut, loss, loss_of_shards):
 
     got, after = step(shards, adam.init(shards), x)
     want = jaxmpi.tree_allreduce(jax.grad(loss)(whole, x))
-    assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.structure(
-        after
-    ) == jax.tree.structure(shards)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.structure(after) == jax.tree.structure(shards)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

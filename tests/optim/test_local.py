@@ -343,9 +343,8 @@ def test_update_to_leads_there_where_a_float_does():
             reached += 1
             assert got == to, (x, to)
         else:
-            assert abs(float(got) - float(to)) <= 1.01 * np.nanmin(
-                np.abs(sums.astype(np.float64) - float(to))
-            ), (x, to)
+            nearest = np.nanmin(np.abs(sums.astype(np.float64) - float(to)))
+            assert abs(float(got) - float(to)) <= 1.01 * nearest, (x, to)
     assert 20 < reached < 150
 
 

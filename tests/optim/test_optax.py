@@ -18,7 +18,7 @@ import jaxmpi
 from jaxmpi.testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "optax.md"
-# of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
+# one of each kind: elementwise, with norms, on whole arrays, with branches, loops and functions
 ON_MPI = (
     (
         "adamw",
