@@ -319,8 +319,8 @@ PARAMETERS = {
 }
 
 
-# in NumPy: generators of one rank's collectives, ("what they are", array), which are sent the
-# result
+# In NumPy: generators of one rank's collectives. Each yields (description, array), and receives the
+# result.
 
 
 def expected(programs):

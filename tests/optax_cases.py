@@ -52,7 +52,7 @@ WRAPPERS = (  # send what the transforms or functions that they are made of need
 )
 
 
-# what `update` gets beside gradients and parameters
+# further arguments of `update`, after gradients and parameters
 
 
 def nothing(loss, value, grads):

@@ -32,7 +32,7 @@ VARIANTS = (
     "sharded clip",
     "bf16",
 )
-# of parameters in shards: fully_shard
+# variants with parameters in shards, by fully_shard
 SHARDED_VARIANTS = ("plain", "weighted", "accumulate", "clip", "bf16")
 STEPS = 6
 EVEN, UNEVEN = 24, 23  # samples: 1 to 4 ranks divide the first

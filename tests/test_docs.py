@@ -21,7 +21,7 @@ import jaxmpi
 ROOT = Path(__file__).parent.parent
 # go on from other ranks: test_recipes.py runs them
 RECIPES = "fresh = tx.init(params)", '"stats": jaxmpi'
-# which run them on several ranks
+# pages whose blocks another test runs, on several ranks
 ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}
 
 

@@ -269,7 +269,7 @@ def codecs():
         jaxmpi.codecs.topk(1.0),
     ]
     assert all(isinstance(codec, jaxmpi.codecs.Codec) for codec in made)
-    # of halves; a codec rounds to less than that
+    # numbers are rounded to halves: a codec's error is smaller
     exact = jax.tree.map(lambda x: np.round(2 * x) / 2, mean(jaxmpi.size()))
     calls = []
     for codec in made:
