@@ -72,9 +72,8 @@ def run_on(hosts, tmp_path, steps, **environ):
     start = time.monotonic()
     command = [*map(str, hosts), str(script), str(go), str(steps)]
     environ = {**os.environ, "PYTHON": sys.executable, "JAX_OF_THE_USER": "here", **environ}
-    with subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environ, **streams) as job:
         try:
             output, _ = job.communicate(timeout=110)
         except subprocess.TimeoutExpired:

@@ -48,12 +48,15 @@ def test_the_extension_gets_the_library_that_mpi4py_uses(tmp_path, other):
     """Not the one with the shortest path."""
     short = tmp_path.parents[-1] / "tmp" / f"libmpi.so.{os.getpid()}"
     os.rename(other, short)
-    code = (
-        f"import ctypes; ctypes.CDLL({str(short)!r})\nimport mpi4py; mpi4py.rc.initialize = "
-        "mpi4py.rc.finalize = False\n"
-        "from mpi4py import MPI\nfrom jaxmpi._backends.mpi_library import "
-        "libmpi\nprint(libmpi(MPI))"
-    )
+    code = f"""
+import ctypes
+ctypes.CDLL({str(short)!r})
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+from jaxmpi._backends.mpi_library import libmpi
+print(libmpi(MPI))
+"""
     try:
         assert run([sys.executable, "-c", code]).strip() == mpiexec.library()[2]
     finally:
