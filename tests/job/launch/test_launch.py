@@ -841,8 +841,9 @@ def intel(*ranks):
     blocks = []
     for rank, host, number in ranks:
         blocks.append(
-            f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n=   KILLED BY SIGNAL: {number} "
-            "(Killed)\n=====\n"
+            f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n"
+            f"=   KILLED BY SIGNAL: {number} (Killed)\n"
+            "=====\n"
         )
     return "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n".join(["", *blocks])
 

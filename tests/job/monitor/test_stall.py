@@ -290,9 +290,8 @@ def test_a_signal_writes_the_records(tmp_path):
     (tmp_path / "script.py").write_text(WORKS)
     go = tmp_path / "go"
     command = jaxmpi_run(2, tmp_path / "script.py", "wait", go)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **both) as job:
         lines, pid = [], None
         for line in job.stdout:
             lines.append(line)
@@ -367,9 +366,8 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
         if ranks > 1
         else [sys.executable, script, "rank", tmp_path / "saved"]
     )
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **streams) as job:
         if whom.startswith("launcher") and ranks > 1:
             assert "here" in job.stdout.readline()
             if whom != "launcher":
@@ -464,9 +462,8 @@ print(f"rank {rank} stops at {step}", flush=True)
 def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAITS)
-    with subprocess.Popen(
-        jaxmpi_run(2, script, "late"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(jaxmpi_run(2, script, "late"), **streams) as job:
         assert "here" in job.stdout.readline()
         time.sleep(1)
         job.send_signal(signal.SIGTERM)

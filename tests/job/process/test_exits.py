@@ -33,10 +33,9 @@ def exit_of(ranks, kind, ending, folder, python=sys.executable):
     """
     command = [python, *on_ranks(ranks, str(SCRIPT), kind, ending, str(folder))[1:]]
     environ = {**os.environ, "JAXMPI_TTY": "1" if kind == "progress" else "0"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as job:  # fmt: skip
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"cwd": ROOT, "env": environ, "start_new_session": True, **streams}
+    with subprocess.Popen(command, **options) as job:
         try:
             output, _ = job.communicate(timeout=90)
         except subprocess.TimeoutExpired:

@@ -144,19 +144,16 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
         "HOME": str(folders["HOME"]),
     }
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script), str(go)]
-    with subprocess.Popen(
-        command, cwd=folders["."], env=environ, stdout=-1, stderr=-1, text=True
-    ) as job:
+    options = {"cwd": folders["."], "env": environ, "stdout": -1, "stderr": -1, "text": True}
+    with subprocess.Popen(command, **options) as job:
         try:
             pids = []
             while len(pids) < 2 and (line := job.stdout.readline()):
                 pids += map(int, re.findall(r"^ready (\d+)", line))
             os.kill(pids[0], signal.SIGUSR1)  # a flight record
             deadline = time.monotonic() + 20
-            while (
-                not [*folders["TMPDIR"].glob("jaxmpi-flight-*/rank-*.json")]
-                and time.monotonic() < deadline
-            ):
+            written = "jaxmpi-flight-*/rank-*.json"
+            while not [*folders["TMPDIR"].glob(written)] and time.monotonic() < deadline:
                 time.sleep(0.05)
             others = []
             for path in Path("/proc").glob("[0-9]*"):
