@@ -181,9 +181,8 @@ def counts():
     of_jax = {name for case in cases for name in case.tests.split(", ") if name}
     held = sum(not case.rows for case in cases)
     return (
-        f"{len(cases)} cases, which share their subjects with {len(of_jax)} tests of JAX: {held} "
-        "hold on every way to run, and "
-        f"{len(cases) - held} are refused on some or all.\n"
+        f"{len(cases)} cases, which share their subjects with {len(of_jax)} tests of JAX: "
+        f"{held} hold on every way to run, and {len(cases) - held} are refused on some or all.\n"
     )
 
 
