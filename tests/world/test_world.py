@@ -519,12 +519,14 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 )
 def test_ranks_that_ask_for_different_things_all_say_so(tmp_path, arguments, message):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, jaxmpi\n"
-        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
-        f"try:\n    jaxmpi.init({arguments})\n"
-        "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
-    )
+    script.write_text(f"""
+import os, jaxmpi
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
+try:
+    jaxmpi.init({arguments})
+except jaxmpi.RankMismatchError as error:
+    os.write(1, f"caught {{error}}\\n".encode())
+""")
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.count(f"caught init: {message}") == 2
@@ -575,12 +577,12 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
 def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
     breaks, said = BREAKS[what]
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, jax, jaxmpi\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n    "
-        f"{breaks}\n"
-        "jaxmpi.init()\n"
-    )
+    script.write_text(f"""
+import os, jax, jaxmpi
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    {breaks}
+jaxmpi.init()
+""")
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     environ = {**os.environ, "JAXMPI_BACKEND": backend}
     if "mpi4jax" in what:  # the native transport does not import it
