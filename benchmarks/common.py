@@ -51,11 +51,10 @@ def machine(world):
         "XLA" if world.size > 1 else "in process",
     )
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on "
-        f"{len(os.sched_getaffinity(0))} cores each, "
-        f"{world.device.device_kind}, backend {world.backend} ({transport}), Python "
-        f"{platform.python_version()}, "
-        f"{', '.join(versions)}, {library}"
+        f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"{world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
+        f"{world.device.device_kind}, backend {world.backend} ({transport}), "
+        f"Python {platform.python_version()}, {', '.join(versions)}, {library}"
     )
 
 
@@ -152,8 +151,8 @@ class Report:
                 }
             )
             self.show(
-                f"{case:22} {name:34} median {median:12.1f} µs, quartiles {low:12.1f} to "
-                f"{high:12.1f}"
+                f"{case:22} {name:34} median {median:12.1f} µs, "
+                f"quartiles {low:12.1f} to {high:12.1f}"
             )
         return times
 

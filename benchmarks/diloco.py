@@ -56,11 +56,8 @@ def trained(*command):
 
 def main():
     together, speed, _ = trained([Path(sys.executable).with_name("jaxmpi"), "run", "-n", 2], [])
-    print(
-        f"a mean in every step, on one host: {together:.4f} nats/byte held out, {speed:.0f} "
-        "bytes/s",
-        flush=True,
-    )
+    found = f"{together:.4f} nats/byte held out, {speed:.0f} bytes/s"
+    print(f"a mean in every step, on one host: {found}", flush=True)
     missed = 0
     for launch in range(args.launches):
         network = [HERE.parent / "tests" / "network.sh", 2, 1, args.delay_ms, args.mbit, 0]

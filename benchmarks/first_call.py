@@ -109,8 +109,8 @@ def compare(report, case, stage, contenders):
         }
         report.rows.append(row)
         report.show(
-            f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, quartiles {low / 1e6:7.3f} "
-            f"to {high / 1e6:7.3f}"
+            f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, "
+            f"quartiles {low / 1e6:7.3f} to {high / 1e6:7.3f}"
         )
     return times
 

@@ -179,10 +179,8 @@ def table(parts):
                 continue
             lines.append(f"| **{part['title']}** | {part['status']} | {part['seconds']:g} s |")
             for result in part["results"]:
-                lines.append(
-                    f"| {result['what']} | {str(result['value']) + ' ' + result['unit']} | "
-                    f"{result['note']} |"
-                )
+                value = f"{result['value']} {result['unit']}"
+                lines.append(f"| {result['what']} | {value} | {result['note']} |")
         lines.append("")
     return "\n".join(lines)
 

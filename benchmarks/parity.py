@@ -270,8 +270,8 @@ def main():
     differ = compare_bits(base, head, args.cases) if args.only != "speed" else 0
     worse = compare_speed(base, head, args.launches, args.cases) if args.only != "bits" else 0
     print(
-        f"parity with {base.name}: {differ} examples differ, {worse} ratios are worse by more than "
-        f"{BOUND:g}"
+        f"parity with {base.name}: {differ} examples differ, "
+        f"{worse} ratios are worse by more than {BOUND:g}"
     )
     return int(bool(differ or worse))
 

@@ -135,8 +135,8 @@ def launch(ranks, folder, kills):
                 again.append(time.time())
     if job.returncode or len(again) != kills:
         sys.exit(
-            f"the job of {ranks} ranks ended with {job.returncode} after {len(again)} "
-            f"restarts:\n{''.join(lines)}"
+            f"the job of {ranks} ranks ended with {job.returncode} "
+            f"after {len(again)} restarts:\n{''.join(lines)}"
         )
     return began, again
 
@@ -177,8 +177,8 @@ def main():
         for name, values in seconds.items():
             low, median, high = np.percentile(values, [25, 50, 75])
             print(
-                f"{ranks} ranks  {name:10} median {median:6.2f} s, quartiles {low:6.2f} to "
-                f"{high:6.2f}",
+                f"{ranks} ranks  {name:10} median {median:6.2f} s, "
+                f"quartiles {low:6.2f} to {high:6.2f}",
                 flush=True,
             )
             row = {"case": f"{ranks} ranks", "contender": name}

@@ -59,8 +59,8 @@ def show_added(case, times):
             continue
         theirs = added(times, name, local)
         report.show(
-            f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, by {name} "
-            f"{np.median(theirs) / 1e3:.2f} ms"
+            f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, "
+            f"by {name} {np.median(theirs) / 1e3:.2f} ms"
         )
         if np.median(theirs) < NOISE * np.median(times[local]):
             report.show(

@@ -222,6 +222,6 @@ if jaxmpi.rank() == 0:
     rate = np.median(rates[1:] or rates)  # the first epoch compiles
     ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
     print(
-        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s "
-        f"on {ranks}"
+        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), "
+        f"{rate:.0f} images/s on {ranks}"
     )

@@ -147,8 +147,8 @@ for epoch in range(args.epochs):
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(params)
     log.info(
-        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train "
-        f"loss {loss:.6e}  "
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  "
+        f"train loss {loss:.6e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
     )
 
@@ -156,6 +156,6 @@ if jaxmpi.rank() == 0:
     rate = np.median(rates[1:] or rates)  # the first epoch compiles
     ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
     print(
-        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s "
-        f"on {ranks}"
+        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), "
+        f"{rate:.0f} images/s on {ranks}"
     )

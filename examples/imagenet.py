@@ -134,14 +134,14 @@ def check(args, folders):
             refuse(f"--{name.replace('_', '-')} is {getattr(args, name)}. It is 1 or more.")
     if args.model.startswith("vit") and (args.pixels % 16 or args.width % 4):
         refuse(
-            f"--pixels is {args.pixels} and --width {args.width}. A ViT takes multiples of 16 and "
-            "of 4."
+            f"--pixels is {args.pixels} and --width {args.width}. "
+            "A ViT takes multiples of 16 and of 4."
         )
     for part, folder in folders.items():
         if not len(folder):
             refuse(
-                f"there are no images in {args.data / part}. It holds a folder of images for each "
-                "class."
+                f"there are no images in {args.data / part}. "
+                "It holds a folder of images for each class."
             )
     if args.evaluate:
         return
@@ -158,8 +158,8 @@ def check(args, folders):
         )
     if args.warmup >= args.epochs / (3 if args.schedule == "step" else 1) > 0:
         refuse(
-            f"--warmup {args.warmup} leaves none of {args.epochs} epochs for the highest learning "
-            "rate."
+            f"--warmup {args.warmup} leaves none of {args.epochs} epochs "
+            "for the highest learning rate."
         )
 
 
@@ -422,8 +422,8 @@ def main():
                 refuse(error)
             if missing and args.evaluate:
                 refuse(
-                    f"{weights} does not have {', '.join(missing)}: was it trained on other "
-                    "classes?"
+                    f"{weights} does not have {', '.join(missing)}: "
+                    "was it trained on other classes?"
                 )
             if missing:
                 log.info(f"not from {weights}: {', '.join(missing)}")

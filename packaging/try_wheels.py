@@ -92,10 +92,8 @@ def check(command, **options):
         [*map(str, command)], capture_output=True, text=True, timeout=900, **options
     )
     if done.returncode:
-        raise SystemExit(
-            f"{' '.join(map(str, command))} ended with "
-            f"{done.returncode}:\n{done.stdout}{done.stderr}"
-        )
+        said = f"{done.stdout}{done.stderr}"
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{said}")
     return done.stdout
 
 

@@ -537,9 +537,8 @@ def data():
 def per_rank_data():
     def call():
         r, n = jaxmpi.rank() if not simulated() else 0, jaxmpi.size()
-        with refused(
-            simulated(), RuntimeError, "per_rank_batches: simulated ranks are one process"
-        ):
+        words = "per_rank_batches: simulated ranks are one process"
+        with refused(simulated(), RuntimeError, words):
             batches = [np.full(2, 10.0 * r + k) for k in range(r + 1)]
             seen = [float(batch[0]) for batch in jaxmpi.per_rank_batches(batches)]
             assert seen == [10.0 * r]
