@@ -22,7 +22,7 @@ PACKAGES = ("jax", "jaxlib", "mpi4py", "mpi4jax", "torch")
 
 
 def parser(doc):
-    """The options of every benchmark."""
+    """Make an argument parser with the options of every benchmark."""
     made = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -37,7 +37,7 @@ def parser(doc):
 
 
 def machine(world):
-    """One line about where this runs."""
+    """Describe the machine, the ranks and the versions in one line."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split(",")[0].strip("\0 \n")
@@ -59,7 +59,7 @@ def machine(world):
 
 
 def bars(axes, rows):
-    """A group of bars for each case, with one for each contender."""
+    """Draw a group of bars for each case, with one bar for each contender."""
     cases = list(dict.fromkeys(r["case"] for r in rows))
     names = list(dict.fromkeys(r["contender"] for r in rows))
     for i, name in enumerate(names):
@@ -76,7 +76,7 @@ def bars(axes, rows):
 
 
 def save(folder, name, found, title, draw):
-    """Write NAME.json, and NAME.png with what `draw(axes)` draws."""
+    """Write NAME.json, and NAME.png with the plot of `draw(axes)`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     try:
@@ -96,7 +96,7 @@ def save(folder, name, found, title, draw):
 
 
 class Report:
-    """Times and ratios, as they are found; printed by rank 0."""
+    """Times and ratios of a benchmark, printed by rank 0 as they are found."""
 
     def __init__(self, name, args):
         self.name, self.args, self.world = name, args, jaxmpi.init()

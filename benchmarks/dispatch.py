@@ -62,7 +62,7 @@ def meet():
 
 
 def make_step(allreduce):
-    """A step of k arrays, all of which depend on the allreduce."""
+    """Make a step of k arrays, all of which depend on the allreduce."""
 
     def step(state, x):
         shift = 0.1 * jnp.mean(allreduce(x))
@@ -95,7 +95,7 @@ class Steps:
 
 
 def check(name, value, want):
-    """Neither transport is timed where it is wrong."""
+    """Check that a contender's result is right before it is timed."""
     if name in ("jaxmpi.jit", "mpi4jax under jax.jit", "mpi4py Allreduce"):
         np.testing.assert_allclose(value, want, rtol=1e-5, err_msg=name)
 

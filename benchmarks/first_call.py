@@ -44,7 +44,7 @@ args = options.parse_args()
 
 
 def mean_over_ranks():
-    """The mean of the gradients as one would write it for `jax.vmap`."""
+    """Average gradients as one would write it for `jax.vmap`."""
     return optax.stateless(lambda updates, params: lax.pmean(updates, jaxmpi.AXIS))
 
 
@@ -84,7 +84,7 @@ def seconds_of(jit, loss_of, tx, arguments, stage):
 
 
 def compare(report, case, stage, contenders):
-    """Have the contenders take turns; returns {name: µs [rounds, ranks]}."""
+    """Measure the contenders in turns; return {name: µs [rounds, ranks]}."""
     rounds = (
         2 if args.quick else args.rounds if stage in ("trace", "lower") else min(args.rounds, 3)
     )
@@ -155,7 +155,7 @@ def models(report):
 
 
 def transforms():
-    """Each transform, and the chain of optax that comes nearest to what it does on one rank."""
+    """Pair each transform with the nearest chain of optax for one rank."""
     adam, mean, codecs = optax.adam(1e-3), jaxmpi.distributed, jaxmpi.codecs
     if_finite, every_four = (
         optax.apply_if_finite(adam, 10**6),
@@ -217,7 +217,7 @@ def compile_times(report):
 
 
 def slopes(axes, rows):
-    """Seconds to compile against the number of arrays."""
+    """Plot the seconds to compile against the number of arrays."""
     for case in dict.fromkeys(row["case"].partition(", ")[0] for row in rows):
         mine = []
         for row in rows:
@@ -233,7 +233,7 @@ def slopes(axes, rows):
 
 
 def stacked(axes, rows):
-    """Seconds of each stage of each model, beside plain JAX."""
+    """Plot the seconds of each stage of each model, beside plain JAX."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     for i, name in enumerate(("plain", "jaxmpi")):
         mine = {row["case"]: row["median_us"] / 1e6 for row in rows if row["contender"] == name}

@@ -103,7 +103,7 @@ PARTS = {
 
 
 def carry_out(part, environ):
-    """Run a part; returns what it found."""
+    """Run a part of the checks; return its results."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         flags = " ".join(filter(None, (environ.get("XLA_FLAGS"), part.environ.get("XLA_FLAGS"))))
@@ -168,7 +168,7 @@ def _text(stream):
 
 
 def table(parts):
-    """All results, in Markdown."""
+    """Format all results as a Markdown table."""
     lines = []
     for about in dict.fromkeys(
         (part["device"], part["software"], part["date"]) for part in parts.values()
@@ -186,7 +186,7 @@ def table(parts):
 
 
 def card(environ):
-    """The GPU that JAX has, or the CPU."""
+    """Return the name of JAX's GPU, or of the CPU."""
     code = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep=', ')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     said = done.stdout.strip().splitlines()

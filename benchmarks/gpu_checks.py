@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "complex64", "bool
 
 
 def say(what, value, unit="", right=True, note=""):
-    """One line of the results, by rank 0, of what all ranks have found."""
+    """Print one line of results on rank 0, right only if it is right on all ranks."""
     right = all(jaxmpi.allgather_object(bool(right))) if jaxmpi.size() > 1 else bool(right)
     if jaxmpi.rank() == 0:
         line = {"what": what, "value": value, "unit": unit, "right": right, "note": note}
@@ -40,7 +40,7 @@ def say(what, value, unit="", right=True, note=""):
 
 
 def median_of(call, seconds=1.0):
-    """Seconds of a call, the median over all ranks, and its quartiles."""
+    """Return the seconds of a call: the median over all ranks, and its quartiles."""
     for _ in range(3):
         jax.block_until_ready(call())
     start = time.perf_counter()
@@ -57,13 +57,13 @@ def median_of(call, seconds=1.0):
 
 
 def numbers(rank, shape, dtype):
-    """Whole numbers, which every dtype sums without rounding."""
+    """Make whole numbers, which every dtype sums without rounding."""
     found = np.random.default_rng(rank).integers(0, 5, shape)
     return found.astype(bool) if dtype == "bool" else np.asarray(found, dtype=jnp.dtype(dtype))
 
 
 def cases(n):
-    """name: (traced, the same of the arrays of all ranks, for rank r)."""
+    """Return {name: (traced function, expected result on rank r from all ranks' arrays)}."""
     turn = [(r, (r + 1) % n) for r in range(n)]
     return {
         "psum": (lambda x: lax.psum(x, AXIS), lambda xs, r: sum(xs)),
@@ -241,7 +241,7 @@ def staging():
 
 
 def _plain_copies(world):
-    """GB/s between pinned memory of the host and the GPU, of one rank, while the others wait."""
+    """Measure GB/s between pinned host memory and the GPU on one rank, while the others wait."""
     cuda = ctypes.CDLL("libcuda.so.1")
     size, context, device, host, gpu = (
         100 << 20,
@@ -373,9 +373,11 @@ def steps(model):
             note=f"first five steps {compiled[name]:.1f} s",
         )
     say(
-        f"{model}, {about}: jaxmpi / plain JAX", round(float(np.median(ratios)), 4), "times",
+        f"{model}, {about}: jaxmpi / plain JAX",
+        round(float(np.median(ratios)), 4),
+        "times",
         note=f"{rounds} turns of {turns} steps: {ratios.min():.3f} to {ratios.max():.3f}",
-    )  # fmt: skip
+    )
     same = difference < (1e-5 if model == "digits" else 5e-3)
     say(
         f"{model}, {about}: the loss after five steps, relative difference",
@@ -448,7 +450,7 @@ def _training(directory, until):
 
 
 def checkpoint(directory):
-    """A run of the device that stops and goes on ends with the bits of one that does not."""
+    """Check that a resumed run on the device ends with the bits of an undisturbed one."""
     jaxmpi.init()
     whole = _training(Path(directory) / "whole", 8)
     _training(Path(directory) / "parts", 4)
@@ -457,12 +459,12 @@ def checkpoint(directory):
 
 
 def killed():
-    """One rank is killed; the job is to end with an error."""
+    """Kill one rank, and expect the job to end with an error."""
     _until(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stalled():
-    """One rank stops; the others are to say so, and the job to end."""
+    """Stop one rank, and expect the others to report it and the job to end."""
     _until(lambda: time.sleep(3600))
 
 

@@ -28,7 +28,7 @@ COORDINATOR = "10.77.0.1"  # the first host
 
 
 class Network(NamedTuple):
-    """Hosts, and the cables between them."""
+    """Hosts and the cables between them."""
 
     hosts: int
     ranks: int  # of each
@@ -71,7 +71,7 @@ args = arguments.parse_args()
 
 
 def work(network):
-    """The contenders in turn, on one launch."""
+    """Measure the contenders in turns, in one launch."""
     import peers  # which starts MPI
 
     if not args.alone:
@@ -133,7 +133,7 @@ def launch(number, folder):
 
 
 def ratios(network, us):
-    """(case, what by what, ratio, what it is at most) of a network."""
+    """Yield (case, contenders, ratio, bound) of a network."""
     for case, name in sorted(us):
         if name == "jaxmpi" and case.startswith("16 arrays"):
             megabytes = network.megabytes / (2 if case.endswith("bf16") else 1)

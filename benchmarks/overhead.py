@@ -36,7 +36,7 @@ poll_seconds = monitor.POLL_SECONDS
 
 
 def watch(seconds):
-    """Have the monitor's thread look so often; it learns of it at its next look, which is now."""
+    """Set the interval of the monitor's thread, and wake it so that it takes effect now."""
     if seconds != monitor.POLL_SECONDS:
         monitor.POLL_SECONDS = seconds
         watching.signals.wake()
@@ -82,7 +82,7 @@ def seen():
 
 @contextlib.contextmanager
 def on_screen(contender):
-    """`jaxmpi top` in a terminal of its own, started by rank 0, for the turns of `seen`."""
+    """Run `jaxmpi top` in its own terminal, started by rank 0, for the turns of `seen`."""
     if contender is not seen or report.world.rank:
         jaxmpi.barrier()
         yield

@@ -63,7 +63,7 @@ def jaxmpi_step(overlap, loss_of, params, batch):
 
 
 def peers_of(case, factor, loss_of, params, batch):
-    """The steps of other libraries, those that are installed."""
+    """Make the steps of other libraries, where they are installed."""
     calls = {}
     if importlib.util.find_spec("mpi4jax"):
         calls["mpi4jax per leaf"] = mpi4jax_step(loss_of, params, batch)
@@ -76,7 +76,7 @@ def peers_of(case, factor, loss_of, params, batch):
 
 
 def contenders(loss_of, params, batch):
-    """The parts of a step, and the steps."""
+    """Make the contenders: a step's parts, and whole steps."""
     jitted = partial(jax.jit, donate_argnums=0)
     forward, backward = jax.jit(loss_of), jax.jit(jax.value_and_grad(loss_of))
     mean, grads = jaxmpi.jit(jaxmpi.tree_allreduce), jax.tree.map(jax.numpy.array, params)
@@ -103,7 +103,7 @@ def beside(local, mean):
 
 
 def balanced(report, case):
-    """The model with a batch for which computation takes about as long as communication."""
+    """Grow a model's batch until computation takes about as long as communication."""
     loss_of, params, batch = MODELS[case]()
     calls = contenders(loss_of, params, batch)
     took = report.measure(
@@ -154,7 +154,7 @@ class Heat:
 
 
 def measure_heat(report):
-    """On a plate for which computation takes about as long as the halo's message."""
+    """Measure the heat equation on a plate that takes as long to compute as to exchange."""
     size, case = 1024, "heat"
     times = report.measure(
         f"{case}, first", {"at once": Heat(size, "0"), "local": Heat(size)}, seconds=1.0
@@ -246,7 +246,7 @@ def measure_models(report):
 
 
 def launched(worker, delay_ms):
-    """The exit status of two ranks on hosts that are so far apart."""
+    """Run two ranks on hosts with a cable of this delay; return the exit status."""
     words = [
         2,
         1,

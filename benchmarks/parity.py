@@ -64,7 +64,7 @@ EXAMPLES = [  # (example and its arguments, ranks, environment)
 
 
 class Installed(NamedTuple):
-    """A jaxmpi that can be run, and the tree whose benchmarks belong to it."""
+    """An installed jaxmpi, and the tree with the benchmarks that belong to it."""
 
     name: str
     python: Path
@@ -187,7 +187,7 @@ def difference(base, head):
 
 
 def compare_bits(base, head, cases):
-    """Run all examples on both; returns how many differ."""
+    """Run all examples on both; return how many differ."""
     photos = BUILD / "photos"
     make_photos(photos)
     differ = 0

@@ -69,7 +69,7 @@ def memcpy(shapes, dtype):
 
 
 def mpi4py_in_place(shapes, dtype):
-    """Without the division; MPI knows no bfloat16."""
+    """Sum with mpi4py in place, without the division; MPI knows no bfloat16."""
     arrays = host(shapes, np.float32 if dtype == ml_dtypes.bfloat16 else dtype)
 
     def call():
@@ -113,7 +113,7 @@ def jaxmpi_mean(shapes, dtype):
 
 
 def mpi4jax_per_leaf(shapes, dtype):
-    """In float32, as mpi4jax knows no bfloat16."""
+    """Average with mpi4jax, one message an array, in float32 as it knows no bfloat16."""
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
@@ -144,7 +144,7 @@ def mpi4jax_concatenated(shapes, dtype):
 
 
 def mesh():
-    """One device of each process, and the sharding of arrays that each process has its own of."""
+    """Return a mesh of one device per process, and the sharding of per-process arrays."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
     return mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -155,20 +155,23 @@ def global_array(sharding, x):
 
 
 def jax_gloo(shapes, dtype):
-    """`pmean` of every array in a `shard_map` over one device a process."""
+    """Average with `pmean` in a `shard_map` over one device per process."""
     spec = jax.sharding.PartitionSpec()
     over, sharding = mesh()
     mean = jax.shard_map(
         lambda tree: jax.tree.map(lambda x: jax.lax.pmean(x, "ranks"), tree),
-        mesh=over, in_specs=spec, out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        mesh=over,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
     return Fed(
         jax.jit(mean, donate_argnums=0), [global_array(sharding, x) for x in host(shapes, dtype)]
     )
 
 
 def torch_gloo(torch):
-    """One flat tensor, which is what DDP makes of its buckets."""
+    """Average one flat tensor with torch's gloo, as DDP does with its buckets."""
 
     def peer(shapes, dtype):
         kind = torch.bfloat16 if dtype == ml_dtypes.bfloat16 else torch.float32

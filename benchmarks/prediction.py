@@ -41,7 +41,7 @@ args = arguments.parse_args()
 
 
 def repeated(means, arrays):
-    """The mean of the mean of ..."""
+    """Apply the mean several times in a row."""
     return repeated(means - 1, jaxmpi.tree_allreduce(arrays)) if means else arrays
 
 

@@ -58,7 +58,7 @@ def holds_objects(tree):
 
 
 def hashed(tree):
-    """The first 16 digits of SHA-256 over the dtypes, shapes and bytes of all arrays."""
+    """Return 16 digits of SHA-256 over the dtypes, shapes and bytes of all arrays."""
     digest = hashlib.sha256()
     tree = jax.tree.map(lambda x: nnx.state(x) if is_object(x) else x, tree, is_leaf=is_object)
     for leaf in jax.tree.leaves(jaxmpi.local(tree)):
@@ -71,7 +71,7 @@ def hashed(tree):
 
 
 def recording(make, records):
-    """`jaxmpi.jit` or `jaxmpi.nn.jit`, of which each result is a RecordedStep."""
+    """Wrap `jaxmpi.jit` or `jaxmpi.nn.jit` so that it makes a RecordedStep."""
 
     def jit(fun=None, **options):
         if fun is None:

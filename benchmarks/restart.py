@@ -57,7 +57,7 @@ args = arguments.parse_args()
 
 
 def note(folder, event):
-    """Write down when this rank has come to an event."""
+    """Record the time at which this rank reaches an event."""
     line = {
         "start": os.environ["JAXMPI_RESTART"],
         "rank": jaxmpi.rank(),
@@ -69,7 +69,7 @@ def note(folder, event):
 
 
 def work(folder, kills):
-    """Go on from the checkpoint, and train until it is this rank's turn to be killed."""
+    """Resume from the checkpoint, and train until it is this rank's turn to be killed."""
     world, restart = jaxmpi.init(), int(os.environ["JAXMPI_RESTART"])
     note(folder, "init")
     tx = jaxmpi.distributed(optax.adam(1e-4))
@@ -111,7 +111,7 @@ def work(folder, kills):
 
 
 def launch(ranks, folder, kills):
-    """Run a job; returns when it was started, and when `jaxmpi run` said that it starts again."""
+    """Run a job; return the time of its start, and those at which `jaxmpi run` restarted it."""
     words = [
         sys.executable,
         "-m",
@@ -142,7 +142,7 @@ def launch(ranks, folder, kills):
 
 
 def events(folder, start):
-    """The time at which the slowest rank came to each event of a start of the job."""
+    """Return the time at which the slowest rank reached each event of a start."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     mine = [one for one in found if one["start"] == str(start)]
     return {one["event"]: one["time"] for one in sorted(mine, key=lambda one: one["time"])}

@@ -59,7 +59,7 @@ def launch(ranks, folder):
 
 
 def expected(median_us, case, ranks, cores):
-    """µs for the bytes of all ranks on these cores, from what two ranks take."""
+    """Predict the µs for the bytes of all ranks on these cores from those of two ranks."""
     alpha, two = median_us[2]["1 KB"], median_us[2][case]
     crowd = max(1.0, ranks / cores) / max(1.0, 2 / cores)
     return (alpha + max(0.0, two - alpha) * 2 * (ranks - 1) / ranks) * crowd

@@ -64,7 +64,7 @@ def cnn():
 
 
 def resnet_50():
-    """On images of 32 pixels."""
+    """Build ResNet-50 on images of 32 pixels."""
 
     def loss_of(params, batch):
         x, labels = batch

@@ -36,7 +36,7 @@ def step_of(loss_of, average):
 
 
 def mpi4jax_step(loss_of, params, batch):
-    """A message for each array."""
+    """Make a step that sends one mpi4jax message for each array."""
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()
@@ -60,7 +60,7 @@ def gloo_step(loss_of, params, batch):
 
 
 def torch_steps(torch, model, batch, loss_of):
-    """Its step without communication, and DDP's."""
+    """Make torch's step without communication, and DDP's."""
     inputs, targets = (torch.from_numpy(np.asarray(x)) for x in batch)
 
     def trained(model):
