@@ -57,7 +57,7 @@ def layer(z, weights_and_image):
 
 
 def logits(weights, x):
-    """[64] to [10]."""
+    """Return the [10] logits of an image [64]."""
     solution = optx.fixed_point(layer, solver, jnp.zeros(args.width), (weights, x), max_steps=100)
     return weights["out"] @ solution.value
 

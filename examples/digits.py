@@ -179,7 +179,7 @@ def step(params, state, batch, key):
 
 @jaxmpi.jit
 def count(params, batch, mask, counts):
-    """Add a batch to the images that are recognized, and to all of them."""
+    """Add a batch to the counts of recognized images and of all images."""
     right = nnx.merge(graph, params)(batch["image"]).argmax(-1) == batch["label"]
     return counts + jnp.stack([jnp.sum(mask & right), jnp.sum(mask)])
 

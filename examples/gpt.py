@@ -112,7 +112,7 @@ log = jaxmpi.get_logger("gpt")
 
 
 def windows():
-    """The text as [windows, length + 1] bytes, for training and held out."""
+    """Return training and held-out text as [windows, length + 1] bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(library.rglob("*.py")):
@@ -131,7 +131,7 @@ def windows():
 
 
 class Block(nn.Module):
-    """[batch, length, width] to the same; a second output for `scan`."""
+    """Transformer block on [batch, length, width]; its second output is for `scan`."""
 
     @nn.compact
     def __call__(self, x, mask):
@@ -214,7 +214,7 @@ equal = () if args.islands else (1,) if args.local_every else (0, 1)
 
 
 def losses(params, text):
-    """Nats per byte, for each window."""
+    """Return the nats per byte of each window."""
     outside = jaxmpi.unshard({name: x for name, x in params.items() if name != "blocks"})
     logits = GPT(args.fully_sharded).apply(
         {"params": {**outside, "blocks": params["blocks"]}}, text[:, :-1]
@@ -235,7 +235,7 @@ def add_losses(params, text, mask, total):
 
 
 def held_out(params):
-    """Nats per byte over all held-out windows, each once, on one of the ranks."""
+    """Return the nats per byte over all held-out windows, each on one of the ranks."""
     total = np.float32(0)
     for text, mask in jaxmpi.batches(test, 4 * args.batch_size, remainder="mask"):
         total = add_losses(params, text, mask, total)

@@ -123,12 +123,12 @@ def arguments():
 
 
 def refuse(text):
-    """End the job, in order, with a line of rank 0."""
+    """End the job in order, with one line of rank 0."""
     raise SystemExit(f"imagenet: {text}" if jaxmpi.rank() == 0 else 1)
 
 
 def check(args, folders):
-    """Refuse what could not be trained."""
+    """Refuse settings and folders that cannot be trained."""
     for name in ("width", "pixels", "batch_size", "save_every", "log_every"):
         if getattr(args, name) < 1:
             refuse(f"--{name.replace('_', '-')} is {getattr(args, name)}. It is 1 or more.")
@@ -164,7 +164,10 @@ def check(args, folders):
 
 
 def schedule_of(args, steps):
-    """Learning rate by step: linear to the highest, and on from there; `steps` of an epoch."""
+    """Make the learning rate by step: a linear warm-up, then the chosen schedule.
+
+    `steps` is the number of steps of an epoch.
+    """
     highest, total, warmup = (
         args.lr * args.batch_size / 256,
         args.epochs * steps,
@@ -210,7 +213,7 @@ def counts_of(losses, logits, batch):
 
 
 def steps_of(model, optimizer, args):
-    """The training and the evaluation step, and the parameters and statistics to begin with."""
+    """Make the training and evaluation steps, the parameters and the batch statistics."""
     model.train()
     graph, params, stats = nnx.split(model, nnx.Param, ...)
     # nnx has them in float32
@@ -333,7 +336,7 @@ def train(args, folders, load, model, begin):
             sys.exit(0)
 
     def write_row():
-        """The means since the last row, in the table and on the screen."""
+        """Write the means since the last row to the table and the screen."""
         if not counts:
             return
         own = np.sum(jax.device_get(counts), axis=0)  # waits for the last step

@@ -23,7 +23,7 @@ args = parser.parse_args()
 
 
 def table(path):
-    """The columns of a CSV file by their names; NaN where a field is empty."""
+    """Read the columns of a CSV file by name; NaN where a field is empty."""
     if not path.exists():
         raise SystemExit(
             f"There is no {path}. A run of examples/imagenet.py leaves it in its --out."

@@ -34,7 +34,7 @@ class Table:
 
 
 def write_weights(path, tree):
-    """Rank 0 writes a tree's arrays under the names of their paths, as a whole or not at all."""
+    """Write a tree's arrays on rank 0, under the names of their paths, as a whole or not at all."""
     if jaxmpi.rank() == 0:
         part = path.with_suffix(".part")
         with part.open("wb") as file:
@@ -71,7 +71,7 @@ def read_weights(path, tree):
 
 
 def named(tree):
-    """The arrays by their paths, such as `params/head/kernel`."""
+    """Return the arrays by their paths, such as `params/head/kernel`."""
     arrays = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -83,7 +83,7 @@ def listing(root):
 
 
 def centre(image, pixels):
-    """The middle of the image, 7/8 of its shorter side."""
+    """Crop the middle of the image, 7/8 of its shorter side."""
     side = min(image.size) * 7 / 8
     left, top = (image.width - side) / 2, (image.height - side) / 2
     return image.resize(
@@ -92,7 +92,7 @@ def centre(image, pixels):
 
 
 def random_crop(image, pixels, seed):
-    """8 % to 100 % of the area, 3:4 to 4:3, flipped every other time (Szegedy et al. 2015)."""
+    """Crop 8 % to 100 % of the area, and flip every other time (Szegedy et al. 2015)."""
     rng = np.random.default_rng(seed)
     for _ in range(10):
         area, ratio = (
@@ -152,7 +152,7 @@ def outlive_sigterm(*_):
 
 
 def noting(folder, batches):
-    """The batches without the numbers of the rows; those that cannot be read are noted."""
+    """Yield the batches without row numbers, noting the rows that cannot be read."""
     reader = iter(batches)
     try:
         for batch in reader:

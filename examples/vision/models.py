@@ -46,7 +46,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """`axis_name` makes the batch statistics those of all ranks."""
+    """Residual network; with `axis_name` its batch statistics are those of all ranks."""
 
     def __init__(
         self, blocks, bottleneck, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs
@@ -85,7 +85,7 @@ class ResNet(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A transformer block, normalised before attention and before the MLP."""
+    """Transformer block, normalized before attention and before the MLP."""
 
     def __init__(self, width, heads, *, rngs, **types):
         self.norm1, self.norm2 = (
