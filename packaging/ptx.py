@@ -27,7 +27,7 @@ constexpr char kGatherPtx[] = R"ptx({ptx})ptx";
 
 
 def header() -> str:
-    """The text of native/gather_ptx.h."""
+    """Return the text of native/gather_ptx.h."""
     command = [
         "nvcc",
         "--ptx",
@@ -51,7 +51,7 @@ def header() -> str:
 
 
 def release() -> str:
-    """The version of nvcc: another one may make other PTX of the same source."""
+    """Return nvcc's version, since another one may make other PTX of the same source."""
     said = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     return re.search(r"release \S+, V(\S+)", said)[1]
 

@@ -87,7 +87,7 @@ def row(python, mpi, jax, wheels):
 
 
 def check(command, **options):
-    """Run it; returns its output."""
+    """Run a command that must succeed; return its output."""
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=900, **options
     )

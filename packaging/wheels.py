@@ -84,7 +84,7 @@ def make_environment(python: str, work: Path) -> Path:
 
 
 def build(python: Path, machine: str, work: Path) -> Path:
-    """A wheel for this Python and a machine, with the tag of this system."""
+    """Build a wheel for a Python and a machine, with the tag of this system."""
     tools = toolchain(python, machine, work)
     version = output(python, "-c", "import sys; print(*sys.version_info[:2], sep='')")
     environ = {
@@ -110,7 +110,7 @@ def build(python: Path, machine: str, work: Path) -> Path:
 
 
 def toolchain(python: Path, machine: str, work: Path) -> Path:
-    """A folder with Zig's tools as programs of one word, which CMake wants."""
+    """Make a folder with Zig's tools as one-word programs, which CMake wants."""
     folder = work / f"tools-{python.parents[1].name}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in TOOLS.items():
@@ -124,7 +124,7 @@ def toolchain(python: Path, machine: str, work: Path) -> Path:
 
 
 def repair(python: Path, wheel: Path, out: Path) -> None:
-    """The wheel with its manylinux tag, after auditwheel has looked at every symbol that it needs.
+    """Give the wheel its manylinux tag, after auditwheel has checked its symbols.
 
     auditwheel takes no tag of another processor than this, but finds it: the oldest glibc that has
     all symbols.
