@@ -32,7 +32,7 @@ def repeat(x, n):
 
 
 def differentiated(n, loss, whole, x=None, seed=1):
-    """The loss of each rank, its gradient on each rank, and the mean of the gradients."""
+    """Return each rank's loss, its gradient on each rank, and the mean of the gradients."""
     w = np.random.default_rng(seed).normal(size=(FEATURES, HIDDEN))
     x = values(n, BATCH, FEATURES) if x is None else x
 
@@ -521,7 +521,7 @@ def over_ranks_and_an_axis_of_vmap(n):
 
 @case
 def chains_of_rounds(n):
-    """Collectives that depend on each other, beside others that don't."""
+    """Collectives that depend on each other, beside independent ones."""
     x = values(n, 4)
 
     def fun(x):

@@ -49,7 +49,7 @@ def values(n, *shape, seed=0):
 
 
 def real(n):
-    """x `[n, 3]` of each rank."""
+    """Make x `[n, 3]` for each rank."""
     return (values(n, n, 3),)
 
 
@@ -62,7 +62,7 @@ def tall(n):
 
 
 def lanes(n):
-    """x `[2, 2 n]` of each rank, for a vmap over the first axis."""
+    """Make x `[2, 2 n]` for each rank, for a vmap over the first axis."""
     return (values(n, 2, 2 * n),)
 
 
@@ -77,7 +77,7 @@ def refused(title, tests, fun, error, instead, args=real, rows=ROWS, want=None, 
 
 
 def cases_here(name):
-    """The cases of a group, as this JAX has them."""
+    """Return the cases of a group, as this version of JAX has them."""
     if jax.__version_info__ < (0, 12):
         return GROUPS[name]
     cases = []
@@ -1039,7 +1039,7 @@ holds(
 
 
 def growing(x):
-    """Each lane of a vmap has a number of turns of its own."""
+    """Loop for a number of turns that differs between the lanes of a vmap."""
     return lax.while_loop(
         lambda c: lax.psum(c, R) < 100, lambda c: lax.pmean(c * 2 + 1, R) + jnp.abs(x), jnp.abs(x)
     )

@@ -79,7 +79,7 @@ def gradient(loss, value, grads):
 
 
 def real():
-    """A small network. No number of ranks divides all of its arrays."""
+    """Make a small network; no number of ranks divides all of its arrays."""
     rng = np.random.default_rng(7)
     shapes = {"w": (5, 4), "b": (3,), "scale": ()}
     return {
@@ -132,12 +132,12 @@ class Case(NamedTuple):
 
 
 def down(transform):
-    """A transform that only scales gradients, as an optimizer."""
+    """Make an optimizer from a transform that only scales gradients."""
     return optax.chain(transform, optax.scale(-RATE))
 
 
 def large(tree):
-    """A mask that looks at sizes."""
+    """Make a mask that depends on sizes."""
     return jax.tree.map(lambda x: x.size > 4, tree)
 
 
@@ -336,7 +336,7 @@ def names():
 
 
 def trained():
-    """The cases to train with: all, but those that another one calls."""
+    """List the cases to train with: all but those that another one calls."""
     short = {name: name.removeprefix("contrib.") for name in CASES}
     modules = {name: optax if name == short[name] else contrib for name in CASES}
     text = ""
@@ -347,7 +347,7 @@ def trained():
 
 
 def groups(count):
-    """The cases to train with in some groups, each of which is one program."""
+    """Split the cases to train with into `count` groups, each of which is one program."""
     return [tuple(trained()[i::count]) for i in range(count)]
 
 
@@ -427,7 +427,7 @@ def check(chosen, wraps=("distributed", "sharded")):
 
 
 def _arrays(params_and_states):
-    """Each leaf as a NumPy array, by kind, name and path."""
+    """Return each leaf as a NumPy array, by kind, name and path."""
     arrays = {}
     for kind, trees in zip(("params", "state"), params_and_states, strict=True):
         for name, tree in trees.items():

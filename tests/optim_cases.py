@@ -57,7 +57,7 @@ def parameters(dtype=np.float64):
 
 
 def loss(params, batch, mask):
-    """The mean over the samples that count."""
+    """Return the mean over the samples that the mask keeps."""
     out = jnp.tanh(batch["x"] @ params["w"] + params["b"]) @ params["v"] * params["scale"]
     errors = jnp.sum((out - batch["y"]) ** 2, axis=1)
     return jnp.sum(jnp.where(mask, errors, 0)) / jnp.sum(mask)
@@ -86,7 +86,7 @@ def transform(variant, optimizer):
 
 
 def settings(variant):
-    """Samples, batch size, and whether the batches are weighted."""
+    """Return the number of samples, the batch size, and whether batches are weighted."""
     if variant in ("weighted", "fully weighted"):
         return UNEVEN, UNEVEN, True
     if variant in ("accumulate", "sharded weighted", "fully accumulate"):
@@ -95,7 +95,7 @@ def settings(variant):
 
 
 def train(variant, optimizer, jit):
-    """The parameters after some steps on these ranks."""
+    """Train on these ranks; return the parameters."""
     if variant.startswith("fully "):
         return train_shards(variant, optimizer, jit)
     samples, batch_size, weighted = settings(variant)

@@ -23,7 +23,7 @@ def on_ranks(ranks, *program):
 
 
 def run(command, **environ):
-    """The output of a command that must succeed; its whole process group ends with it."""
+    """Run a command that must succeed, and end its process group; return its output."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -43,7 +43,10 @@ def run(command, **environ):
 
 
 def run_all(commands):
-    """The outputs of commands, of which two run at a time: much of each is imports, on one core."""
+    """Run commands, two at a time, since much of each is imports on one core.
+
+    Returns their outputs.
+    """
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(run, commands)]
 

@@ -30,7 +30,7 @@ LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]
 
 
 def modules():
-    """The name of each module below `jaxmpi`, and its file."""
+    """List the name and the file of each module below `jaxmpi`."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield (
             ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"),
@@ -39,13 +39,13 @@ def modules():
 
 
 def folder(name):
-    """The folder of a module by which LAYERS orders it: of `_job`, the folder within."""
+    """Return the folder that orders a module in LAYERS; within `_job`, the inner folder."""
     first, *rest = name.split(".")
     return f"_job.{rest[0]}" if first == "_job" and rest else first
 
 
 def imports(path):
-    """The modules of jaxmpi that a file imports."""
+    """Return the modules of jaxmpi that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jaxmpi":
             module = node.module.removeprefix("jaxmpi").removeprefix(".")

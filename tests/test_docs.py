@@ -26,7 +26,7 @@ ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py
 
 
 def blocks(language):
-    """(page, line, code) of every block that is no doctest."""
+    """List (page, line, code) of every block that is no doctest."""
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page, name = path.read_text(), str(path.relative_to(ROOT))
@@ -134,7 +134,7 @@ def test_code_ends_before_column_80(page):
 
 @functools.cache
 def anchors(page):
-    """The names of a page's headings, as Python-Markdown and GitHub make them."""
+    """Return the anchors of a page's headings, as Python-Markdown and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {

@@ -137,7 +137,7 @@ def optimizer_of():
 
 
 def check(model, wrap, part):
-    """`wrap` makes a step of one for all ranks; `part` takes the ranks' own of a whole batch."""
+    """Check a model: `wrap` makes one step for all ranks, `part` a rank's part of a batch."""
     with jax.enable_x64(True):
         data = Data()
         inputs = data.words if model == "transformer" else data.images

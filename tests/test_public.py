@@ -64,7 +64,7 @@ def simulated():
 
 
 def each(of_rank):
-    """This rank's value of a function of the rank; simulated ranks have all of them."""
+    """Return a function's value on this rank; under simulation, the values of all ranks."""
     if not simulated():
         return of_rank(jaxmpi.rank())
     return jax.tree.map(
@@ -73,7 +73,7 @@ def each(of_rank):
 
 
 def assert_each(got, want):
-    """Every rank here has got `want(rank)`."""
+    """Assert that every rank here has got `want(rank)`."""
     is_own = lambda x: isinstance(x, jaxmpi.PerRank)
     for rank in range(jaxmpi.size()) if simulated() else [jaxmpi.rank()]:
         mine = jax.tree.map(lambda x, rank=rank: x[rank] if is_own(x) else x, got, is_leaf=is_own)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def recipe(page, marker):
-    """The only block of code on a page that has these words; a doctest without its prompts."""
+    """Return the one block of a page that has these words; a doctest loses its prompts."""
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
     )
@@ -212,7 +212,7 @@ FP8 = "_overwrite_with_gradient"
 
 
 def after_fp8_steps(batch):
-    """The train state after three steps of the recipe, on this rank's rows of a batch."""
+    """Return the train state after three steps of the recipe on this rank's rows."""
     mine = jaxmpi.shard(batch)[:]
     got = run("docs/migration.md", "Fp8DirectDotGeneralOp", batch=mine)
     state = got["state"]
@@ -242,7 +242,7 @@ def test_scales_of_fp8_are_those_of_all_samples():
 
 
 def local_steps(params, state, tx, first, last):
-    """Each rank's steps on samples of its own."""
+    """Run each rank's steps on its own samples."""
 
     @jaxmpi.jit
     def step(params, state, x):
@@ -316,7 +316,7 @@ def test_local_sgd_is_restored_on_another_number_of_ranks(tmp_path, codec):
 
 
 def train_nnx(model, optimizer, steps):
-    """Steps on samples that differ between the ranks."""
+    """Train on samples that differ between the ranks."""
     from flax import nnx
 
     @jaxmpi.nn.jit

@@ -13,7 +13,7 @@ LOCKED = ROOT / "requirements"
 
 
 def pinned(*names, python="3.11"):
-    """{package: version} of some files, for a Python on Linux."""
+    """Return {package: version} of some files, for a Python on Linux."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.5",

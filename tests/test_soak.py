@@ -29,7 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "
 
 
 def random_tree(rng, op):
-    """A structure with shapes and dtypes."""
+    """Make a random structure with shapes and dtypes."""
     without = "bool" if op in ("sum", "mean", "prod") else "complex64"
     kinds = [dtype for dtype in DTYPES if dtype != without]
 

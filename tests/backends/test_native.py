@@ -356,10 +356,9 @@ def test_several_nodes(ranks, on_a_node, tmp_path):
 def run(ranks, code, folder, *, timeout=120, **environ):
     script = Path(folder, "script.py")
     script.write_text(code)
-    return subprocess.run(
-        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)],
-        capture_output=True, text=True, timeout=timeout, env={**os.environ, **environ},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)]
+    environ = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ)
 
 
 @pytest.mark.exhaustive

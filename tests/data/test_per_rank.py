@@ -219,10 +219,9 @@ def test_other_transports(environment, tmp_path):
         "        total += float(jaxmpi.tree_allreduce((batch * mask).sum(), op='sum'))\n"
         "    print('total', total)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)],
-        capture_output=True, text=True, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
+    environment = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     want = 2 * sum(k + 10.0 * r for r in range(2) for k in range(3 + 2 * r))
     totals = sorted(line for line in done.stdout.splitlines() if line.startswith("total"))

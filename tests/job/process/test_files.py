@@ -34,9 +34,13 @@ def recorder(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXMPI_FLIGHT_DIR", raising=False)
     said = []
     monitor = SimpleNamespace(
-        backend=OneRank(), members=[(os.getpid(), "here")], topics={}, at_end=[], say=said.append,
+        backend=OneRank(),
+        members=[(os.getpid(), "here")],
+        topics={},
+        at_end=[],
+        say=said.append,
         signals=SimpleNamespace(take=lambda number, call: True),
-    )  # fmt: skip
+    )
     return SimpleNamespace(make=lambda: Recorder(monitor), shared=shared, said=said)
 
 
