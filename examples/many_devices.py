@@ -1,7 +1,4 @@
-"""Train a small network on handwritten digits.
-
-one_device.py is the script for one device; many_devices.py runs on many, with six lines changed.
-"""
+"""Train a small network on handwritten digits; many_devices.py differs in six lines."""
 
 import jax
 import numpy as np
