@@ -29,9 +29,8 @@ state = optimizer.init(params)
 def step(params, state, batch):
     def loss_of(params):
         x, y = batch
-        return optax.softmax_cross_entropy_with_integer_labels(
-            nnx.merge(graph, params)(x), y
-        ).mean()
+        logits = nnx.merge(graph, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     loss, grads = jax.value_and_grad(loss_of)(params)
     updates, state = optimizer.update(grads, state, params)
