@@ -17,7 +17,7 @@ R = jaxmpi.AXIS
 
 
 def gathers(x):
-    """Its gradient is a psum_scatter."""
+    """Gather x; the gradient is a psum_scatter."""
     return jnp.sum(lax.all_gather(x[0], R) ** 2 * x) / 2
 
 

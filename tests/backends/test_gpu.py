@@ -153,7 +153,7 @@ jaxmpi.print("fine on", me)
     ],
 )
 def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
-    """With copies that happen as late, and as early, as a GPU's may; with two contexts in turn."""
+    """Copies may happen as late, and as early, as a GPU's; two contexts alternate."""
     done = run(3, STAGED.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine on") == 3 and done.stdout.count("caught on") == 3

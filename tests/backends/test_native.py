@@ -37,7 +37,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "comple
 
 
 def test_it_is_built_and_is_the_default():
-    """Where there is a compiler, as on the machines of these tests; elsewhere mpi4jax is used."""
+    """The extension is built where there is a compiler; elsewhere mpi4jax is the default."""
     assert transport.why_not_native() == ""
 
 
@@ -347,7 +347,7 @@ jaxmpi.print("fine on", me, w.node, w.local_rank)
     ],
 )
 def test_several_nodes(ranks, on_a_node, tmp_path):
-    """Pretended ones, of equal and of other sizes."""
+    """Pretended nodes of equal and of different sizes give right numbers."""
     done = run(ranks, NODES, tmp_path, JAXMPI_NODE_RANKS=str(on_a_node))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine on") == ranks and done.stdout.count("caught on") == ranks
@@ -363,7 +363,7 @@ def run(ranks, code, folder, *, timeout=120, **environ):
 
 @pytest.mark.exhaustive
 def test_more_ranks_than_cores(tmp_path):
-    """Nobody starves: eight ranks, which on most machines of these tests share two cores."""
+    """Eight ranks make progress, which on most machines of these tests share two cores."""
     code = """
         import jaxmpi, numpy as np
         w = jaxmpi.init()
@@ -635,7 +635,7 @@ KEPT = []  # handlers, which jaxlib may call later
 
 @pytest.mark.parametrize("ffi", ["0.0", "0.999", "9.0"])
 def test_an_extension_of_another_ffi_is_refused(ffi):
-    """By jaxlib itself, which asks the handler for the version that it was compiled for."""
+    """jaxlib itself refuses it: it asks the handler for its version of the FFI."""
     jax.devices()
 
     @HANDLER

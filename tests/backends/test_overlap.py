@@ -449,7 +449,7 @@ def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
 
 
 def sent(f, *args, **sizes):
-    """For each round of `f`, the shapes in each bucket."""
+    """List the shapes in each bucket, for each round of `f`."""
     shapes = lambda bucket: [bucket.group.eqns[i].outvars[0].aval.shape for i in bucket.numbers]
     return [[*map(shapes, messages.started)] for messages in rounds(f, *args, **sizes)]
 
@@ -471,7 +471,7 @@ SIZES = [20, 21, 22, 23, 24]
 
 @pytest.mark.parametrize("scale", [lambda g: g, lambda g: (g * 2).astype(jnp.bfloat16)])
 def test_buckets_follow_the_backward_pass(scale):
-    """Whatever is done to the gradients behind it, in the order of the tree."""
+    """Buckets follow the backward pass, however the gradients are used later."""
     (buckets,) = sent(*gradients(SIZES, scale), bucket_bytes=800)
     assert buckets == [[(23, 24)], [(22, 23)], [(21, 22)], [(20, 21)]]
 

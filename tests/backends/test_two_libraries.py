@@ -45,7 +45,7 @@ def test_a_job_is_warned_once_and_goes_on(tmp_path, other):
 
 
 def test_the_extension_gets_the_library_that_mpi4py_uses(tmp_path, other):
-    """Not the one with the shortest path."""
+    """The extension takes mpi4py's library, not the one with the shortest path."""
     short = tmp_path.parents[-1] / "tmp" / f"libmpi.so.{os.getpid()}"
     os.rename(other, short)
     code = f"""
