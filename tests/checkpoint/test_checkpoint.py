@@ -793,7 +793,7 @@ def test_python_numbers_fit_arrays_of_their_kind(tmp_path):
 
 @run_ranks(1, 2)
 def test_a_train_state_fits_a_fresh_one():
-    """Its step is a Python number before the first step and an array afterwards."""
+    """The step of a train state is a Python number before the first step, and an array later."""
     from flax.training.train_state import TrainState
 
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
@@ -889,7 +889,10 @@ def test_a_job_leaves_what_another_is_writing(tmp_path):
 
 
 def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
-    """Where the file system has no locks, or of a job that was killed before there was one."""
+    """A folder without a lock stays until nothing in it changes.
+
+    The file system may have no locks, or the job was killed before it made one.
+    """
     new, old = tmp_path / "unfinished-new", tmp_path / "unfinished-old"
     for folder in (new, old):
         folder.mkdir()
@@ -905,7 +908,7 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
 
 
 def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
-    """And what another machine has made without one stays for an hour."""
+    """A kill before the lock leaves nothing; another machine's folder without one stays an hour."""
     made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
     made += (
         "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"

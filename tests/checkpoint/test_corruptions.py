@@ -213,7 +213,7 @@ def older_folder_renamed(directory, rng):
 
 
 def arrays_swapped(directory, rng):
-    """In place: the headers and the archive are right."""
+    """Swap two arrays in place: the headers and the archive stay right."""
     path = folder_of(directory) / "rank-0.npz"
     (a, length, _), (b, other, _) = (
         members(folder_of(directory))[name] for name in ("['a']", "['b']")
@@ -326,7 +326,7 @@ def removed(directory, rng):
 
 
 def replaced(directory, rng):
-    """By something that is no regular file."""
+    """Replace a file by something that is no regular file."""
     path = some_file(directory, rng)
     moved = directory / f"moved-{path.name}"
     path.rename(moved)
@@ -537,7 +537,10 @@ def test_a_wrong_manifest_with_the_right_checksum(copied, made, wrong):
 
 
 def test_a_manifest_whose_rows_end_early_is_restored(copied, made):
-    """Until the first release, a row of a leaf ended before what is usual: no stack, no axis."""
+    """Manifests from before the first release are restored.
+
+    Their rows ended before the usual values: no stack, no axis.
+    """
 
     def shorten(about):
         for row in about["leaves"]:

@@ -160,7 +160,7 @@ def test_save_raises_the_error_of_a_copy_on_all_ranks_and_keeps_that_of_the_save
 
 @run_ranks(2, 3)
 def test_save_beside_another_call_is_a_mismatch_with_both():
-    """Whatever differs between those that save, such as their values."""
+    """The error names both calls, even if the ranks that save have different values."""
     directory, rank = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.rank()
     others = {
         "latest": lambda: jaxmpi.latest(directory),

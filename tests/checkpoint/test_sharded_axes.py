@@ -55,7 +55,7 @@ def is_stack(x):
 
 
 def of_island(x):
-    """Other numbers in the second island of GRID."""
+    """Make numbers that differ in the second island of GRID."""
     if jaxmpi.init().backend != "simulate":
         return x * (1 + jaxmpi.rank() // 2)
     return jaxmpi.PerRank(
