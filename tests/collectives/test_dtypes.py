@@ -403,7 +403,7 @@ class Ranks:
         return [*stacks(dtype, use, self.size, self.group, LENGTHS[how])]
 
     def differences(self, use, got, stack):
-        """Between what this rank, or each simulated one, has got, and what it must."""
+        """Yield the differences between the results of the ranks here and the expected ones."""
         x, want = raw(stack), {}
         for group in self.members:
             want.update(zip(group, use.want(x[list(group)]), strict=True))
@@ -474,7 +474,7 @@ def check_eager(name, narrow, axis=jaxmpi.AXIS):
 
 
 def not_refused(dtype, name, error, function, x):
-    """In words, if a call does not raise this error."""
+    """List what is wrong if a call does not raise this error, in words."""
     kind, *texts = error
     try:
         function(x)

@@ -494,7 +494,7 @@ def check_costs():
 
 
 def check_mismatch():
-    """Only the ranks of one group do different things, in a program that not all ranks compare."""
+    """Ranks of one group differ in a program that not all ranks compare."""
     rank = jaxmpi.rank()
     program = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum", axis="member"))
     if rank < 2:
@@ -541,7 +541,7 @@ def check_programs_are_compared_by_all():
 
 
 def check_later_calls_are_compared_by_all():
-    """At every call: or a rank would wait for its group, and another one of that for all ranks."""
+    """Later calls are compared, too: a rank would wait for its group, and another for all ranks."""
     x = XS[jaxmpi.rank()]
     over = {axis: jaxmpi.jit(partial(lax.psum, axis_name=axis)) for axis in AXES}
     branch = jaxmpi.jit(

@@ -26,7 +26,7 @@ def samples(n):
 
 
 class F1(nnx.Metric):
-    """By variables that say how they are merged."""
+    """F1 metric whose variables say how they are merged."""
 
     def __init__(self):
         state = lambda: nnx.metrics.MetricState(jnp.array(0), op="sum")
@@ -50,7 +50,7 @@ class F1(nnx.Metric):
 
 
 class Range(nnx.Metric):
-    """By a method of its own, which changes it in place."""
+    """Range metric with its own merge method, which changes it in place."""
 
     def __init__(self):
         self.ends = nnx.metrics.MetricState(jnp.array([jnp.inf, -jnp.inf]))
@@ -158,7 +158,7 @@ def test_merge_metrics_of_ranks_without_samples():
 
 @flax.struct.dataclass
 class Sum:
-    """With merge alone."""
+    """Sum metric with a merge method alone."""
 
     total: jax.Array
 

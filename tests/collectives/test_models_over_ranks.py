@@ -21,7 +21,7 @@ BATCH, IN, HIDDEN, OUT, STEPS = 8, 6, 12, 3, 5
 
 
 def mlp():
-    """Its parameters, and batches."""
+    """Make the parameters of an MLP, and batches."""
     rng = np.random.default_rng(0)
     params = {
         "up": rng.normal(size=(IN, HIDDEN)),
