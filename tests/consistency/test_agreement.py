@@ -495,7 +495,7 @@ def test_branches_with_the_same_collectives_are_right(name):
 
 
 def one_message_or_two(x, branch):
-    """On a rank with the branch, the second sum depends on the first and cannot travel with it."""
+    """Make two sums that may travel together, or depend on each other on a rank with `branch`."""
     a = lax.psum(x, R)
     return lax.psum(a if branch else x, R) + a
 
@@ -563,7 +563,7 @@ def held(value):
 )
 @run_ranks(2, 3)
 def test_a_rank_that_has_caught_an_error_in_the_middle_of_a_step_is_found():
-    """Its next step begins with a message that looks like that which the others are at."""
+    """The next step of such a rank begins with a message like the one the others are at."""
     last = jaxmpi.rank() == jaxmpi.size() - 1
     fails = [last]
 
@@ -660,7 +660,10 @@ def in_loops(rate):
 @pytest.mark.parametrize("make", [with_rate, in_loops])
 @run_ranks(2, 3)
 def test_what_computes_an_output_that_is_declared_equal_is_compared(make):
-    """From the last reduction on, as what is before it may differ: so may the shapes of batches."""
+    """The comparison goes from the last reduction on: what is before it may differ.
+
+    So may the shapes of batches.
+    """
     params, x = np.float32(1.0), np.ones(4 + jaxmpi.rank(), np.float32)
     text = differ(partial(make(0.1), params, x), partial(make(0.2), params, x))
     assert "decided by rank" in text and "0.2" in text and " at test_agreement.py" in text, text
@@ -718,7 +721,7 @@ def test_plain_jit_compares_what_mpi4jax_carries_on_the_native_transport():
 
 
 def iterates_alone():
-    """On threads, where no collectives may be, and with `len`, nothing is compared."""
+    """Iterate in a thread, where no collectives may be, and by `len`; nothing is compared."""
     alone = jaxmpi.batches(np.arange(24), 12, seed=jaxmpi.rank())
     assert len(alone) == 2
     thread = threading.Thread(target=lambda: list(alone))
