@@ -31,7 +31,7 @@ LENGTHS = [
 
 
 def rows(r, lengths, short=0):
-    """This rank's batches of 4 rows; the last one has fewer."""
+    """Make this rank's batches of 4 rows; the last one has fewer."""
     mine = [np.arange(4.0) + 100 * r + 10 * k for k in range(lengths[r])]
     if short and mine:
         mine[-1] = mine[-1][: 4 - short]
