@@ -10,7 +10,7 @@ from programs import on_ranks, run
 
 
 def test_gpu_goes_on_where_it_stopped(tmp_path):
-    """On CPUs; all of its parts are run by make check."""
+    """gpu.py resumes on CPUs; `make check` runs all of its parts."""
     start = [sys.executable, "benchmarks/gpu.py", "--cpu", "--out", str(tmp_path), "--only"]
     first = run([*start, "killed"])
     assert "killed: ended as expected" in first

@@ -186,7 +186,7 @@ def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_pa
 
 
 def test_pretrained_weights(start, undisturbed, photos, tmp_path):
-    """They are taken, and those of another model are refused by name."""
+    """Pretrained weights are used, and those of another model are refused by name."""
     best = undisturbed / "best.npz"
     ended(
         start(
