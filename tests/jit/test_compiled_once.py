@@ -131,7 +131,7 @@ def test_each_rank_compiles_where_that_is_asked_for():
 
 @run_ranks(3)
 def test_a_rank_with_another_program_compiles_it_for_itself():
-    """Its batch is larger, and it sends the same."""
+    """A rank with a larger batch compiles for itself, and sends the same messages."""
     number, step = new_step()
     rank = jaxmpi.rank()
     counts, out = compiled_by(lambda: step(np.ones(7 if rank == 0 else 4, np.float32)))
@@ -201,7 +201,7 @@ def test_an_unknown_option_is_refused_on_all_ranks():
 
 @run_ranks(3)
 def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
-    """It goes on: the others have its message by its next call."""
+    """Such a rank goes on, since the others have its message by its next call."""
     if not shares():
         return
     number, step = new_step()
@@ -262,7 +262,7 @@ def test_an_entry_that_cannot_be_loaded_is_compiled():
 
 @run_ranks(2)
 def test_a_program_with_a_callback_is_compiled_by_each_rank():
-    """It calls the Python of its own process."""
+    """Each rank compiles a callback's program, which calls the Python of its own process."""
     number, seen = new_number(), []
 
     def fun(x):

@@ -332,7 +332,7 @@ def test_a_program_of_one_rank_alone_is_not_compared_and_nothing_is_kept():
 
 @run_ranks(2)
 def test_what_a_rank_has_from_outside_shifts_nothing():
-    """On mpi, a Python branch on the rank may use another array."""
+    """A Python branch on the rank may use another array on mpi."""
     rank, table, params = jaxmpi.rank(), jnp.arange(3.0), {"w": jnp.ones(2), "b": jnp.zeros(())}
 
     def step(params, x):

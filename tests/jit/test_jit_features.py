@@ -194,7 +194,7 @@ def test_transformations_around_it():
 
 @run_ranks(2, 3)
 def test_a_function_without_outputs_still_communicates():
-    """It cannot be seen from outside, but the module must contain the call, and in order."""
+    """The module must contain the call, in order, though nothing shows it outside."""
     step = jaxmpi.jit(lambda x: jax.debug.callback(lambda _: None, lax.psum(x, R)))
     assert step(X) is None
     silent = jaxmpi.jit(lambda x: (lax.psum(x, R), None)[1])

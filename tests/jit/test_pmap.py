@@ -272,7 +272,7 @@ def test_custom_derivatives_and_remat():
 
 @run_ranks(1, 2, 3)
 def test_inside_of_other_functions():
-    """In jaxmpi.jit, pmap is over the ranks; in another pmap, over this rank's device.
+    """A pmap in jaxmpi.jit is over the ranks, and one in another pmap over this rank's device.
 
     It has derivatives in both.
     """
