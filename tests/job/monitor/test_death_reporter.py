@@ -64,7 +64,7 @@ HELLO = "0000000002000000"  # rank 0 of 2
     ],
 )
 def test_the_death_reporter_is_not_silenced_by_a_visitor(said, whose):
-    """Its address is open to all users of the host."""
+    """A visitor cannot silence it, though any user of the host may connect."""
     done = subprocess.run(
         [sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30
     )

@@ -115,7 +115,7 @@ def test_the_folder_of_the_user_is_used_and_links_in_it_are_not(
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_rank_registers_nowhere_but_in_the_folder_of_its_launcher(tmp_path, victim, what):
-    """On another host than the launcher's, the folder's name may be taken by someone else."""
+    """A rank on another host than the launcher ignores a folder that someone else has made."""
     path = tmp_path / "run"
     PLANTED[what](path, victim)
     for call in (run_dir.join, run_dir.leave, run_dir.takes_sigterm):

@@ -48,7 +48,7 @@ def test_the_documented_table_is_that_of_the_code():
 
 
 def test_every_variable_that_the_code_reads_is_in_the_table():
-    """And none is read past the table, but where `_settings` cannot be."""
+    """All variables are in the table and read through it, except where `settings` cannot be."""
     package = Path(jaxmpi.__file__).parent
     sources = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
     named, read = set(), set()

@@ -155,7 +155,7 @@ def test_one_rank_has_no_turns():
 
 
 def check_forked_child():
-    """It knows its rank, and may not communicate."""
+    """Check that a forked child knows its rank, and may not communicate."""
     step = jaxmpi.jit(lambda x: lax.psum(x, jaxmpi.AXIS))
     for call in CALLS.values():
         call()

@@ -181,7 +181,7 @@ def test_with_the_extension_of_another_version(tmp_path):
     ],
 )
 def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, error, code, verdict):
-    """Only where the native transport is not used does that end a job."""
+    """An mpi4jax that does not load ends a job only where the native transport is not used."""
     path = path_of(tmp_path, "mpi4jax", f"raise ImportError({error!r})")
     ended, output = doctor(PYTHONPATH=path, JAXMPI_TRANSPORT=transport)
     said, text = lines(output)["mpi4jax"]
