@@ -41,7 +41,7 @@ def test_all_bits_stay(dtype, other):
 
 
 def test_the_compiled_program_takes_both():
-    """If XLA learns that the token does not matter, this fails, and another one must be found."""
+    """XLA keeps the token; if it learns that it does not matter, another way must be found."""
     f = jax.jit(lambda before, x: depending_on(token_of([before]), [x])[0] * 2.0, keep_unused=True)
     text = f.lower(jnp.ones(3), jnp.ones(1000)).compile().as_text()
     entry = text[text.index("ENTRY") :]
