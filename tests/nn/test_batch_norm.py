@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def batches(n, valid, shape):
-    """For each step the rows of all ranks, what they should become, and masks."""
+    """Make the rows of all ranks for each step, their expected outputs, and masks."""
     rng = np.random.default_rng(0)
     mask = np.arange(ROWS) < np.array(valid[:n])[:, None]
     for _ in range(STEPS):

@@ -35,7 +35,7 @@ def pooled(rows, weights=None):
 
 
 def each(trees):
-    """This rank's tree of a list of all ranks'; of simulated ranks, all of them."""
+    """Pick this rank's tree from a list of all ranks'; under simulation, take all."""
     if jaxmpi.init().backend != "simulate":
         return trees[jaxmpi.rank()]
     return jax.tree.map(lambda *xs: jaxmpi.PerRank(np.stack(xs)), *trees)
