@@ -26,7 +26,7 @@ def parameters():
 
 
 def loss(params, x):
-    """Its gradients depend on the parameters and on the samples of a rank."""
+    """Return a loss whose gradients depend on the parameters and on a rank's samples."""
     out = jnp.tanh(x @ params["w"]) * params["scale"]
     return (
         jnp.mean(out**2)
@@ -111,7 +111,7 @@ def check_hybrid(axis, other):
 
 
 def check_islands():
-    """Without it each island trains its own: as with `distributed` over the axis."""
+    """Check that each island trains alone, as with `distributed` over the axis."""
     with jax.enable_x64(True):
         close(
             fully(clipped_adam(), "member"),

@@ -256,7 +256,7 @@ def trained_bits(micro_batches, steps):
 
 @run_ranks(1, 2, 3, 4)
 def test_any_number_of_ranks_gives_the_same_bits():
-    """After 50 steps, of 12 micro-batches: those of one rank alone."""
+    """After 50 steps of 12 micro-batches the bits are those of one rank."""
     import hashlib
 
     digest = hashlib.sha256(trained_bits(12, 50)).hexdigest()

@@ -193,7 +193,7 @@ def test_each_rank_of_local_sgd_has_its_own():
 
 @run_ranks(2)
 def test_value_travels_with_the_gradients():
-    """And `grad` does not travel again where it is the gradients."""
+    """The value is sent with the gradients; `grad` is not sent again where it equals them."""
 
     def explained(*names, weight=None):
         tx = jaxmpi.distributed(recorder())
@@ -257,7 +257,7 @@ def test_average_loss_and_its_derivatives(ranks):
 
 
 def test_a_rank_without_weight_does_not_count():
-    """Whatever its loss and its derivatives are."""
+    """A rank without weight does not count, whatever its loss and derivatives."""
     with jaxmpi.simulate(3):
 
         def f(w):

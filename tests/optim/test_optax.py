@@ -156,7 +156,7 @@ def table():
 
 @pytest.mark.slow
 def test_the_table_of_the_documentation_is_made_by_this_test():
-    """With JAXMPI_WRITE_DOCS=1 it writes it."""
+    """The table of docs/tables/optax.md is up to date; JAXMPI_WRITE_DOCS=1 writes it."""
     text = PAGE.read_text()
     made = re.sub(
         r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text

@@ -147,7 +147,7 @@ def test_functions_of_optax():
     ],
 )
 def test_map_params_with_other_trees(name):
-    """Where there are no shards; on one rank there are none."""
+    """Other trees work where there are no shards, as on one rank."""
     labels = {"a": 1.0, "b": 2.0, "c": 3.0}
     for ranks in (1, 3):
         with jaxmpi.simulate(ranks):
