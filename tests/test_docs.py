@@ -122,7 +122,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_ends_before_column_80(page):
-    """On the site, longer lines are cut, comments first."""
+    """Code in the documentation ends before column 80, where the site cuts lines."""
     in_fence, long = False, []
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.startswith("```"):

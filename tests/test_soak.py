@@ -223,7 +223,7 @@ print(line, end="", flush=True)
 
 
 def test_a_long_run_does_not_grow(tmp_path):
-    """In its second half: neither memory, nor descriptors, nor threads."""
+    """In the second half of the run, memory, descriptors and threads do not grow."""
     script = tmp_path / "script.py"
     script.write_text(LONG)
     code, output, _, left = end(
