@@ -216,11 +216,11 @@ def test_a_state_holds_for_other_ranks_and_batch_sizes():
         itertools.chain(*(b.tolist() for b in Batches(np.arange(48), 48, rank=0, size=1, seed=1)))
     )
     for size, batch_size in [(1, 8), (2, 8), (3, 12), (4, 24)]:
-        ranks = [
-            Batches(np.arange(48), batch_size, rank=r, size=size, seed=1, start=one.state)
-            for r in range(size)
-        ]
-        rest = [x for step in zip(*ranks, strict=True) for part in step for x in part.tolist()]
+        options = {"size": size, "seed": 1, "start": one.state}
+        ranks = [Batches(np.arange(48), batch_size, rank=r, **options) for r in range(size)]
+        rest = []
+        for step in zip(*ranks, strict=True):
+            rest += np.concatenate(step).tolist()
         assert seen + rest == order
         next_epoch = Batches(np.arange(48), 48, rank=0, size=1, seed=1, epoch=1).state
         assert all(rank.state == next_epoch for rank in ranks)
