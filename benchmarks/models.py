@@ -48,4 +48,7 @@ def gpt2():
 def mlp():
     """Shapes of an MLP: 8 arrays, 10 million numbers."""
     widths = (784, 2048, 2048, 2048, 10)
-    return [shape for a, b in pairwise(widths) for shape in ((a, b), (b,))]
+    shapes = []
+    for a, b in pairwise(widths):
+        shapes += [(a, b), (b,)]
+    return shapes

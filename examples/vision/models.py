@@ -139,10 +139,10 @@ def positions(side, width):
     """
     row, column = np.mgrid[:side, :side].reshape(2, -1, 1)
     frequencies = 10000.0 ** -np.linspace(0, 1, width // 4)
-    angles = [row * frequencies, column * frequencies]
-    return jnp.asarray(
-        np.concatenate([f(angle) for angle in angles for f in (np.sin, np.cos)], axis=1)
-    )
+    waves = []
+    for angle in (row * frequencies, column * frequencies):
+        waves += [np.sin(angle), np.cos(angle)]
+    return jnp.asarray(np.concatenate(waves, axis=1))
 
 
 MODELS = {
