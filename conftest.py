@@ -1,4 +1,4 @@
-"""Doctests run on one rank, after `jaxmpi.init()`; what one rank has compiled, those that tests start later find."""
+"""Doctests run on one rank after `jaxmpi.init()`; all tests share a compilation cache."""
 
 import os
 from collections import defaultdict
@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share what is compiled among the processes of the tests, and with the next run of the tests."""
+    """Share compiled programs among the processes that the tests start, and with later runs."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     if config.getoption("tables"):
@@ -54,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order and mark the tests: by file and number of ranks, so that these ranks are started once."""
+    """Sort the tests of a file by their number of ranks, so that each pool starts once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
     for item in items:
         if item.path.parent.name == "end_to_end":
@@ -71,18 +71,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
-    """Leave a test that runs on several numbers of ranks to `make test` on 3 ranks only."""
+    """Mark every run of a test but the one on 3 ranks, which `make test` runs.
+
+    Other suites run the other numbers of ranks.
+    """
     numbers = defaultdict(set)
     for item in items:
         if not item.get_closest_marker("exhaustive"):
             numbers[_test(item)].add(_ranks(item))
     for item in items:
         if 3 in numbers[_test(item)] - {_ranks(item)}:
-            item.add_marker(
-                pytest.mark.slow
-                if item.path.parent.name == ON_ALL_RANKS
-                else pytest.mark.exhaustive
-            )
+            on_all_ranks = item.path.parent.name == ON_ALL_RANKS
+            item.add_marker(pytest.mark.slow if on_all_ranks else pytest.mark.exhaustive)
 
 
 def _test(item: pytest.Item) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tables of docs/tables whose rows take long to find out: `pytest --tables` records and writes them.
+"""Record and write the tables of docs/tables whose rows take long to measure: `pytest --tables`.
 
     make test-all ONLY=faults TESTS="--tables -n 0"    # seconds, with nothing beside it
     make test-all ONLY=environments TESTS=--tables
@@ -23,7 +23,8 @@ def wanted():
 
 
 def record(name, row):
-    """Keep a row (a JSON value) for a table, if tables are written; pytest-xdist's workers append to one file."""
+    """Keep a row (a JSON value) for a table, if tables are written."""
+    # pytest-xdist's workers append to one file
     if wanted():
         RECORDED.mkdir(parents=True, exist_ok=True)
         with open(RECORDED / f"{name}.jsonl", "a") as file:
@@ -43,7 +44,7 @@ def write():
 
 
 def replace(page, name, new):
-    """Replace what stands between `<!-- name -->` and `<!-- end of name -->` in a page by new(old)."""
+    """Replace the text between `<!-- name -->` and `<!-- end of name -->` by new(text)."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     head, rest = page.read_text().split(begin)
     old, tail = rest.split(end)
@@ -85,7 +86,7 @@ def faults(cells, old):
 
 
 def environments(rows, old):
-    """Return the table of environments and what becomes of a job in each, without this machine's paths.
+    """Return the table of environments and how a job fares in each, without local paths.
 
     Args:
       rows: lists of the environment's name, the way in which the job is started, and its error.

@@ -1,4 +1,4 @@
-"""requirements/, which `make train LOCKED=1` installs, has what pyproject.toml asks for, in versions that it allows."""
+"""requirements/, which `make train LOCKED=1` installs, satisfies pyproject.toml."""
 
 import re
 import tomllib
@@ -13,11 +13,15 @@ LOCKED = ROOT / "requirements"
 
 
 def pinned(*names, python="3.11"):
-    """{package: version} of some files, for a Python on Linux."""
+    """Return {package: version} of some files, for a Python on Linux."""
     environment = {
-        "python_version": python, "python_full_version": f"{python}.5", "sys_platform": "linux", "platform_machine": "x86_64",
-        "implementation_name": "cpython", "platform_python_implementation": "CPython",
-    }  # fmt: skip
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
     found = {}
     for name in names:
         for line in re.findall(

@@ -1,9 +1,10 @@
-"""Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
+"""Any fault of one rank, anywhere, ends the job as promised, in seconds, with nothing left.
 
 `make test-all ONLY=faults` runs all cells, and with `--tables` their seconds go to
 docs/tables/faults.md; the other suites run a cell of each kind.
 """
 
+import itertools
 import os
 import re
 import time
@@ -19,7 +20,7 @@ RANKS = (2, 3, 4)
 WAYS = ("native", "mpi4jax", "xla")
 
 MISMATCH = "RankMismatchError"
-# what ends the job, of each rank if it says "each"; "" where it goes on
+# {fault: what ends the job}; "each" in it means every rank, and "" that the job goes on
 ENDS = {
     "raise": "RuntimeError: a fault on purpose",
     "exit": "has exited|exited with code|did not end in order|has ended",
@@ -43,9 +44,7 @@ ENDS = {
 ENDS_IN = {("nan", "save"): f"{MISMATCH}: save: leaf \\['batch'\\] is not equal on all ranks"}
 SECONDS = 25.0  # from the fault to the end of the job
 
-CELLS = [
-    (kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS
-]
+CELLS = [*itertools.product(ENDS, MODES, RANKS, WAYS)]
 FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
 
 
