@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import in_words
-from jaxmpi._job.monitor.flight_recorder import Recorder, where
-from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.monitor.flight_recorder import Recorder
+from jaxmpi._job.monitor.monitor import Monitor, doing
 from jaxmpi._job.process import run_dir, settings
 from jaxmpi._job.process.busy import work, work_of
 
@@ -50,7 +50,7 @@ class Answer(NamedTuple):
 class Watchdog:
     """One rank's."""
 
-    def __init__(self, monitor: Watching, recorder: Recorder) -> None:
+    def __init__(self, monitor: Monitor, recorder: Recorder) -> None:
         self._monitor, self._backend, self._recorder = monitor, monitor.backend, recorder
         self._limit, self._last = settings.limits()
         self._main = threading.main_thread().ident or 0
@@ -119,7 +119,7 @@ class Watchdog:
             entered,
             inside,
             waited,
-            where(self._backend),
+            str(doing(self._backend)),
             at_work,
             idle,
             stack,
@@ -148,7 +148,7 @@ class Watchdog:
         if place.rank != arrived[0] and everyone[arrived[0]].waited > waited / 2:
             return
         lines = [
-            f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {where(self._backend)}"
+            f"{'stalled' if stalled else 'slow'}: has waited {waited:.0f} s {doing(self._backend)}"
         ]
         if missing:
             lines.append(f"  arrived: {in_words(arrived)}")

@@ -413,7 +413,7 @@ def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
 
             def run(rank, calls=calls, stops=stops):
                 calls[rank] += 1
-                while not stops[rank].now():
+                while not stops[rank].requested():
                     calls[rank] += 1
 
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
