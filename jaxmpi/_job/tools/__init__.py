@@ -5,9 +5,7 @@ checks    what it looks at
 installed what it says of the installation
 speed     what it measures
 finding   what it says of each
-timeline  the flight records of all ranks, put together
-records   which are read and checked
-overlapped  when a program went on while a message was on its way
+timeline  the flight records of all ranks as one trace, and which rank is late
 picture   a timeline as a picture
 top         the ranks of running jobs, live
 observe     what they show of themselves, here and on other hosts
