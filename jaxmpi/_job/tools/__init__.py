@@ -7,8 +7,6 @@ speed     what it measures
 finding   what it says of each
 timeline  the flight records of all ranks as one trace, and which rank is late
 picture   a timeline as a picture
-top         the ranks of running jobs, live
-observe     what they show of themselves, here and on other hosts
-rank_rates  what follows from it
-top_view    how it is shown
+top       the ranks of running jobs, live
+observe   what the ranks show of themselves, on this host and on others
 """
