@@ -36,7 +36,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "comple
 
 def test_it_is_built_and_is_the_default():
     """Where there is a compiler, as on the machines of these tests; elsewhere mpi4jax is used."""
-    assert transport.why_not_native() == ""
+    assert transport.why_not_native() is None
 
 
 @run_ranks(2)
