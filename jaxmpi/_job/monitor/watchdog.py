@@ -35,8 +35,8 @@ ANSWER_SECONDS = 2.0
 # For the other ranks to write their flight records before this rank ends the job.
 OTHER_DUMPS_SECONDS = 0.5
 # A wait is reported early after this many times the usual seconds between two collectives, but not
-# before EARLY_SECONDS. The usual seconds are known after EARLY_COLLECTIVES: compilation takes most of
-# the first ones.
+# before EARLY_SECONDS. The usual seconds are known after EARLY_COLLECTIVES: compilation takes most
+# of the first ones.
 EARLY_FACTOR, EARLY_SECONDS, EARLY_COLLECTIVES = 30, 10.0, 20
 USUAL_COLLECTIVES = 64  # the last ones, from which the usual seconds are computed
 # At least so long after a report that says when the job ends, it is repeated.
@@ -45,7 +45,7 @@ STACK_LINES = 3  # of the user, in a report
 
 
 class Answer(NamedTuple):
-    """Where a rank is, as its monitor answers."""
+    """A rank's answer to "where are you?"."""
 
     entered: int  # collectives
     inside: bool  # whether it is inside the last one
@@ -69,7 +69,7 @@ class MissingRank(NamedTuple):
 
 
 class StallReport(NamedTuple):
-    """What a rank knows of the collective that it waits in."""
+    """The collective that a rank waits in, and the ranks that have not come to it."""
 
     waited_seconds: float
     stalled: bool  # longer than JAXMPI_STALL_SECONDS; else only longer than usual

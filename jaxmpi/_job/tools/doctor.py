@@ -135,7 +135,7 @@ def _findings(ranks: int, machine: Machine) -> Iterator[Finding]:
 
 
 def _package() -> Finding:
-    """Where jaxmpi was installed from, and what compiled its extension."""
+    """Find where jaxmpi was installed from, and what compiled its extension."""
     package = metadata.distribution("jaxmpi")
     origin = json.loads(package.read_text("direct_url.json") or "{}")
     tags = re.findall(r"^Tag: (.*)$", package.read_text("WHEEL") or "", re.MULTILINE)
@@ -154,7 +154,7 @@ def _package() -> Finding:
 
 
 def _jax_version() -> Finding:
-    """The versions of jax and jaxlib, and whether steps are dispatched the fast way on them."""
+    """Look up jax and jaxlib, and whether steps are dispatched the fast way on them."""
     from jaxlib import version
 
     facts = f"{jax.__version__}, jaxlib {version.__version__}"
@@ -167,7 +167,7 @@ def _jax_version() -> Finding:
 
 
 def _dtypes() -> Finding:
-    """Whether sums of all dtypes are right on what JAX computes on."""
+    """Check sums of all dtypes on the device that JAX computes on."""
     sums = probes.ask("dtypes")
     if sums.ok and not sums.found["wrong"]:
         return Finding("dtypes", "ok", f"{sums.found['count']} dtypes, float64 among them")
@@ -180,7 +180,7 @@ def _dtypes() -> Finding:
 
 
 def cores(ranks: int, machine: Machine) -> Finding:
-    """Whether each rank has a core."""
+    """Check that each rank has a core."""
     facts = f"{machine.cores} that this process may use, of {os.cpu_count()} processors"
     quota = processor.quota()
     if quota is not None and quota < min(ranks, machine.cores):
@@ -200,7 +200,7 @@ def cores(ranks: int, machine: Machine) -> Finding:
 
 
 def _shared_memory(ranks: int) -> Finding:
-    """Whether /dev/shm has room for what the native transport shares."""
+    """Check that /dev/shm has room for the memory that the native transport shares."""
     try:
         space = os.statvfs("/dev/shm")
     except OSError:
@@ -217,7 +217,7 @@ def _shared_memory(ranks: int) -> Finding:
 
 
 def compiled() -> Finding:
-    """Where `jaxmpi run` keeps what was compiled, and how large it is."""
+    """Find where `jaxmpi run` keeps compiled programs, and how many bytes they take."""
     name = "compiled programs"
     # A folder that the user has named to JAX comes first, and is JAX's to fill.
     if given := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -248,7 +248,7 @@ def compiled() -> Finding:
 
 
 def devices(ranks: int, dev: Path = Path("/dev")) -> Finding:
-    """What JAX computes on, and whether there are GPUs that it does not see, or fewer than ranks."""
+    """Look up what JAX computes on; check for GPUs that it does not see, or too few of them."""
     present = len([*dev.glob("nvidia[0-9]*")])
     gpus = _devices.visible(dev=dev)
     hidden = ""
@@ -311,7 +311,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def _mpi4jax(native: probes.Answer, mpi4jax: probes.Answer) -> Finding:
-    """Whether mpi4jax works, which only counts where it has to carry the messages."""
+    """Check mpi4jax; if it does not work, that counts where it has to carry the messages."""
     if mpi4jax.ok and mpi4jax.found["version"]:
         return Finding("mpi4jax", "ok", mpi4jax.found["version"])
     missing = mpi4jax.ok
@@ -334,7 +334,7 @@ def _mpi4jax(native: probes.Answer, mpi4jax: probes.Answer) -> Finding:
 
 
 def _transport(native: probes.Answer, mpi4jax: probes.Answer) -> Finding:
-    """The transport that a job on backend mpi would use, and why it is not the native one."""
+    """Name the transport of a job on backend mpi, and why it is not the native one."""
     asked = settings.get("JAXMPI_TRANSPORT")
     if asked == "mpi4jax":
         usable = native.ok and not native.found
@@ -356,7 +356,7 @@ def _transport(native: probes.Answer, mpi4jax: probes.Answer) -> Finding:
 
 
 def _cuda_in_mpi() -> Finding:
-    """Whether the MPI library takes arrays of a GPU; jaxmpi needs none that does."""
+    """Ask whether the MPI library takes arrays of a GPU; jaxmpi does not need that."""
     name = "CUDA in MPI"
     try:
         _, _, path = mpiexec.library()
@@ -371,7 +371,7 @@ def _cuda_in_mpi() -> Finding:
 
 
 def _job(ranks: int, machine: Machine) -> Iterator[Finding]:
-    """Start a job of some ranks: how long that takes, and how fast a mean is."""
+    """Start a job of some ranks; measure the seconds that takes, and the speed of a mean."""
     run_ranks = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks)]
     command = [*run_ranks, *probes.command("measure")[1:]]
     advice = "Try: " + " ".join(command)

@@ -1,4 +1,4 @@
-"""What the ranks of this user show of themselves: on this host by /proc, on others through ssh.
+"""Looks at the ranks of this user: on this host by /proc, on others through ssh.
 
 `Local` reads the ranks of this host. For another host, `Remote` starts an agent such as ssh, which
 runs `jaxmpi top --here` there. That command is `print_looks`: it prints one line of JSON per look,

@@ -1,4 +1,4 @@
-"""What `jaxmpi doctor` tries in processes of its own, as it may crash or hang there.
+"""Checks that `jaxmpi doctor` makes in processes of their own, as they may crash or hang.
 
 A probe is a function here that returns a record, which JSON holds. `ask` runs one in a new Python
 and reads its record. `measure` runs on several ranks, started by `jaxmpi run`.
@@ -28,7 +28,7 @@ HOME = Path(__file__).parents[3]  # the folder from which jaxmpi is imported
 
 
 class Answer(NamedTuple):
-    """What a probe found, or why it has found nothing."""
+    """The record of a probe, or its error."""
 
     found: Any = None  # its record
     what: str = ""  # its error; "" if there is none
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the probe has ended in order."""
+        """True if the probe has a record."""
         return not self.what
 
 

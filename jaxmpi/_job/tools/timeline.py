@@ -55,7 +55,11 @@ class Record(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write timeline.json and, with matplotlib, timeline.svg; print the table; return the exit code."""
+    """Write timeline.json and, with matplotlib, timeline.svg; print the table.
+
+    Returns:
+      The exit code.
+    """
     parser = argparse.ArgumentParser(
         prog="jaxmpi timeline",
         description="Combine the flight records of a job: a trace for https://ui.perfetto.dev or "
@@ -323,7 +327,7 @@ def _trace_span(name: str, category: str, span: Span, thread: dict[str, int]) ->
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return a line per rank: milliseconds between and in collectives, and how often it was last."""
+    """Return a line per rank: milliseconds between and in collectives; share of being last."""
     lines = [
         "rank  host             collectives  before one (min, median, max)   "
         "waited (min, median, max)       last to come"

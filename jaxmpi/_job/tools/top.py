@@ -201,7 +201,7 @@ class Row(NamedTuple):
 
     @property
     def stalls_others(self) -> bool:
-        """Whether other ranks have to wait for this one now."""
+        """True if other ranks have to wait for this one now."""
         return self.verdict in ("missing", "stopped", "silent")
 
 
