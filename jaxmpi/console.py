@@ -148,8 +148,8 @@ def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]
     # that drops everything, at a position that no visible bar has.
     hidden = {"file": _NullStream(), "mininterval": math.inf, "position": 1000}
     bar = _Bar(iterable, **(options if shown else {**options, **hidden}))
-    # Close a bar that is left early before Python shuts down. Otherwise tqdm draws it once more while
-    # modules are removed (Python 3.13.0 crashes there), and its thread still refreshes bars.
+    # Close a bar that is left early before Python shuts down. Otherwise tqdm draws it once more
+    # while modules are removed (Python 3.13.0 crashes there), and its thread still refreshes bars.
     bar_if_alive = weakref.ref(bar)
     forget = at_exit(Step.THREADS, lambda: _close(bar_if_alive()))
     weakref.finalize(bar, forget).atexit = False

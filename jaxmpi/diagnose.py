@@ -82,8 +82,8 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     ...     plan = jaxmpi.explain(jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS)), np.ones(1000, np.float32))
     <lambda> on 4 ranks (simulate):
       collective     arrays         sent per rank  messages  times  where
-      allreduce sum  float32[1000]  6 KB           1         1      <doctest
-      jaxmpi.diagnose.explain[1]>:2 total                         6 KB           1
+      allreduce sum  float32[1000]  6 KB           1         1      <doctest ...>:2
+      total                         6 KB           1
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
