@@ -7,10 +7,8 @@ import io
 import logging
 import math
 import sys
-import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +22,6 @@ from tqdm import tqdm
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
-from jaxmpi._job.monitor.ordered_output import Key
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._leaves import PyTree, as_array, check_fits, widest
@@ -34,8 +31,6 @@ from jaxmpi._world import session
 __all__ = ["average_metrics", "get_logger", "print", "progress"]
 
 T = TypeVar("T")
-
-_calls: Counter[tuple[str, int, str]] = Counter()
 
 
 def print(
@@ -74,11 +69,10 @@ def print(
         if flush or not this_ranks_file:
             stream.flush()
         return
-    # The n-th call of a thread at a line is the same call on every rank.
+    # The line of the script tells the monitor which texts of the ranks belong together.
     caller = sys._getframe(1)
-    place = (caller.f_code.co_filename, caller.f_lineno, threading.current_thread().name)
-    _calls[place] += 1  # no other thread has this key
-    monitor.print(Key(*place, _calls[place], "stderr" if file is sys.stderr else "stdout"), text)
+    stream_name = "stderr" if file is sys.stderr else "stdout"
+    monitor.print(caller.f_code.co_filename, caller.f_lineno, stream_name, text)
 
 
 def get_logger(name: str, directory: str | None = None) -> logging.Logger:

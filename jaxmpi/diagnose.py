@@ -78,11 +78,12 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
       The Explanation, which also holds the numbers.
 
     >>> import jax, jaxmpi, numpy as np
+    >>> step = jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS))
     >>> with jaxmpi.simulate(4):
-    ...     plan = jaxmpi.explain(jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS)), np.ones(1000, np.float32))
+    ...     plan = jaxmpi.explain(step, np.ones(1000, np.float32))
     <lambda> on 4 ranks (simulate):
       collective     arrays         sent per rank  messages  times  where
-      allreduce sum  float32[1000]  6 KB           1         1      <doctest ...>:2
+      allreduce sum  float32[1000]  6 KB           1         1      <doctest ...>:1
       total                         6 KB           1
     """
     backend = session.current("explain")

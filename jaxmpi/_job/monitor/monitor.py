@@ -112,6 +112,7 @@ class Monitor:
         self.gathering = Gathering(self)
         self.signals = Signals()
         self.samples = 0
+        self._prints: Counter[tuple[str, int, str]] = Counter()  # calls, by place and thread
         self._sending = threading.Lock()
         self._failed: list[Callable[..., object]] = []  # whose defect has been reported
         self._leaving = threading.Event()
@@ -162,8 +163,20 @@ class Monitor:
             if topic in self.topics:
                 self._call(self.topics[topic], rank, message)
 
-    def print(self, key: Key, text: str) -> None:
-        """Print this rank's text on rank 0, with that of the other ranks' calls of the same key."""
+    def print(self, file: str, line: int, stream: str, text: str) -> None:
+        """Print this rank's text on rank 0, with the other ranks' text of the same call.
+
+        The n-th call of a thread at a line of the source is the same call on every rank.
+
+        Args:
+          file: the file that calls `jaxmpi.print`.
+          line: the line in this file.
+          stream: "stdout" or "stderr" of rank 0.
+          text: the text of this rank.
+        """
+        place = (file, line, threading.current_thread().name)
+        self._prints[place] += 1  # no other thread has this key
+        key = Key(*place, self._prints[place], stream)
         if self.backend.place.rank != 0:
             self.send(0, "print", (key, text))
             return
