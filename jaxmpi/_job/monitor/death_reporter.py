@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["call", "connect", "start"]
 
 _CREDENTIALS = "3i"  # struct ucred: process, user and group id
-_RANK = "2i"  # the first message of a rank: its number, and the number of ranks
+_FIRST_MESSAGE = "2i"  # the first message of a rank: its number, and the number of ranks
 
 
 def call(backend: "MpiProcessGroup") -> Callable[[], None]:
@@ -71,7 +71,7 @@ def connect(address: str, rank: int, size: int) -> Callable[[], None]:
     if _peer(link)[1] != os.geteuid():
         link.close()
         return lambda: None
-    link.sendall(struct.pack(_RANK, rank, size))
+    link.sendall(struct.pack(_FIRST_MESSAGE, rank, size))
 
     def dismiss() -> None:
         with contextlib.suppress(OSError):
@@ -120,14 +120,14 @@ def _watch(listener: socket.socket, starter: int) -> None:
             else:
                 link.close()
         elif fd in links and fd not in ranks:  # a rank's first message
-            said = links[fd].recv(struct.calcsize(_RANK))
-            if len(said) < struct.calcsize(_RANK):
+            said = links[fd].recv(struct.calcsize(_FIRST_MESSAGE))
+            if len(said) < struct.calcsize(_FIRST_MESSAGE):
                 links.pop(fd).close()
                 continue
             if not ranks:
                 epoll.unregister(starter)  # it is a rank: from now on its own files tell
             pid = _peer(links[fd])[0]
-            ranks[fd] = *struct.unpack(_RANK, said), pid
+            ranks[fd] = *struct.unpack(_FIRST_MESSAGE, said), pid
             with contextlib.suppress(ProcessLookupError):  # gone already, which the link tells
                 process = os.pidfd_open(pid)
                 ranks[process] = ranks[fd]

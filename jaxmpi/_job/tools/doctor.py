@@ -381,12 +381,12 @@ def _job(ranks: int, machine: Machine) -> Iterator[Finding]:
             command,
             capture_output=True,
             text=True,
-            timeout=probes.PROBE_SECONDS,
+            timeout=probes.DOCTOR_PROBE_SECONDS,
             env=probes.environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
-        facts = f"{ranks} ranks did not end within {probes.PROBE_SECONDS:.0f} s"
+        facts = f"{ranks} ranks did not end within {probes.DOCTOR_PROBE_SECONDS:.0f} s"
         yield Finding("a job", "broken", facts, advice)
         return
     seconds = time.monotonic() - start

@@ -18,11 +18,19 @@ from typing import Any, NamedTuple
 
 from jaxmpi._errors import MPIError
 
-__all__ = ["MEASURED_BYTES", "PROBE_SECONDS", "Answer", "ask", "command", "environment", "record"]
+__all__ = [
+    "DOCTOR_PROBE_SECONDS",
+    "MEASURED_BYTES",
+    "Answer",
+    "ask",
+    "command",
+    "environment",
+    "record",
+]
 
-PROBE_SECONDS = 120.0  # for a probe or a job to end, on a file system of many nodes, too
+DOCTOR_PROBE_SECONDS = 120.0  # for a probe or a job to end, on a file system of many nodes, too
 MEASURED_BYTES = 1 << 25
-SMALL_BYTES = 1 << 10
+LATENCY_BYTES = 1 << 10
 MARK = "jaxmpi doctor: "  # before a record: a program may print more than that
 HOME = Path(__file__).parents[3]  # the folder from which jaxmpi is imported
 
@@ -47,12 +55,12 @@ def ask(name: str, *arguments: str) -> Answer:
             command(name, *arguments),
             capture_output=True,
             text=True,
-            timeout=PROBE_SECONDS,
+            timeout=DOCTOR_PROBE_SECONDS,
             env=environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(what=f"no answer within {PROBE_SECONDS:.0f} s")
+        return Answer(what=f"no answer within {DOCTOR_PROBE_SECONDS:.0f} s")
     answer = record(done.stdout)
     if answer is not None:
         return Answer(**answer)
@@ -201,7 +209,7 @@ def _measure() -> None:
 
     world = jaxmpi.init()
     mean = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
-    small, large = (jax.numpy.zeros(size // 4) for size in (SMALL_BYTES, MEASURED_BYTES))
+    small, large = (jax.numpy.zeros(size // 4) for size in (LATENCY_BYTES, MEASURED_BYTES))
     to, source = np.ones(MEASURED_BYTES // 4, np.float32), np.ones(MEASURED_BYTES // 4, np.float32)
     fields = {
         "latency_us": 1e6 * _median_seconds(lambda: mean(small), 200),

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmpi import _devices
 from jaxmpi._job.launch.placement import Machine
-from jaxmpi._job.tools import doctor
+from jaxmpi._job.tools import doctor, probes
 
 
 def report(*args, **environ):
@@ -301,3 +301,43 @@ def test_of_the_cores(monkeypatch, quota, ranks, words):
     machine = Machine(cores=2, bindable=True, root=False, huge_pages=False)
     finding = doctor.cores(ranks, machine)
     assert words in str(finding) and (finding.verdict == "ok") == (words == "ranks are bound")
+
+
+WORKS, VERSION = probes.Answer(), probes.Answer({"version": "0.9"})
+NO_NATIVE = probes.Answer({"what": "the extension is not built.", "advice": "Build it."})
+OLD_NATIVE = probes.Answer(what="the extension is old.", advice="Install jaxmpi again.")
+NO_MPI4JAX = probes.Answer({"version": None, "what": "no mpi4jax.", "advice": "Install it."})
+BAD_MPI4JAX = probes.Answer(what="libmpi is missing.", advice="Build mpi4jax.")
+
+
+@pytest.mark.parametrize(
+    ("asked", "native", "mpi4jax", "of_mpi4jax", "of_transport"),
+    [
+        ("auto", WORKS, VERSION, ("ok", "0.9", ""), ("ok", "native", "")),
+        ("auto", WORKS, NO_MPI4JAX, ("ok", "not installed. The native", ""), ("ok", "native", "")),
+        ("auto", WORKS, BAD_MPI4JAX, ("slow", "libmpi is", "Build mpi"), ("ok", "native", "")),
+        ("auto", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as the", "Build it.")),
+        (
+            *("auto", NO_NATIVE, NO_MPI4JAX),
+            *(("broken", "no mpi4jax.", "Best mend"), ("broken", "none: neither", "Build it.")),
+        ),
+        ("auto", OLD_NATIVE, VERSION, ("ok", "0.9", ""), ("broken", "the extension", "Install")),
+        ("native", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("broken", "none: JAXMPI_TRA", "Build")),
+        ("mpi4jax", WORKS, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as JAXMPI", "Unset")),
+        ("mpi4jax", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as JAXMPI", "")),
+        (
+            *("mpi4jax", WORKS, BAD_MPI4JAX),
+            *(("broken", "libmpi is", "Build mpi"), ("slow", "mpi4jax, as JAXMPI", "Unset")),
+        ),
+    ],
+)
+def test_each_transport_is_judged_by_whether_the_job_needs_it(
+    monkeypatch, asked, native, mpi4jax, of_mpi4jax, of_transport
+):
+    monkeypatch.setenv("JAXMPI_TRANSPORT", asked)
+    for finding, (verdict, facts, advice) in (
+        (doctor._mpi4jax(native, mpi4jax), of_mpi4jax),
+        (doctor._transport(native, mpi4jax), of_transport),
+    ):
+        assert finding.verdict == verdict and finding.facts.startswith(facts), finding
+        assert finding.advice.startswith(advice) and bool(finding.advice) == bool(advice), finding
