@@ -288,7 +288,10 @@ class Monitor:
     def _has_lost_rank(self) -> bool:
         """Return whether a rank of this host has ended."""
         _, this_host = self.members[self.backend.place.rank]
-        return any(run_dir.state(pid) == "ended" for pid, host in self.members if host == this_host)
+        for pid, host in self.members:
+            if host == this_host and run_dir.state(pid) == "ended":
+                return True
+        return False
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -249,7 +249,7 @@ def _difference(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 def _end(record: Record) -> float:
     """Return the last time in a record."""
-    return max((t for event in record.events for t in event.times), default=0.0)
+    return max((max(event.times) for event in record.events), default=0.0)
 
 
 def _wait_and_transfer(event: Event, record_end: float) -> tuple[Span, Span | None]:
@@ -334,16 +334,13 @@ def table(records: Sequence[Record]) -> str:
     ]
     last = _last_ranks(records)
     for record in records:
-        before = [
-            (event.entered - previous.done) * 1e3
-            for previous, event in itertools.pairwise(record.events)
-            if previous.done is not None
-        ]
-        waited = [
-            (event.all_entered - event.entered) * 1e3
-            for event in record.events
-            if event.all_entered is not None
-        ]
+        before, waited = [], []
+        for previous, event in itertools.pairwise(record.events):
+            if previous.done is not None:
+                before.append((event.entered - previous.done) * 1e3)
+        for event in record.events:
+            if event.all_entered is not None:
+                waited.append((event.all_entered - event.entered) * 1e3)
         share = f"{100 * last.count(record.rank) / len(last):.0f} %" if last else "-"
         spread = [
             f"{min(x):.3f}, {statistics.median(x):.3f}, {max(x):.3f}" if x else "-"

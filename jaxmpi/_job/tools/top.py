@@ -345,7 +345,8 @@ def _last_shares(looks: Sequence[Look]) -> dict[int, float]:
 
 def _waited_share(looks: Sequence[Look], rank: int) -> float:
     """Return the mean share of the time in which the ranks other than `rank` wait for a rank."""
-    shares = [_event_waits(look["events"]) for look in looks if look["rank"] != rank]
+    others = [look for look in looks if look["rank"] != rank]
+    shares = [_event_waits(look["events"]) for look in others]
     return sum(shares) / max(1, len(shares))
 
 
