@@ -37,9 +37,10 @@ class Explanation:
         self.entries = entries
         self.text = table(title, entries, backend, seconds)
         self.messages: int | None = None
-        self.sent_bytes: int | None = None
+        self.sent_bytes: float | None = None
         self.seconds: float | None = None
-        messages, sent_bytes, total_seconds = 0, 0, 0.0
+        messages, total_seconds = 0, 0.0
+        sent_bytes: float = 0  # estimates: see `Cost`
         for entry in entries:
             if entry.times is None:  # only the running program knows
                 return
