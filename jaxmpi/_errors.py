@@ -28,7 +28,18 @@ class RankMismatchError(RuntimeError):
 
 
 class MPIError(RuntimeError):
-    """MPI is missing, or the parts of it that are installed do not belong together."""
+    """MPI is missing, or the parts of it that are installed do not belong together.
+
+    Attributes:
+      what: what is wrong.
+      advice: what to do about it; "" where nothing is known.
+      occasion: why MPI is needed, such as "2 ranks were launched"; "" where that is plain.
+    """
+
+    def __init__(self, what: str, *, advice: str = "", occasion: str = "") -> None:
+        text = f"{occasion}, but {what}" if occasion else what
+        super().__init__(f"{text} {advice}" if advice else text)
+        self.what, self.advice, self.occasion = what, advice, occasion
 
 
 class CheckpointError(RuntimeError):

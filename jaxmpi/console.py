@@ -1,13 +1,14 @@
-"""What a job of many ranks shows on the screen."""
+"""Printing from many ranks: `print`, `get_logger`, `progress` and `average_metrics`.
+
+They are for scripts that run on all ranks, and that should not fill the screen once per rank.
+"""
 
 import io
 import logging
 import math
 import sys
-import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +22,6 @@ from tqdm import tqdm
 
 from jaxmpi import _jaxcompat
 from jaxmpi._consistency.compare import raising_on_all
-from jaxmpi._job.monitor.ordered_output import Key
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.at_exit import STOP_SECONDS, Step, at_exit
 from jaxmpi._leaves import PyTree, as_array, check_fits, widest
@@ -32,8 +32,6 @@ __all__ = ["average_metrics", "get_logger", "print", "progress"]
 
 T = TypeVar("T")
 
-_calls: Counter[tuple[str, int, str]] = Counter()
-
 
 def print(
     *values: object,
@@ -42,54 +40,54 @@ def print(
     file: TextIO | None = None,
     flush: bool = False,
 ) -> None:
-    """Print on behalf of every rank that calls it, in the order of the ranks, each line with its time and `[rank/size]`.
+    """Print the lines of all ranks in the order of the ranks, with the time and `[rank/size]`.
 
     It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those
-    of one call together. Ranks that do not call it are waited for at most 0.2 s, on rank 0 only.
-    Before `init` the line is printed as it is, with the time.
+    of one call together. Rank 0 waits at most 0.2 s for ranks that do not call it. Before `init`
+    the values are printed with the time only.
 
-    **Communication:** one message from each rank to rank 0; nobody waits for an answer. None for a
-    file of the rank's own.
+    **Communication:** one message from each rank to rank 0; no rank waits for an answer. None for
+    another file than stdout and stderr.
 
     Args:
       *values: as for Python's `print`.
       sep: between the values.
-      end: after the last value; without a newline, what the next rank prints is on the same line.
-      file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0; any other file is
-        this rank's own.
-      flush: for a file of the rank's own; what rank 0 prints is always flushed.
+      end: after the last value; without a newline, the next rank's text follows on the same line.
+      file: None for stdout. `sys.stdout` and `sys.stderr` are those of rank 0. Any other file is
+        this rank's.
+      flush: flush such a file; rank 0 always flushes stdout and stderr.
     """
     label = f"[{session.rank()}/{session.size()}] " if session.initialized() else ""
     head = f"{time.strftime('%H:%M:%S')} {label}"
     *lines, last = (sep.join(map(str, values)) + end).split("\n")
     text = "".join(f"{head}{line}\n" for line in lines) + (last and head + last)
-    watch = session.monitor()
-    own = file not in (None, sys.stdout, sys.stderr)
-    if watch is None or own:
+    monitor = session.monitor()
+    this_ranks_file = file not in (None, sys.stdout, sys.stderr)
+    if monitor is None or this_ranks_file:
         stream = sys.stdout if file is None else file
         stream.write(text)
-        if flush or not own:
+        if flush or not this_ranks_file:
             stream.flush()
         return
+    # The line of the script tells the monitor which texts of the ranks belong together.
     caller = sys._getframe(1)
-    place = (caller.f_code.co_filename, caller.f_lineno, threading.current_thread().name)
-    _calls[place] += 1  # no other thread has this key
-    watch.print(Key(*place, _calls[place], "stderr" if file is sys.stderr else "stdout"), text)
+    stream_name = "stderr" if file is sys.stderr else "stdout"
+    monitor.print(caller.f_code.co_filename, caller.f_lineno, stream_name, text)
 
 
 def get_logger(name: str, directory: str | None = None) -> logging.Logger:
-    """A standard `logging` logger that speaks on rank 0, and on the other ranks from ERROR on.
+    """Return a standard logger that shows all records of rank 0, and errors of the other ranks.
 
-    Every record carries the rank as `%(rank)s`. Before `init` every process speaks. Calling it
-    again gives the same logger.
+    Every record carries the rank as `%(rank)s`. Before `init` every process shows its records.
+    Another call returns the same logger.
 
     Args:
       name: as in `logging.getLogger`.
-      directory: where every rank also writes all its records, to `<name>-rank<r>.log`; made if need
-        be. After `init` only.
+      directory: a folder, made if need be, where every rank also writes all its records, to
+        `<name>-rank<r>.log`; after `init` only.
 
     Returns:
-      The logger, at level INFO, with a handler on stderr of its own.
+      The logger, at level INFO, with its own handler on stderr.
 
     Raises:
       NotInitializedError: `directory` was given before `init`.
@@ -101,7 +99,7 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
     )
     if "jaxmpi" not in handlers:
         screen = logging.StreamHandler()
-        screen.addFilter(_speaks)
+        screen.addFilter(_is_shown)
         _add(logger, screen, "jaxmpi", layout)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -116,17 +114,17 @@ def get_logger(name: str, directory: str | None = None) -> logging.Logger:
 
 
 def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]":
-    """Return a tqdm progress bar that shows on rank 0 only, and counts on every rank.
+    """Return a tqdm progress bar that is shown on rank 0 only, and counts on every rank.
 
-    Where there is no terminal it shows nowhere. Its numbers (`n`, `total`, `format_dict`) and its
+    Without a terminal it is shown nowhere. Its numbers (`n`, `total`, `format_dict`) and its
     methods are the same on all ranks, so that a step may depend on them.
 
     **Collective:** no. **Communication:** none.
 
     Args:
         iterable: The items; None for a bar that is moved by `update`.
-        **options: Those of `tqdm.tqdm`, such as `desc`, `total`, `unit`. With `disable=True` it
-            shows on no rank; with `file` it writes there, on rank 0.
+        **options: Options of `tqdm.tqdm`, such as `desc`, `total`, `unit`. With `disable=True` it
+            is shown on no rank; with `file` it writes there, on rank 0.
 
     Returns:
         The tqdm object: iterate over it, or use its methods, such as `update` and `set_postfix`.
@@ -140,22 +138,22 @@ def progress(iterable: Iterable[T] | None = None, **options: object) -> "tqdm[T]
     terminal = sys.stderr.isatty() or settings.get("JAXMPI_TTY")
     disabled = options.pop("disable", False)
     shown = terminal and not disabled and (not session.initialized() or session.rank() == 0)
-    # tqdm counts nothing where it is disabled. So it is enabled everywhere, and where it is not to
-    # be seen it writes into nothing, at a position that leaves those of visible bars alone.
-    hidden = {"file": _Nowhere(), "mininterval": math.inf, "position": 1000}
+    # A disabled tqdm counts nothing. So it is enabled everywhere. A hidden bar writes to a stream
+    # that drops everything, at a position that no visible bar has.
+    hidden = {"file": _NullStream(), "mininterval": math.inf, "position": 1000}
     bar = _Bar(iterable, **(options if shown else {**options, **hidden}))
-    # A bar that is left early is closed before Python shuts down: tqdm would draw it for the last
-    # time while modules go (Python 3.13.0 crashes there), and has a thread that refreshes bars.
-    still_there = weakref.ref(bar)
-    forget = at_exit(Step.THREADS, lambda: _close(still_there()))
+    # Close a bar that is left early before Python shuts down. Otherwise tqdm draws it once more
+    # while modules are removed (Python 3.13.0 crashes there), and its thread still refreshes bars.
+    bar_if_alive = weakref.ref(bar)
+    forget = at_exit(Step.THREADS, lambda: _close(bar_if_alive()))
     weakref.finalize(bar, forget).atexit = False
     return bar
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar whose `n` is the number of items that the loop is done with, in the loop, too.
+    """A bar whose `n` is the number of finished items, also inside the loop.
 
-    tqdm's own loop stores it only when it draws, which depends on the time and so on the rank.
+    tqdm's own loop stores `n` only when it draws, which depends on the time and so on the rank.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,17 +165,17 @@ class _Bar(tqdm):  # type: ignore[misc]
             self.close()
 
 
-class _Nowhere(io.TextIOBase):
-    """A stream for a bar that nobody sees."""
+class _NullStream(io.TextIOBase):
+    """A stream that drops everything."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
 def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
-    """Average metrics over all ranks, each rank's counting `weight`: its number of samples or tokens.
+    """Average metrics over all ranks, weighted by each rank's number of samples or tokens.
 
-    out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank of weight
+    out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank with weight
     zero may hold NaN.
 
     **Collective:** every rank calls it, with the same structure and shapes.
@@ -185,17 +183,17 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
 
     Args:
       metrics: any pytree of real numbers or arrays.
-      weight: one finite number, 0 or more.
+      weight: w_r of this rank: one finite number, 0 or more.
 
     Returns:
       The same structure with floating-point arrays, equal on all ranks.
 
     Raises:
-      ValueError: on all ranks, a weight of any rank that is something else. In traced code a
-        negative, infinite or NaN weight makes NaN of all metrics.
-      TypeError: a leaf that is no real number, with its path.
-      OverflowError: on all ranks, a number of Python or NumPy that the result's dtype cannot hold:
-        float32 without `jax_enable_x64`.
+      ValueError: on all ranks, if the weight of a rank is something else. In traced code all
+        metrics are NaN if a weight is negative, infinite or NaN.
+      TypeError: if a leaf is not a real number; the error has its path.
+      OverflowError: on all ranks, if the dtype of the result, float32 without `jax_enable_x64`,
+        cannot hold a number of Python or NumPy.
 
     >>> average_metrics({"loss": 0.5, "accuracy": 1.0}, weight=32)
     {'accuracy': Array(1., dtype=float32), 'loss': Array(0.5, dtype=float32)}
@@ -203,11 +201,11 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
     backend = session.current("average_metrics")
     paths, treedef = jax.tree_util.tree_flatten_with_path(metrics)
     with raising_on_all(backend, "average_metrics") if not _jaxcompat.tracing() else nullcontext():
-        # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32
-        # bits of them first.
+        # Round numbers of Python and NumPy once, from 64 bits. JAX would first make integers of 32
+        # bits of them.
         leaves = [_as_float(leaf) for _, leaf in paths]
         for (path, _), leaf in zip(paths, leaves, strict=True):
-            if backend.simulates:  # whose leaves are stacks
+            if backend.simulates:  # a leaf is a stack of all ranks' values
                 check_fits("average_metrics", path, leaf)
             else:
                 as_array("average_metrics", path, leaf, "max")
@@ -217,7 +215,7 @@ def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
 
 
 def _as_float(leaf: ArrayLike) -> ArrayLike:
-    """Numbers of Python and integers of NumPy in float64; a leaf that is anything else."""
+    """Return numbers of Python and integers of NumPy as float64, and any other leaf as it is."""
     if isinstance(leaf, int | float) or (
         isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biu"
     ):
@@ -238,7 +236,7 @@ def _add_rank(record: logging.LogRecord) -> bool:
     return True
 
 
-def _speaks(record: logging.LogRecord) -> bool:
+def _is_shown(record: logging.LogRecord) -> bool:
     return _add_rank(record) and (
         record.__dict__["rank"] in ("-", 0) or record.levelno >= logging.ERROR
     )

@@ -1,4 +1,4 @@
-"""Looking at a step from outside: what it will communicate."""
+"""`explain`: what a step will communicate, before it runs."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ __all__ = ["Explanation", "explain"]
 
 
 class Explanation:
-    """What a step will send in one call.
+    """The messages of one call of a step.
 
     Attributes:
-      entries: its collectives, in the order in which they are carried out.
-      messages: how many messages they are; None where a loop or a branch decides.
-      sent_bytes: how many bytes each rank sends; None in the same case.
+      entries: its collectives, in the order in which they run.
+      messages: the number of messages; None if it depends on a loop or a branch.
+      sent_bytes: the number of bytes that each rank sends; None in the same case.
       seconds: how long the messages should take, one after the other; None in the same case, and
         where nothing is measured, as with simulated ranks.
-      text: the table.
+      text: the table that `explain` prints.
     """
 
     def __init__(
@@ -35,25 +35,23 @@ class Explanation:
         seconds: Callable[[Cost], float] | None,
     ) -> None:
         self.entries = entries
-        costs = [cost(entry, backend) for entry in entries]
-        times = [entry.times for entry in entries]
-        known = None not in times
-        self.messages = (
-            sum(n * each.messages for n, each in zip(times, costs, strict=True) if n)
-            if known
-            else None
-        )
-        self.sent_bytes = (
-            sum(n * each.sent_bytes for n, each in zip(times, costs, strict=True) if n)
-            if known
-            else None
-        )
-        predicted = [seconds(each) for each in costs] if seconds else [0.0] * len(costs)
-        total = (
-            sum(n * each for n, each in zip(times, predicted, strict=True) if n) if known else None
-        )
-        self.seconds = total if seconds or not entries else None
         self.text = table(title, entries, backend, seconds)
+        self.messages: int | None = None
+        self.sent_bytes: float | None = None
+        self.seconds: float | None = None
+        messages, total_seconds = 0, 0.0
+        sent_bytes: float = 0  # estimates: see `Cost`
+        for entry in entries:
+            if entry.times is None:  # only the running program knows
+                return
+            each = cost(entry, backend)
+            messages += entry.times * each.messages
+            sent_bytes += entry.times * each.sent_bytes
+            if seconds and entry.times:
+                total_seconds += entry.times * seconds(each)
+        self.messages, self.sent_bytes = messages, sent_bytes
+        if seconds or not entries:
+            self.seconds = total_seconds
 
     def __repr__(self) -> str:
         return self.text
@@ -62,36 +60,38 @@ class Explanation:
 def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Explanation:
     """Print what a step will communicate, before it runs.
 
-    The table has a row for each collective: what it is, its arrays, the bytes that each rank sends,
-    messages, how often, the loop or branch and the source line that it comes from, and the time it
-    should take: that of a mean for which a rank sends as many bytes, between those of 1 KB to 25
-    MB, and more for each further array. They are measured on these ranks, once.
+    The table has a row for each collective: its name, its arrays, the bytes that each rank sends,
+    the number of messages, how often it runs, its loop or branch, its source line, and the seconds
+    it should take. The seconds are those of a mean that sends as many bytes per rank, interpolated
+    between means of 1 KB to 25 MB that are measured on these ranks, once; each further array adds
+    to them.
 
     **Collective:** every rank calls it; rank 0 prints.
-    **Communication:** that of the measurement: at least 200 MB, and as much as passes in half a
-    second; nothing of the step itself.
+    **Communication:** the measurement sends at least 200 MB, and as much as passes in half a
+    second. The step itself sends nothing.
 
     Args:
       step: a function that `jaxmpi.jit` has wrapped, or one that it could wrap.
       *args: its arguments, or `jax.ShapeDtypeStruct`s like them.
-      **kwargs: its arguments.
+      **kwargs: its keyword arguments.
 
     Returns:
       The Explanation, which also holds the numbers.
 
     >>> import jax, jaxmpi, numpy as np
+    >>> step = jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS))
     >>> with jaxmpi.simulate(4):
-    ...     plan = jaxmpi.explain(jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS)), np.ones(1000, np.float32))
+    ...     plan = jaxmpi.explain(step, np.ones(1000, np.float32))
     <lambda> on 4 ranks (simulate):
       collective     arrays         sent per rank  messages  times  where
-      allreduce sum  float32[1000]  6 KB           1         1      <doctest
-      jaxmpi.diagnose.explain[1]>:2 total                         6 KB           1
+      allreduce sum  float32[1000]  6 KB           1         1      <doctest ...>:1
+      total                         6 KB           1
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
-    known = speed(backend) if program.entries else None
+    measured = speed(backend) if program.entries else None
     result = Explanation(
-        program.function.title, program.entries, backend, known.seconds_of if known else None
+        program.function.title, program.entries, backend, measured.seconds_of if measured else None
     )
     if backend.place.rank == 0:
         sys.stdout.write(result.text)

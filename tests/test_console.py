@@ -35,7 +35,7 @@ def test_rounds_do_not_wait_for_ranks_that_never_print(monkeypatch):
     rounds.add(1, key, "one")
     rounds.flush()
     assert written == [] and rounds.pending(key)
-    monkeypatch.setattr("jaxmpi._job.monitor.ordered_output.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("jaxmpi._job.monitor.ordered_output.ROUND_SECONDS", 0.0)
     rounds.flush()
     assert written == ["one"]
 

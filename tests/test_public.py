@@ -668,7 +668,7 @@ def comparisons():
 
     def call():
         jaxmpi.testing.assert_replicated(tree(0))
-        with refused(last, AssertionError, f"the tree of rank {last}, beside that of rank 0"):
+        with refused(last, AssertionError, f"the tree of rank {last}, compared with rank 0"):
             jaxmpi.testing.assert_replicated(each(lambda rank: np.float32(rank == last)))
 
     return call

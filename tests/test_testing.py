@@ -118,7 +118,7 @@ def test_assert_equivalent_finds_a_forgotten_mean():
             BATCH,
             batch_argnums=1,
         )
-    with pytest.raises(AssertionError, match=r"output \[0\] on 2 ranks, beside that on 1"):
+    with pytest.raises(AssertionError, match=r"output \[0\] on 2 ranks, compared with 1"):
         assert_equivalent(
             lambda w, b: (jaxmpi.tree_allreduce(w, "sum"),),
             [1, 2],

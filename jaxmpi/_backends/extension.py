@@ -31,15 +31,15 @@ def load() -> ModuleType:
     if there != INTERFACE:
         raise MPIError(
             f"The extension {native.__file__} has interface {there}, and this jaxmpi needs "
-            f"{INTERFACE}. Install jaxmpi "
-            "again: pip install --force-reinstall --no-deps jaxmpi."
+            f"{INTERFACE}.",
+            advice="Install jaxmpi again: pip install --force-reinstall --no-deps jaxmpi.",
         )
     built, now = getattr(native, "sources", ""), sources_digest(ROOT / "native")
     if now and built != now:
         raise MPIError(
             f"The extension {native.__file__} was built from other sources than those in "
-            f"{ROOT / 'native'}. Rebuild it: pip "
-            f"install --no-build-isolation --no-deps -e {ROOT}."
+            f"{ROOT / 'native'}.",
+            advice=f"Rebuild it: pip install --no-build-isolation --no-deps -e {ROOT}.",
         )
     return native
 
@@ -83,10 +83,9 @@ def check_ffi(native: ModuleType) -> None:
     except Exception as error:  # of jaxlib, which has no narrower type for it
         raise MPIError(
             f"The extension of jaxmpi was built for XLA FFI {native.ffi}, which "
-            f"jaxlib {jaxlib_version.__version__} does not accept "
-            f"({str(error).splitlines()[0]}). Install a jaxmpi and a jaxlib of about the same "
-            "date: pip install --upgrade "
-            "jaxmpi jaxlib. Until then, JAXMPI_TRANSPORT=mpi4jax does without the extension."
+            f"jaxlib {jaxlib_version.__version__} does not accept ({str(error).splitlines()[0]}).",
+            advice="Install a jaxmpi and a jaxlib of about the same date: pip install --upgrade "
+            "jaxmpi jaxlib. Until then, JAXMPI_TRANSPORT=mpi4jax does without the extension.",
         ) from error
 
 

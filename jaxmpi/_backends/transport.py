@@ -38,7 +38,7 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
         world = mpi.COMM_WORLD
         one_host = len({*gathered(launched, socket.gethostname)}) == 1
         join_jax_processes(world.rank, world.size, one_host, partial(world.bcast, root=0))
-    found = gathered(launched, lambda: "" if asked == "mpi4jax" else why_not_native())
+    found = gathered(launched, lambda: None if asked == "mpi4jax" else why_not_native())
     obstacles = [f"rank {rank}: {why}" for rank, why in enumerate(found) if why]
     if asked == "native" and obstacles:
         raise MPIError(
@@ -60,8 +60,8 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
         ) from None
 
 
-def why_not_native() -> str:
-    """Why this process cannot use the native transport, in words, and what to do; "" if it can.
+def why_not_native() -> MPIError | None:
+    """Return why this process cannot use the native transport, and what to do; None if it can.
 
     Raises:
       MPIError: the extension is there, but belongs to other sources, another version or another XLA
@@ -71,17 +71,19 @@ def why_not_native() -> str:
         native = extension.load()
     except ImportError as error:
         what = "is not built" if isinstance(error, ModuleNotFoundError) else "does not load"
-        return f"the extension {what} ({error}). {extension.how_to_build()}"
+        return MPIError(f"the extension {what} ({error}).", advice=extension.how_to_build())
     if not native.can_reduce():
-        return "the processor has no AVX2"
+        return MPIError("the processor has no AVX2")
     on_cpu = on_host()
     extension.check_ffi(native)
     if not on_cpu:
         version = jax.local_devices()[0].client.platform_version
         if "cuda" not in version.lower():
-            return f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
+            return MPIError(
+                f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
+            )
         try:
             native.use_cuda(CUDA_DRIVER)
         except RuntimeError as error:
-            return str(error)
-    return "" if os.path.isdir(SHARED_MEMORY) else f"there is no {SHARED_MEMORY}"
+            return MPIError(str(error))
+    return None if os.path.isdir(SHARED_MEMORY) else MPIError(f"there is no {SHARED_MEMORY}")

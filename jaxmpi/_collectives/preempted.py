@@ -32,12 +32,11 @@ def preempted() -> bool:
     False
     """
     backend = untraced("preempted")
-    if watch := session.monitor():
-        watch.stop.watch()
-        return watch.stop.now()
-    alone = session.preemption()
-    alone.watch()
-    stops = any(agreed("preempted").allgather_object(alone.signalled))
+    preemption = session.preemption()
+    preemption.listen()
+    if session.monitor():
+        return preemption.requested()
+    stops = any(agreed("preempted").allgather_object(preemption.signalled))
     if stops and backend.place.rank == 0:
         stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
     return stops

@@ -16,8 +16,11 @@ from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._errors import NotInitializedError, RankCountError
+from jaxmpi._job.monitor.flight_recorder import Recorder
+from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.monitor import Monitor
 from jaxmpi._job.monitor.preemption import Preemption
+from jaxmpi._job.monitor.watchdog import Watchdog
 from jaxmpi._lowering.costs import Speed
 from jaxmpi._world.world import World
 
@@ -64,7 +67,7 @@ class Session:
       backend: carries messages; a forked child has a copy that refuses to.
       world: what `init` returned.
       monitor: the thread that watches the other ranks, where there are any.
-      preemption: of a rank that talks to others and has no monitor's thread.
+      preemption: how SIGTERM stops the ranks, by the monitor or without one.
       speed: of messages between the ranks, once `explain` has measured it.
       pmaps: the lines that have called a `jax.pmap`.
       began: when the session began, by `time.monotonic`.
@@ -91,10 +94,20 @@ def begin(backend: Backend, world: World) -> None:
 
 
 def watch(backend: MpiProcessGroup) -> None:
-    """Watch the other ranks from now on."""
+    """Watch the other ranks from now on.
+
+    **Collective:** every rank calls it.
+    """
     assert _session is not None
-    _session.monitor = Monitor(backend)
-    _session.monitor.start()
+    monitor = _session.monitor = Monitor(backend)
+    if monitor.listening:
+        # Its messages may arrive as soon as the thread runs on all ranks.
+        _session.preemption = Preemption(monitor, backend.place.size, backend.place.rank)
+        monitor.start()
+        # These live in the monitor, which calls them.
+        Watchdog(monitor, Recorder(monitor))
+        Live(monitor)
+        monitor.connect_hosts()
 
 
 @contextmanager
@@ -164,7 +177,7 @@ def monitor() -> Monitor | None:
 
 
 def preemption() -> Preemption:
-    """What a rank without a monitor knows of signals."""
+    """Return how SIGTERM stops the ranks: by the monitor, where there is one."""
     assert _session is not None
     _session.preemption = _session.preemption or Preemption(None, 1, 0)
     return _session.preemption
@@ -266,7 +279,7 @@ def _in_child() -> None:
         _session.backend = backend
     if _session.monitor is not None:
         _session.monitor.abandon()
-        _session.monitor = None
+        _session.monitor = _session.preemption = None
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""Faults on purpose: what becomes of a training loop when one rank fails in it.
+"""Fault injection: make one rank fail in one call, to test how a training loop ends.
 
 step = jaxmpi.testing.faults.inject(step, "kill", rank=1, call=3)
 """
@@ -33,35 +33,37 @@ def inject(
     seconds: float = 1.0,
     argnum: int = -1,
 ) -> Callable[P, T]:
-    """The function with a fault in one call of it, on one rank. It is for what `jaxmpi.jit` returns, not for what it takes.
+    """Return a function that fails in one call on one rank, and else calls `function`.
+
+    Apply it to the result of `jaxmpi.jit`, not to the function that `jaxmpi.jit` wraps.
 
     | kind | at this call, on this rank |
     |---|---|
     | "raise" | a RuntimeError is raised |
-    | "exit" | `sys.exit(0)`, as of a script that ends too soon; "exit 3" exits with 3 |
+    | "exit" | `sys.exit(0)`, like a script that ends too soon; "exit 3" exits with 3 |
     | "kill", "stop" | the process gets SIGKILL, SIGSTOP |
-    | "delay" | it sleeps for `seconds` |
+    | "delay" | the rank sleeps for `seconds` |
     | "nan" | the first number of the first float array in argument `argnum` is NaN |
-    | "flip" | one bit of that number is another |
-    | "shape", "dtype" | that array has a row less; is int32 |
+    | "flip" | one bit of that number is flipped |
+    | "shape", "dtype" | that array has one row less; is int32 |
     | "extra" | the function is called twice |
-    | "missing" | it is not called; the result is that of the call before |
-    | "recompile" | JAX forgets all that it has compiled |
+    | "missing" | the function is not called; the result is that of the previous call |
+    | "recompile" | JAX drops all compiled programs |
 
     Args:
       function: a step, or any function that every rank calls.
       kind: one of the above.
-      rank: on which rank.
-      call: at which call, counted from 0.
+      rank: the rank that fails.
+      call: the call in which it fails, counted from 0.
       seconds: for "delay".
-      argnum: the position of an argument; the last by default, often the batch.
+      argnum: the position of an argument; by default the last one, often the batch.
 
     Returns:
-      A function to call in its place, on every rank.
+      A function to call instead of `function`, on every rank.
 
     Raises:
-      ValueError: an unknown kind, or when called: no such argument, or one without a float array; a
-        first call that is missing.
+      ValueError: the kind is unknown. When called: there is no such argument, it has no float
+        array, or the first call is to be missing.
 
     >>> import jax.numpy as jnp
     >>> inject(lambda x: x, "nan", call=0)(jnp.ones(2))
@@ -70,11 +72,11 @@ def inject(
     if kind not in KINDS:
         raise ValueError(f"inject: kind {kind!r} is unknown. Use one of {', '.join(KINDS)}.")
     calls = 0
-    last: Any = None
+    previous: Any = None  # the result of the previous call
 
     @wraps(function)
     def faulty(*args: Any, **kwargs: Any) -> T:
-        nonlocal calls, last
+        nonlocal calls, previous
         due = calls == call and session.current("inject").place.rank == rank
         calls += 1
         if due and kind == "missing":
@@ -83,7 +85,7 @@ def inject(
                     "inject: the first call cannot be missing, as it needs a result. Take a later "
                     "one."
                 )
-            return last
+            return previous
         if due and kind == "extra":
             function(*args, **kwargs)
         elif due and kind in _CHANGES:
@@ -96,8 +98,8 @@ def inject(
             args = tuple(changed)
         elif due:
             _EVENTS[kind](seconds)
-        last = function(*args, **kwargs)
-        return last
+        previous = function(*args, **kwargs)
+        return previous
 
     return faulty
 
@@ -106,16 +108,17 @@ def _raise(_: float) -> NoReturn:
     raise RuntimeError("a fault on purpose")
 
 
-def _kill(number: int) -> Callable[[float], None]:
+def _signal(number: int) -> Callable[[float], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
+# Faults of the rank, called with `seconds`.
 _EVENTS: dict[str, Callable[[float], object]] = {
     "raise": _raise,
     "exit": lambda _: sys.exit(0),
     "exit 3": lambda _: sys.exit(3),
-    "kill": _kill(signal.SIGKILL),
-    "stop": _kill(signal.SIGSTOP),
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
     "delay": time.sleep,
     "recompile": lambda _: jax.clear_caches(),
 }
@@ -133,6 +136,7 @@ def _nan(x: np.ndarray) -> np.ndarray:
     return flat.reshape(x.shape)
 
 
+# Faults of an argument: the float array that is passed instead.
 _CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "nan": _nan,
     "flip": _flip,
@@ -144,17 +148,18 @@ KINDS = (*_EVENTS, *_CHANGES, "extra", "missing")
 
 
 def _change(arg: PyTree, kind: str) -> PyTree:
+    """Change the first float array of an argument."""
     leaves, treedef = jax.tree.flatten(arg)
     for i, x in enumerate(leaves):
-        isfloat = (
-            isinstance(x, jax.Array | np.ndarray)
-            and jnp.issubdtype(x.dtype, jnp.floating)
-            and x.size
-        )
-        if isfloat and (x.ndim or kind != "shape"):
-            changed = _CHANGES[kind](np.array(x))
-            leaves[i] = changed if isinstance(x, np.ndarray) else jnp.asarray(changed)
-            return treedef.unflatten(leaves)
+        if not isinstance(x, jax.Array | np.ndarray) or not x.size:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        if kind == "shape" and not x.ndim:  # a scalar has no rows
+            continue
+        changed = _CHANGES[kind](np.array(x))
+        leaves[i] = changed if isinstance(x, np.ndarray) else jnp.asarray(changed)
+        return treedef.unflatten(leaves)
     raise ValueError(
         "inject: the argument has no float array to change. Name another one with argnum."
     )

@@ -100,7 +100,7 @@ from jaxmpi._backends import native, transport
 handler = extension.handler
 extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
 w = jaxmpi.init()
 n, me = w.size, w.rank
 columns = [1, 7, 2_500_000, 0, 64, 70_001]  # several batches, which end in the middle of arrays
@@ -180,7 +180,7 @@ extension = importlib.import_module("jaxmpi._native")
 handler = extension.handler
 extension.handler = lambda name: handler("rehearsal" if name == "host" else name)
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
 world = jaxmpi.init()
 slow = world.rank == world.size - 1
 step = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x))
@@ -228,7 +228,7 @@ extension = importlib.import_module("jaxmpi._native")
 handler, rehearsed = extension.handler, {{"host": "rehearsal", "start": "start_rehearsal"}}
 extension.handler = lambda name: handler(rehearsed.get(name, name))
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
 w = jaxmpi.init()
 n = w.size
 
@@ -286,7 +286,7 @@ from jaxmpi._backends import native, transport
 
 extension = importlib.import_module("jaxmpi._native")
 native.on_host = lambda: False
-transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
+transport.why_not_native = lambda: extension.use_cuda({library!r}) or None
 registered, register = [], jax.ffi.register_ffi_target
 def noted(name, handler, platform="cpu", **options):
     registered.extend([platform] * (name == "jaxmpi_collective"))

@@ -16,8 +16,7 @@ from test_native import run
 
 import jaxmpi
 from jaxmpi._backends.base import Overlap
-from jaxmpi._job.tools import records, timeline
-from jaxmpi._job.tools.overlapped import overlapped
+from jaxmpi._job.tools import timeline
 from jaxmpi._lowering.buckets import messages_of
 from jaxmpi._lowering.combine import schedule
 from jaxmpi._lowering.trace import opened
@@ -428,10 +427,10 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
     }
     done = run(2, SEEN, tmp_path, **EVERYTHING | environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    first, _ = records.read(flight)
-    seconds = sum(end - start for start, end in overlapped(first))
+    first, _ = timeline.read(flight)
+    seconds = sum(end - start for start, end in timeline.overlapped(first.events, first.waits))
     assert seconds > 0.02 if overlap == "1" else seconds < 0.001
-    waits = sum(end - start for start, end in first["waits"])
+    waits = sum(end - start for start, end in first.waits)
     assert waits > (0.5 if overlap == "0" else 0)
     names = [event["name"] for event in timeline.trace([first])["traceEvents"]]
     assert ("computes while a message travels" in names) == (overlap == "1")

@@ -69,7 +69,7 @@ def test_doctor_names_both(tmp_path, other):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
-    code = "from jaxmpi._job.tools import checks; print(next(checks.mpi()))"
+    code = "from jaxmpi._job.tools import doctor; print(next(doctor.mpi()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

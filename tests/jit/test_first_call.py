@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
-from jaxmpi._job.monitor import async_gather
+from jaxmpi._job.monitor.monitor import MAX_GATHERINGS
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
@@ -326,7 +326,7 @@ def test_a_program_of_one_rank_alone_is_not_compared_and_nothing_is_kept():
     evaluate = jaxmpi.jit(lambda w, x: (x @ w).sum(), replicated_argnums=0)
     for step in range(100 if jaxmpi.rank() == 0 else 1):
         evaluate(jnp.ones(3) * step, jnp.ones((4, 3)))
-    assert len(session.monitor().gathering._messages) <= async_gather.KEPT
+    assert len(session.monitor().gathering._messages) <= MAX_GATHERINGS
     jaxmpi.barrier()
 
 

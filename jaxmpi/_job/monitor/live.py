@@ -1,31 +1,37 @@
-"""What `jaxmpi top` shows of this rank: its monitor says twice a second where it is, in memory that others can read."""
+"""The record that `jaxmpi top` reads of this rank.
+
+Twice a second the monitor writes it to memory that other processes of this user can read, as
+`_job/process/live_record.py` describes.
+"""
 
 import contextlib
 import os
 import time
 from collections import deque
 
-from jaxmpi._job.monitor.flight_recorder import where
-from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.monitor.monitor import Monitor, doing
 from jaxmpi._job.process.busy import work
 from jaxmpi._job.process.live_record import Writer
 
 __all__ = ["Live"]
 
-EVERY_SECONDS = 0.5
-RATE_SECONDS = 5.0  # over which samples per second are counted
+RECORD_EVERY_SECONDS = 0.5
+SAMPLE_RATE_SECONDS = 5.0  # over which samples per second are counted
+MAX_DOING_LETTERS = 200
+MAX_HOSTS = 256  # in a record, which has a fixed size
 
 
 class Live:
-    """One rank's."""
+    """The writer of one rank's record."""
 
-    def __init__(self, monitor: Watching) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         self._monitor, self._backend = monitor, monitor.backend
-        self._next, self._entered, self._since = 0.0, -1, time.monotonic()
+        self._due, self._entered, self._since = 0.0, -1, time.monotonic()
+        # When the last records were written, and how many samples had been counted.
         self._counts: deque[tuple[float, int]] = deque(
-            maxlen=1 + round(RATE_SECONDS / EVERY_SECONDS)
+            maxlen=1 + round(SAMPLE_RATE_SECONDS / RECORD_EVERY_SECONDS)
         )
-        # without memory for it there is nothing to see, and nothing else is lost
+        # Without memory for the record, `jaxmpi top` does not show this rank; the job goes on.
         with contextlib.suppress(OSError):
             self._writer = Writer()
             monitor.watchers.append(self._look)
@@ -33,12 +39,13 @@ class Live:
 
     def _look(self) -> None:
         now = time.monotonic()
+        # At every look, ten times a second, so that "since_ns" is when this collective began.
         entered, inside = self._backend.progress()
         if entered != self._entered:
             self._entered, self._since = entered, now
-        if now < self._next:
+        if now < self._due:
             return
-        self._next = now + EVERY_SECONDS
+        self._due = now + RECORD_EVERY_SECONDS
         self._counts.append((now, self._monitor.samples))
         place, members = self._backend.place, self._monitor.members
         mine = work()
@@ -50,20 +57,20 @@ class Live:
                 "pid": os.getpid(),
                 "host": members[place.rank][1],
                 "job": f"{members[0][0]}@{members[0][1]}",  # the process of its rank 0
-                "hosts": sorted({host for _, host in members})[:256],
+                "hosts": sorted({host for _, host in members})[:MAX_HOSTS],
                 "transport": getattr(self._backend, "transport", self._backend.name),
                 "entered": entered,
                 "inside": inside,
-                "doing": at_work or where(self._backend)[:200],
+                "doing": at_work or str(doing(self._backend))[:MAX_DOING_LETTERS],
                 "busy": bool(at_work),
                 "since_ns": int(1e9 * self._since),
                 "written_ns": time.monotonic_ns(),
                 "samples": self._monitor.samples,
-                "samples_per_second": self._rate(),
+                "samples_per_second": self._samples_per_second(),
             }
         )
 
-    def _rate(self) -> float | None:
-        """Samples per second that `Throughput.add` has counted; None where it has counted none."""
+    def _samples_per_second(self) -> float | None:
+        """Return the rate that `Throughput.add` has counted; None where it has counted nothing."""
         (first, before), (last, after) = self._counts[0], self._counts[-1]
         return (after - before) / (last - first) if after and last > first else None

@@ -1,15 +1,17 @@
-"""No rank waits for one that is gone.
+"""The monitor of one rank: a thread that ends the job when another rank is gone.
 
-MPI does not end a job when one rank raises or exits: the others wait in their next collective for
-ever. On every rank of more than one, a Monitor therefore sees to it that
-- an exception that nobody handles is printed with its rank and ends the whole job;
-- a rank that exits while others still wait for it ends the job, too; one that exits at the end
-  waits for the others;
-- an interrupt ends a rank that stands inside MPI and cannot react to it;
-- a rank that is killed is named: by MPI's launcher, by `jaxmpi run`, or else by a death reporter
-  (death_reporter.py).
-A thread does the watching, by messages that cost nothing while nothing happens. Others use it, too:
-`Monitor.print`, the stall watch, the flight recorder, and the agreement on a call to stop at.
+MPI does not end a job when one rank raises or exits: the other ranks wait in their next collective
+forever. Therefore each rank of a job of several has a Monitor, which ensures that
+
+- an unhandled exception is printed with its rank and ends the whole job;
+- a rank that exits while others wait for it ends the job; a rank that exits at the end of its
+  script waits for the others;
+- an interrupt (Ctrl-C) ends a rank that is inside MPI, where Python cannot react to it;
+- a killed rank is named: by MPI's launcher, by `jaxmpi run`, or else by `death_reporter.py`.
+
+The monitors send each other picklable objects by topic. Nobody has to be waiting for such a
+message, and none is sent while nothing happens. The watchdog, the flight recorder, the live view,
+preemption and `jaxmpi.print` use the same thread and the same messages.
 """
 
 import os
@@ -17,83 +19,198 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
-from jaxmpi._job.monitor.async_gather import Gathering
-from jaxmpi._job.monitor.flight_recorder import Recorder, where
-from jaxmpi._job.monitor.live import Live
-from jaxmpi._job.monitor.messages import Messages
-from jaxmpi._job.monitor.preemption import Preemption
-from jaxmpi._job.monitor.watchdog import Watchdog
+from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
 from jaxmpi._job.process import at_exit, peers, run_dir, stderr
 from jaxmpi._job.process.refused_count import note_refused_count
 from jaxmpi._job.process.signals import Signals
 
-__all__ = ["Monitor"]
+__all__ = ["Doing", "Gathering", "Monitor", "doing"]
 
-POLL_SECONDS = 0.1
-# a communicating program may run on for so long after a rank that took part in it has left
-GRACE_SECONDS = 4.0
-# for MPI's launcher to miss a rank that was killed, to say so and to end the others
-KILLED_SECONDS = 2.0
-END_SECONDS = 15.0  # for records and words before the end, where a disk or a stream does not answer
-LEAVE_SECONDS = 30.0  # for the monitor's thread to end
-GREETED = 256  # ranks of other hosts, at most: a connection takes a file and some memory
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1  # between two looks of the thread
+# A communicating program may run this long after a rank that took part in it has left.
+LEFT_RANK_GRACE_SECONDS = 4.0
+RELAY_SECONDS = 0.1  # for MPI's launcher to pass on our last lines
+# For MPI's launcher to notice a killed rank, to name it and to end the others.
+LAUNCHER_NOTICE_SECONDS = 2.0
+# For records and lines before the end, where a disk or a stream does not answer.
+LAST_RECORDS_SECONDS = 15.0
+MONITOR_THREAD_END_SECONDS = 30.0  # for the thread to end when the rank leaves
+LEAVING_NOTICE_SECONDS = 1.0  # a rank waits this long at its end before it tells the next rank
+MAX_GREETED_RANKS = 256  # on other hosts: a connection takes a file descriptor and some memory
+MAX_GATHERINGS = 64  # incomplete gatherings that rank 0 keeps
 
 
-class Monitor(Messages):
-    """One rank's watch over the others."""
+class Doing(NamedTuple):
+    """The collective that a rank is in, or the last one that it was in."""
+
+    phase: str  # "before" the first collective, "in" one, or "after" one
+    call: str = ""  # such as "allreduce mean of float32[100] at train.py:12 of train_step"
+    line: str = ""  # of the user's script, where `call` does not name it
+
+    def __str__(self) -> str:
+        if self.phase == "before":
+            return "before its first collective"
+        return f"{self.phase} {self.call}" + (f" at {self.line}" if self.line else "")
+
+
+def doing(backend: MpiProcessGroup) -> Doing:
+    """Return which collective this rank is in or was in last; for any thread."""
+    title, thread = backend.waits_for()
+    if title:
+        return Doing("in", title, _jaxcompat.called_at(thread))
+    entered, inside = backend.progress()
+    if not entered:
+        return Doing("before")
+    fingerprint = backend.doing()
+    call = compare.describe(backend, fingerprint)
+    if not inside:
+        return Doing("after", call)
+    # The description of a program has its source line. Any other collective has not returned yet,
+    # so the line is the one at which its thread stands.
+    if compare.is_program(backend, fingerprint):
+        return Doing("in", call)
+    return Doing("in", call, _jaxcompat.called_at(backend.turn.thread))
+
+
+class Monitor:
+    """The thread of one rank that watches the others, and the messages between such threads.
+
+    Attributes:
+      backend: the ranks.
+      listening: whether monitors exchange messages; not without MPI_THREAD_MULTIPLE.
+      members: process id and host of each rank.
+      topics: the function that handles a message, by topic: called with the sender and the object.
+      watchers: functions that the thread calls ten times a second.
+      at_end: functions called with the reason before this rank, or the job, ends.
+      signals: the signals of this process, for the thread.
+      gathering: objects of all ranks by key, compared on rank 0.
+      rounds: text of all ranks that rank 0 prints.
+      samples: the number of samples that `Throughput` has counted on this rank.
+    """
 
     def __init__(self, backend: MpiProcessGroup) -> None:
-        super().__init__(backend)
-        self.listening = backend.concurrent  # without MPI_THREAD_MULTIPLE there is nobody to watch
-        self.watchers: list[Callable[[], None]] = []  # called by the thread, ten times a second
-        self.topics["left"] = self._on_left
-        self.at_end: list[Callable[[str], object]] = []  # called with the reason
-        self.stop = Preemption(self, backend.place.size, backend.place.rank)
+        self.backend = backend
+        self.listening = backend.concurrent
+        self.rounds = OrderedOutput(backend.place.size)
+        self.topics: dict[str, Callable[[int, Any], object]] = {
+            "print": self._on_print,
+            "left": self._on_left,
+        }
+        self.watchers: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[str], object]] = []
         self.gathering = Gathering(self)
         self.signals = Signals()
-        self.samples = 0  # that `Throughput` has counted on this rank
-        self._stop = threading.Event()
-        # the rank before this one, and the object collectives it took part in
-        self._left: tuple[int, int] | None = None
+        self.samples = 0
+        self._prints: Counter[tuple[str, int, str]] = Counter()  # calls, by place and thread
+        self._sending = threading.Lock()
+        self._failed: list[Callable[..., object]] = []  # whose defect has been reported
+        self._leaving = threading.Event()
+        self._left: tuple[int, int] | None = None  # a rank that left, and its collectives
         self._waiting_since: float | None = None
-        self._waits = _jaxcompat.watch_communication()
+        self._communicates = _jaxcompat.watch_communication()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        self.members = backend.allgather_object((os.getpid(), os.uname().nodename))  # of each rank
+        self.members = backend.allgather_object((os.getpid(), os.uname().nodename))
         self._dismiss_reporter = death_reporter.call(backend)
-        self._stay = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
-        # `leave` ends it
+        self._remain_at_exit = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
+        # A daemon: Python's shutdown does not wait for it, `leave` does.
         self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
 
     def start(self) -> None:
-        """Watch from now on."""
-        if self.listening:
-            self._thread.start()
-            Watchdog(self, Recorder(self))
-            Live(self)
-            self._greet()
+        """Start the thread."""
+        self._thread.start()
 
-    def _greet(self) -> None:
-        """Open the connections to other hosts while the network works: one that is opened when it does not ends the job."""
-        _, here = self.members[self.backend.place.rank]
-        away = [rank for rank, (_, host) in enumerate(self.members) if host != here]
-        if len(away) <= GREETED:
-            for rank in away:
-                self.send(rank, "hello", None)
+    def connect_hosts(self) -> None:
+        """Open the connections to ranks of other hosts while the network works.
 
-    def _on_left(self, rank: int, entered: int) -> None:
-        self._left = rank, entered
+        MPI opens a connection at the first message. A connection that is opened while the network
+        is down ends the job, whereas an open one survives.
+        """
+        _, this_host = self.members[self.backend.place.rank]
+        remote = [rank for rank, (_, host) in enumerate(self.members) if host != this_host]
+        if len(remote) <= MAX_GREETED_RANKS:
+            for rank in remote:
+                self.send(rank, "hello", None)  # a topic that nobody handles
+
+    # messages
+
+    def send(self, rank: int, topic: str, message: object) -> None:
+        """Send a picklable object to another rank's monitor; returns at once."""
+        with self._sending:
+            self.backend.send(rank, (topic, message))
+
+    def send_all(self, topic: str, message: object) -> None:
+        """Send an object to the monitors of all other ranks."""
+        for rank in range(self.backend.place.size):
+            if rank != self.backend.place.rank:
+                self.send(rank, topic, message)
+
+    def poll(self) -> None:
+        """Handle the messages that have arrived."""
+        with self._sending:
+            arrived = self.backend.receive()
+        for rank, (topic, message) in arrived:
+            if topic in self.topics:
+                self._call(self.topics[topic], rank, message)
+
+    def print(self, file: str, line: int, stream: str, text: str) -> None:
+        """Print this rank's text on rank 0, with the other ranks' text of the same call.
+
+        The n-th call of a thread at a line of the source is the same call on every rank.
+
+        Args:
+          file: the file that calls `jaxmpi.print`.
+          line: the line in this file.
+          stream: "stdout" or "stderr" of rank 0.
+          text: the text of this rank.
+        """
+        place = (file, line, threading.current_thread().name)
+        self._prints[place] += 1  # no other thread has this key
+        key = Key(*place, self._prints[place], stream)
+        if self.backend.place.rank != 0:
+            self.send(0, "print", (key, text))
+            return
+        self.rounds.add(0, key, text)
+        while self.rounds.pending(key):
+            self.poll()
+            time.sleep(0.001)
+        self.rounds.flush()
+
+    def _on_print(self, rank: int, message: tuple[Key, str]) -> None:
+        self.rounds.add(rank, *message)
+
+    def say(self, text: str) -> None:
+        """Write text to stderr, after the rank and the host of this process."""
+        place = self.backend.place
+        stderr.say(f"jaxmpi: [rank {place.rank}/{place.size} on {os.uname().nodename}] {text}\n")
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function, and report its exception once: one defect must not stop the monitor."""
+        try:
+            function(*args)
+        except Exception:
+            if function not in self._failed:
+                self._failed.append(function)
+                self.say(f"a defect in jaxmpi's monitor, which goes on:\n{traceback.format_exc()}")
 
     # the thread
 
     def _run(self) -> None:
-        """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
+        """Watch until this rank leaves.
+
+        Whatever else ends the thread ends the job: without it nobody would notice that other ranks
+        are gone.
+        """
         why = "the thread that watches this rank has ended"
         try:
             peers.mark_thread(peers.MONITOR)
@@ -102,44 +219,56 @@ class Monitor(Messages):
             why = f"the thread that watches this rank has failed ({stderr.one_line(error)})"
             stderr.say(traceback.format_exc())
         finally:
-            if not self._stop.is_set():
+            if not self._leaving.is_set():
                 self.end(1, f"{why}.")
 
     def _watch(self) -> None:
-        while not self._stop.is_set():
+        while not self._leaving.is_set():
+            # Signals end this sleep early.
             for call in self.signals.wait(POLL_SECONDS):
                 self._call(call)
             self.poll()
             self.rounds.flush()
-            for watch in self.watchers:
-                self._call(watch)
-            if self._left is not None and self._waits_for_ever(*self._left):
+            for watcher in self.watchers:
+                self._call(watcher)
+            # The rank before this one waits in `leave`, and this rank waits for it.
+            if self._left is not None and self._waits_forever(*self._left):
                 self.end(1, self._why_left(self._left[0]))
+            # Python cannot raise KeyboardInterrupt while the main thread is inside MPI.
             if self.signals.interrupt_is_stuck(POLL_SECONDS):
                 self.end(130, "interrupted while it waited inside a collective.")
 
-    def _why_left(self, rank: int) -> str:
-        _, inside = self.backend.progress()
-        place = where(self.backend) if inside else "in a collective"
-        why = f"rank {rank} has exited while this rank waits for it {place}. Every rank must make the same calls."
-        return " ".join(filter(None, [why, compare.uneven_shard(self.backend)]))
+    def _on_left(self, rank: int, entered: int) -> None:
+        self._left = rank, entered
 
-    def _waits_for_ever(self, rank: int, entered: int) -> bool:
-        mine, inside = self.backend.progress()
-        if inside and mine > entered:
+    def _waits_forever(self, rank: int, entered: int) -> bool:
+        """Return whether this rank waits for `rank`, which left after `entered` collectives."""
+        # A collective that is outside of programs: the rank that left will never enter it.
+        own_entered, inside = self.backend.progress()
+        if inside and own_entered > entered:
             return True
-        if not self._waits():
+        # A compiled program counts no collectives here. Both ranks may have started it before the
+        # other one left, and this rank's may still be running. So only a program that communicates
+        # for longer than the grace time waits for the rank that left.
+        if not self._communicates():
             self._waiting_since = None
             return False
         self._waiting_since = self._waiting_since or time.monotonic()
-        return time.monotonic() - self._waiting_since > GRACE_SECONDS
+        return time.monotonic() - self._waiting_since > LEFT_RANK_GRACE_SECONDS
 
-    # the ends
+    def _why_left(self, rank: int) -> str:
+        _, inside = self.backend.progress()
+        call = doing(self.backend) if inside else "in a collective"
+        why = f"rank {rank} has exited while this rank waits for it {call}."
+        advice = "Every rank must make the same calls."
+        return " ".join(filter(None, [why, advice, compare.uneven_shard(self.backend)]))
+
+    # the end of the job
 
     def end(self, code: int, why: str) -> None:
-        """End the whole job with a line that says which rank and why."""
+        """End the whole job, after a line with this rank and the reason."""
         try:
-            stderr.at_most(END_SECONDS, lambda: self._prepare_end(why))
+            stderr.at_most(LAST_RECORDS_SECONDS, lambda: self._prepare_end(why))
         finally:
             stderr.end_process(code, self.backend.abort)
 
@@ -148,30 +277,35 @@ class Monitor(Messages):
         for call in self.at_end:
             self._call(call, why)
         self.say(f"{why} The job ends.")
-        time.sleep(0.1)  # let the launcher pass the lines on
-        if self._left is None and self._has_lost_one():
-            # who aborts before the launcher knows would be named instead
-            time.sleep(KILLED_SECONDS)
+        # MPI's launcher drops what it has not passed on when a rank aborts.
+        time.sleep(RELAY_SECONDS)
+        # A rank that was killed may be why this one failed. If this rank aborts before the launcher
+        # notices the killed one, the launcher names this rank instead.
+        if self._left is None and self._has_lost_rank():
+            time.sleep(LAUNCHER_NOTICE_SECONDS)
         self._dismiss_reporter()
 
-    def _has_lost_one(self) -> bool:
-        """Whether a rank of this host has ended."""
-        _, here = self.members[self.backend.place.rank]
-        return any(run_dir.state(pid) == "ended" for pid, host in self.members if host == here)
+    def _has_lost_rank(self) -> bool:
+        """Return whether a rank of this host has ended."""
+        _, this_host = self.members[self.backend.place.rank]
+        for pid, host in self.members:
+            if host == this_host and run_dir.state(pid) == "ended":
+                return True
+        return False
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         try:
-            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(
-                keepends=True
-            )
+            text = "".join(traceback.format_exception(kind, error, trace))
             label = f"[{self.backend.place.rank}] "
             note_refused_count(error)
-            stderr.say("".join(label + line for line in lines))
+            stderr.say("".join(label + line for line in text.splitlines(keepends=True)))
         finally:
             self.end(code, f"{stderr.one_line(error)}.")
+
+    # the end of this rank
 
     def _at_exit(self) -> None:
         try:
@@ -181,42 +315,105 @@ class Monitor(Messages):
 
     def leave(self) -> None:
         """Wait until every rank has come to its end; tell the next rank when that takes long."""
-        if self._stop.is_set():
+        if self._leaving.is_set():
             return
         self.backend.finish()
         for call in self.at_end:
             self._call(call, "the end")
-        self._stop.set()
+        # This thread polls from here on, so the monitor's thread has to end first.
+        self._leaving.set()
         if self.listening:
-            self._thread.join(LEAVE_SECONDS)
+            self._thread.join(MONITOR_THREAD_END_SECONDS)
             if self._thread.is_alive():
                 raise RuntimeError("the thread that watches this rank does not end")
-        self._wait(self.backend.sent, self.backend.place.size)
-        self._wait(self.backend.everyone_leaves(), self.backend.place.size)
+        # The others have received what this rank sent, and every rank is here: only then may the
+        # communicators, and MPI, end.
+        self._wait(self.backend.sent)
+        self._wait(self.backend.everyone_leaves())
         self._dismiss_reporter()
+        # What the others sent before they came here.
         self.poll()
         self.rounds.flush(all_rounds=True)
         sys.excepthook = self._excepthook
         self.signals.release()
-        self._stay()
+        self._remain_at_exit()
         if directory := os.environ.get("JAXMPI_RUN_DIR"):
             run_dir.leave(directory, self.backend.place.rank)
 
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Sleep until `done`; tell the next rank when that takes long.
+
+        One message is enough: if the next rank waits for this one, it ends the job. If it has left,
+        too, it tells the rank after it.
+        """
+        place = self.backend.place
+        start, told, pause = time.monotonic(), False, 0.0005
+        while not done():
+            self.poll()
+            if not told and time.monotonic() - start > LEAVING_NOTICE_SECONDS:
+                told = True
+                self.send((place.rank + 1) % place.size, "left", self.backend.progress()[0])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
     def abandon(self) -> None:
-        """Leave nothing of it in a forked child, nor what the rank does at its end: JAX and MPI would hang there."""
+        """Remove the monitor from a forked child, and what the rank does at its end.
+
+        JAX and MPI would hang there: their threads are in the parent only.
+        """
         sys.excepthook = self._excepthook
         self.signals.release(wake_others=False)
         at_exit.forget()
         _jaxcompat.leave_as_it_is()
         self.signals.go_on()
 
-    def _wait(self, done: Callable[[], bool], size: int) -> None:
-        """Sleep until `done`; after a second tell the next rank that this one has left."""
-        start, told, pause = time.monotonic(), False, 0.0005
-        while not done():
-            self.poll()
-            if not told and time.monotonic() - start > 1.0:
-                told = True
-                self.send((self.backend.place.rank + 1) % size, "left", self.backend.progress()[0])
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+
+class Gathering:
+    """Objects of all ranks by key, which rank 0 compares once every rank has sent its own.
+
+    No rank waits: the monitors' threads carry the objects, whenever each rank comes to the call.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._messages: dict[str, dict[int, object]] = {}  # by key and rank
+        self._counts: Counter[str] = Counter()  # calls of `add` on this rank, by key
+        self._judges: dict[str, Callable[[Sequence[Any]], str]] = {}
+        self._lock = threading.Lock()
+        monitor.topics["gather"] = self._on_message
+
+    def add(self, key: str, message: T, judge: Callable[[Sequence[T]], str]) -> None:
+        """Add this rank's object: the n-th with a key is compared with the others' n-th.
+
+        Args:
+          key: the subject of the object.
+          message: a picklable object.
+          judge: called on rank 0 with all ranks' objects; returns a line to print, or "".
+        """
+        rank = self._monitor.backend.place.rank
+        with self._lock:
+            self._counts[key] += 1
+            key = f"{key} {self._counts[key]}"
+            if rank == 0:
+                self._judges[key] = judge
+        if rank == 0:
+            self._on_message(rank, (key, message))
+        else:
+            self._monitor.send(0, "gather", (key, message))
+
+    def _on_message(self, rank: int, keyed_message: tuple[str, object]) -> None:
+        key, message = keyed_message
+        with self._lock:
+            by_rank = self._messages.setdefault(key, {})
+            by_rank[rank] = message
+            # Some rank may never run a program that others have run: its key stays incomplete.
+            for old in list(self._messages)[:-MAX_GATHERINGS]:
+                del self._messages[old]
+                self._judges.pop(old, None)
+            # Rank 0 adds its judge before its message, so a complete key has its judge.
+            if len(by_rank) < self._monitor.backend.place.size:
+                return
+            judge = self._judges.pop(key)
+            del self._messages[key]
+        if text := judge([by_rank[rank] for rank in sorted(by_rank)]):
+            self._monitor.say(text)

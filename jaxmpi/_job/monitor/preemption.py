@@ -1,75 +1,87 @@
-"""The ranks agree on a call to stop at, once one of them has got a signal to end.
+"""The call of `jaxmpi.preempted` at which all ranks stop, once one of them has got SIGTERM.
 
-The rank with the signal tells rank 0, which asks all ranks how many calls have returned. From then
-on the next call of each waits until rank 0 has told which one is true: the one after the highest of
-these numbers, which has returned nowhere yet. The monitors' threads do the talking, whatever the
-main threads do, so that wait is short.
+The ranks call `preempted` once a step, but they are not at the same step at the same moment. So
+they agree on a call, by messages between the monitors' threads:
+
+1. The rank that got the signal tells rank 0 (topic "stop").
+2. Rank 0 asks all ranks how many calls have returned ("stop: ask"). From its answer on
+   ("stop: calls"), a rank's next call waits for step 3.
+3. Rank 0 tells all ranks the call to stop at: one more than the highest count ("stop: at"). That
+   call has returned on no rank yet, so it can return True on all of them.
+
+The threads answer whatever the main threads do, so the wait is short.
 """
 
 import contextlib
 import os
 import signal
 import threading
-from typing import Any
 
-from jaxmpi._job.monitor.watching import Watching
+from jaxmpi._job.monitor.monitor import Monitor
 from jaxmpi._job.process import run_dir
 
 __all__ = ["Preemption"]
 
 
 class Preemption:
-    """One rank's part in it."""
+    """This rank's part in the agreement.
 
-    def __init__(self, monitor: Watching | None, size: int, rank: int) -> None:
-        """Listen to the other ranks, where there are any to listen to: `monitor` may be None."""
+    Attributes:
+      signalled: whether this rank has got SIGTERM, where there is no monitor.
+    """
+
+    def __init__(self, monitor: Monitor | None, size: int, rank: int) -> None:
+        """Take part in the agreement by a monitor; without one, only note the signal."""
         self.signalled = False
         self._size, self._rank = size, rank
-        self._monitor: Any = monitor  # which is there where it is used
-        self._who = rank
+        self._monitor = monitor
+        self._preempted_rank = rank
         self._changed = threading.Condition()
         self._calls, self._asked = 0, False
-        self._at: int | None = None  # the first call that is true
-        self._counts: dict[int, int] = {}
-        self._watching = False
+        self._stop_at: int | None = None  # the first call that returns True
+        self._counts: dict[int, int] = {}  # on rank 0: the calls of each rank
+        self._listens = False
         if monitor:
             monitor.topics["stop"] = self._on_stop
             monitor.topics["stop: ask"] = self._on_ask
             monitor.topics["stop: calls"] = self._on_calls
-            monitor.topics["stop: at"] = self._on_at
+            monitor.topics["stop: at"] = self._on_stop_at
 
-    def watch(self) -> None:
-        """Take over SIGTERM, unless the script has a handler of its own."""
-        if self._watching:
+    def listen(self) -> None:
+        """Handle SIGTERM from now on, unless the script has a handler of its own."""
+        if self._listens:
             return
         if self._monitor:
-            self._watching = self._monitor.signals.take(
+            self._listens = self._monitor.signals.take(
                 signal.SIGTERM, lambda: self._send(0, "stop", self._rank)
             )
-            if self._watching:
-                with contextlib.suppress(KeyError, OSError):  # tells `jaxmpi run` whom to tell
+            if self._listens:
+                # `jaxmpi run` passes SIGTERM on to the ranks that stop in order at it.
+                with contextlib.suppress(KeyError, OSError):
                     run_dir.takes_sigterm(os.environ["JAXMPI_RUN_DIR"], self._rank)
         elif (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         ):
-            self._watching = True
+            self._listens = True
             signal.signal(signal.SIGTERM, self._on_signal)
 
-    def now(self) -> bool:
-        """Whether to stop at this call."""
-        # both in one: a call that is asked about between them would count for one rank and not for
-        # the others
+    def requested(self) -> bool:
+        """Return whether to stop at this call: the same on all ranks at their n-th call."""
+        assert self._monitor is not None
+        # The wait and the count are one step. If rank 0's question came between them, this rank
+        # would have answered with one call less than it then returns from.
         with self._changed:
-            if self._asked and self._at is None:
+            if self._asked and self._stop_at is None:
                 with self._monitor.backend.waiting("jaxmpi.preempted, after a SIGTERM"):
-                    self._changed.wait_for(lambda: self._at is not None)
+                    self._changed.wait_for(lambda: self._stop_at is not None)
             self._calls += 1
-            if self._at is None or self._calls < self._at:
+            if self._stop_at is None or self._calls < self._stop_at:
                 return False
-        if self._calls == self._at and self._rank == 0:
+        if self._calls == self._stop_at and self._rank == 0:
             self._monitor.say(
-                f"rank {self._who} was told to end (SIGTERM): all ranks stop at the same point."
+                f"rank {self._preempted_rank} was told to end (SIGTERM): all ranks stop at the "
+                "same point."
             )
         return True
 
@@ -77,16 +89,17 @@ class Preemption:
         self.signalled = True
 
     def _send(self, rank: int, topic: str, message: object) -> None:
+        assert self._monitor is not None
         if rank == self._rank:
             self._monitor.topics[topic](rank, message)
         else:
             self._monitor.send(rank, topic, message)
 
-    # on rank 0
+    # messages to rank 0
 
-    def _on_stop(self, rank: int, who: int) -> None:
+    def _on_stop(self, rank: int, preempted_rank: int) -> None:
         if not self._asked:
-            self._who = who
+            self._preempted_rank = preempted_rank
             for other in range(self._size):
                 self._send(other, "stop: ask", None)
 
@@ -96,7 +109,7 @@ class Preemption:
             for other in range(self._size):
                 self._send(other, "stop: at", max(self._counts.values()) + 1)
 
-    # on all
+    # messages to all ranks
 
     def _on_ask(self, rank: int, _: None) -> None:
         with self._changed:
@@ -104,7 +117,7 @@ class Preemption:
             calls = self._calls
         self._send(0, "stop: calls", calls)
 
-    def _on_at(self, rank: int, at: int) -> None:
+    def _on_stop_at(self, rank: int, call: int) -> None:
         with self._changed:
-            self._at = at
+            self._stop_at = call
             self._changed.notify_all()

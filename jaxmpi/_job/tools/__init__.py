@@ -1,16 +1,9 @@
 """The commands `jaxmpi doctor`, `jaxmpi top` and `jaxmpi timeline`.
 
 doctor    is everything there, does it fit together, and how fast is it?
-checks    what it looks at
-installed what it says of the installation
-speed     what it measures
-finding   what it says of each
-timeline  the flight records of all ranks, put together
-records   which are read and checked
-overlapped  when a program went on while a message was on its way
+probes    what doctor tries in processes of its own
+top       the ranks of running jobs, live
+observe   what the ranks show of themselves, on this host and on others
+timeline  the flight records of all ranks as one trace, and which rank is late
 picture   a timeline as a picture
-top         the ranks of running jobs, live
-observe     what they show of themselves, here and on other hosts
-rank_rates  what follows from it
-top_view    how it is shown
 """

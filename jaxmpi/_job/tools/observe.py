@@ -1,149 +1,196 @@
-"""What the ranks of this user show of themselves: those of this host by `/proc`, those of other hosts through ssh.
+"""Looks at the ranks of this user: on this host by /proc, on others through ssh.
 
-A look at a rank is a dict that JSON holds, as it may come from another host.
+`Local` reads the ranks of this host. For another host, `Remote` starts an agent such as ssh, which
+runs `jaxmpi top --here` there. That command is `print_looks`: it prints one line of JSON per look,
+the list of the host's `Look` records, until its stdin is closed.
 """
 
 import contextlib
 import json
 import os
+import select
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict, cast
 
 from jaxmpi._job.process import live_record, run_dir
 
-__all__ = ["Here", "Look", "Remote"]
+__all__ = ["Local", "Look", "Remote", "print_looks"]
 
-Look = dict[str, Any]
-EVENTS = 512  # of a rank, the last ones
-FIND_SECONDS = 2.0  # between two searches for new ranks
-END_SECONDS = 2.0  # for what was started on another host to end
-SILENT_SECONDS = 10.0  # until the ranks of a host that says nothing are given up
+MAX_EVENTS = 512  # of a rank in a look, the last ones
+FIND_RANKS_EVERY_SECONDS = 2.0
+GPU_QUERY_SECONDS = 5.0
+AGENT_END_SECONDS = 2.0  # for what was started on another host to end
+SILENT_HOST_SECONDS = 10.0  # after which a host that says nothing is reported
 
 
-class Here:
+class Look(TypedDict):
+    """One rank at one moment; a record that JSON holds.
+
+    The rank writes the first part itself, twice a second (`_job/monitor/live.py`). The last seven
+    are of the process that looks. Nanoseconds are those of `time.monotonic_ns` on the rank's host.
+    """
+
+    job: str  # process and host of its rank 0
+    rank: int
+    size: int
+    pid: int
+    host: str
+    hosts: list[str]  # of all ranks of the job
+    transport: str
+    entered: int  # collectives that the rank has entered
+    inside: bool  # whether it is in the last one
+    doing: str  # for people: the last collective, or the work of a busy rank
+    busy: bool  # at a checkpoint or in a `jaxmpi.busy` block
+    since_ns: int  # when it entered its last collective
+    written_ns: int
+    samples: int
+    samples_per_second: float | None
+
+    now_ns: int
+    state: str  # of the process: "runs" or "stopped"
+    events: list[live_record.Event]
+    waits: float | None  # share of the time since the last look in which it waited for messages
+    memory_bytes: int
+    gpu_bytes: int | None
+
+
+class Local:
     """The ranks of this host."""
 
     def __init__(self) -> None:
-        self._readers: dict[int, live_record.Reader] = {}
-        # at the last look: when, and for how long it had waited
-        self._exposed: dict[int, tuple[int, int]] = {}
-        self._found = -FIND_SECONDS
+        self._readers: dict[int, live_record.Reader] = {}  # by process
+        # At the last look, by process: when it was, and the nanoseconds of waiting until then.
+        self._waited: dict[int, tuple[int, int]] = {}
+        self._found = -FIND_RANKS_EVERY_SECONDS
 
     def look(self) -> list[Look]:
-        """What they show now."""
-        if time.monotonic() - self._found >= FIND_SECONDS:
+        """Return what they show now."""
+        if time.monotonic() - self._found >= FIND_RANKS_EVERY_SECONDS:
             self._find()
         gpu_bytes = _gpu_bytes() if self._readers else {}
-        return [
-            look
-            for reader in list(self._readers.values())
-            for look in self._look(reader, gpu_bytes)
-        ]
+        looks = []
+        for reader in list(self._readers.values()):
+            look = self._look(reader, gpu_bytes.get(reader.pid))
+            if look is not None:
+                looks.append(look)
+        return looks
 
     def _find(self) -> None:
         self._found = time.monotonic()
         for pid in live_record.processes():
             if pid not in self._readers:
-                try:
+                with contextlib.suppress(OSError):  # it has just ended
                     self._readers[pid] = live_record.Reader(pid)
-                except OSError:  # it has just ended
-                    continue
 
-    def _look(self, reader: live_record.Reader, gpu_bytes: dict[int, int]) -> Iterator[Look]:
-        state, about = run_dir.state(reader.pid), reader.about()
-        # or a child of the rank, which has inherited its files
-        if state == "ended" or (about and about["pid"] != reader.pid):
-            if state == "ended":
-                self._readers.pop(reader.pid).close()
-            return
-        if about:
-            now = {
-                "now_ns": time.monotonic_ns(),
-                "state": state,
-                "events": reader.events(EVENTS),
-                "waits": self._waits(reader),
-            }
-            yield {
-                **about,
-                **now,
-                "memory_bytes": _memory_bytes(reader.pid),
-                "gpu_bytes": gpu_bytes.get(reader.pid),
-            }
+    def _look(self, reader: live_record.Reader, gpu_bytes: int | None) -> Look | None:
+        state = run_dir.state(reader.pid)
+        if state == "ended":
+            self._readers.pop(reader.pid).close()
+            return None
+        shown = reader.about()
+        # A child of a rank has inherited its files, and shows the parent's record.
+        if not shown or shown["pid"] != reader.pid:
+            return None
+        look = {
+            **shown,
+            "now_ns": time.monotonic_ns(),
+            "state": state,
+            "events": reader.events(MAX_EVENTS),
+            "waits": self._waits(reader),
+            "memory_bytes": _memory_bytes(reader.pid),
+            "gpu_bytes": gpu_bytes,
+        }
+        return cast(Look, look)
 
     def _waits(self, reader: live_record.Reader) -> float | None:
-        """The share of the time since the last look for which its programs have waited for messages; None at the first one."""
-        now_ns, exposed_ns = time.monotonic_ns(), reader.exposed()
-        if exposed_ns is None:
+        """Return the share of the time since the last look in which its programs waited.
+
+        None at the first look, and on transports that do not count it.
+        """
+        now_ns, waited_ns = time.monotonic_ns(), reader.exposed()
+        if waited_ns is None:
             return None
-        before = self._exposed.get(reader.pid)
-        self._exposed[reader.pid] = now_ns, exposed_ns
-        return min(1.0, (exposed_ns - before[1]) / max(1, now_ns - before[0])) if before else None
+        before = self._waited.get(reader.pid)
+        self._waited[reader.pid] = now_ns, waited_ns
+        if before is None:
+            return None
+        return min(1.0, (waited_ns - before[1]) / max(1, now_ns - before[0]))
+
+
+def print_looks(every_seconds: float) -> None:
+    """Print this host's looks, a line of JSON each time, until stdin is closed."""
+    local = Local()
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            sys.stdout.write(json.dumps(local.look()) + "\n")
+            sys.stdout.flush()
+            # The wait between two looks; stdin is readable when it is closed.
+            if select.select([0], [], [], every_seconds)[0] and not os.read(0, 4096):
+                return
 
 
 class Remote:
-    """The ranks of another host, which `jaxmpi top --here` shows there, line by line, until its stdin is closed."""
+    """The ranks of another host, as `jaxmpi top --here` prints them there."""
 
     def __init__(self, host: str, agent: str, every_seconds: float) -> None:
-        """Start it, by an agent that takes a host and a command as ssh does."""
+        """Start the command by an agent, which takes a host and a command as ssh does."""
         self.host, self.error = host, ""
         self._looks: list[Look] = []
         self._heard = time.monotonic()
-        there = shlex.join(
-            [sys.executable, "-m", "jaxmpi", "top", "--here", "--every", str(every_seconds)]
-        )
-        command = [*shlex.split(agent), host, there]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        there = [sys.executable, "-m", "jaxmpi", "top", "--here", "--every", str(every_seconds)]
+        command = [*shlex.split(agent), host, shlex.join(there)]
+        pipe = subprocess.PIPE
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
         except OSError as error:
-            self._process, self.error = None, str(error)
+            self.error = str(error)
             return
-        assert self._process.stdout and self._process.stderr
-        listens = threading.Thread(target=self._listen, args=[self._process.stdout], daemon=True)
-        complains = threading.Thread(
-            target=self._complain, args=[self._process.stderr], daemon=True
-        )
-        self._threads = [listens, complains]
+        self._threads = [
+            threading.Thread(target=self._read_looks, args=[self._process.stdout], daemon=True),
+            threading.Thread(target=self._read_errors, args=[self._process.stderr], daemon=True),
+        ]
         for thread in self._threads:
             thread.start()
 
     def look(self) -> list[Look]:
-        """What they have shown last."""
-        if time.monotonic() - self._heard > SILENT_SECONDS:
-            self.error = self.error or f"nothing heard for {SILENT_SECONDS:.0f} s"
+        """Return the last looks that have arrived."""
+        if time.monotonic() - self._heard > SILENT_HOST_SECONDS:
+            self.error = self.error or f"nothing heard for {SILENT_HOST_SECONDS:.0f} s"
         return self._looks
 
-    def _listen(self, pipe: IO[bytes]) -> None:
+    def _read_looks(self, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
                 self._looks, self._heard, self.error = json.loads(line), time.monotonic(), ""
 
-    def _complain(self, pipe: IO[bytes]) -> None:
+    def _read_errors(self, pipe: IO[bytes]) -> None:
         with pipe:
             for line in pipe:
                 self.error = line.decode(errors="replace").strip() or self.error
 
     def close(self) -> None:
-        """End it."""
+        """End the agent and the command on the other host."""
         if self._process is None:
             return
         self._process.terminate()
+        # ssh may end without a word to the other side; the closed stdin ends the command there.
         if self._process.stdin:
-            self._process.stdin.close()  # which ends what the agent has started
+            self._process.stdin.close()
         for thread in self._threads:
-            thread.join(END_SECONDS)
+            thread.join(AGENT_END_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+            self._process.wait(AGENT_END_SECONDS)
 
 
 def _memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
@@ -151,16 +198,20 @@ def _memory_bytes(pid: int) -> int:
 
 
 def _gpu_bytes() -> dict[int, int]:
-    """Memory of this host's GPUs, by process."""
+    """Return the memory that processes use on this host's NVIDIA GPUs."""
     if not shutil.which("nvidia-smi"):
         return {}
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=GPU_QUERY_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return {}
-    rows: Sequence[list[str]] = [line.split(",") for line in done.stdout.splitlines()]
     found: dict[int, int] = {}
-    for pid, mebibytes in (row for row in rows if len(row) == 2 and row[1].strip().isdigit()):
-        found[int(pid)] = found.get(int(pid), 0) + (int(mebibytes) << 20)
+    for line in done.stdout.splitlines():
+        fields = line.split(",")
+        if len(fields) == 2 and fields[1].strip().isdigit():  # "[N/A]" in a container
+            pid, mebibytes = int(fields[0]), int(fields[1])
+            found[pid] = found.get(pid, 0) + (mebibytes << 20)
     return found

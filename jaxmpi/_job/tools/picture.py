@@ -1,69 +1,56 @@
-"""A timeline as a picture that any browser shows; Perfetto shows the trace."""
+"""A timeline as a picture (SVG) for any browser; Perfetto shows the trace, which has more."""
 
 import io
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxmpi._job.tools.overlapped import overlapped
-from jaxmpi._job.tools.records import Record
+__all__ = ["Bars", "picture"]
 
-__all__ = ["picture"]
+Span = tuple[float, float]  # begin and end, in seconds
 
-WAITS, COMMUNICATES, COMPUTES = "#f0b26a", "#3b76af", "#3f8f5b"
-SHOWN = 200  # collectives of a rank: of more, nothing could be told apart; the trace has all
+WAITS, TRANSFERS, COMPUTES = "#f0b26a", "#3b76af", "#3f8f5b"
+LABELS = {
+    WAITS: "waits for the others",
+    TRANSFERS: "communicates",
+    COMPUTES: "computes meanwhile",
+}
 
 
-def picture(records: Sequence[Record]) -> str:
-    """An SVG with a row of bars for each rank: it waits for the others, then communicates; in between it computes.
+class Bars(NamedTuple):
+    """The row of one rank."""
 
-    A thin bar below is what it computes while a message travels. It shows each rank's last
-    collectives.
+    label: str
+    waits: Sequence[Span]  # for the other ranks
+    transfers: Sequence[Span]  # of messages, once all ranks have come
+    computes: Sequence[Span]  # what the program computes during a transfer; a thin bar below
+
+
+def picture(rows: Sequence[Bars]) -> str:
+    """Draw one row of bars per rank; return the SVG.
 
     Raises:
-      ImportError: there is no matplotlib.
+      ImportError: matplotlib is not installed.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    # Without parse_math a `$` in a host's name is a `$`.
     with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxmpi"}):
-        figure = Figure(figsize=(14, 1.5 + 0.5 * len(records)), layout="constrained")
+        figure = Figure(figsize=(14, 1.5 + 0.5 * len(rows)), layout="constrained")
         axes = figure.add_subplot(xlabel="seconds")
-        for row, record in enumerate(records):
-            for spans, color in zip(_spans(record), (WAITS, COMMUNICATES), strict=True):
-                axes.broken_barh(
-                    spans, (row - 0.35, 0.5), color=color, linewidth=0, rasterized=True
-                )
-            since = min((event[3] for event in record["events"][-SHOWN:]), default=0.0)
-            meanwhile = [
-                (start, end - start) for start, end in overlapped(record) if start >= since
-            ]
-            axes.broken_barh(
-                meanwhile, (row + 0.2, 0.15), color=COMPUTES, linewidth=0, rasterized=True
-            )
-        axes.set_yticks(
-            range(len(records)),
-            [f"rank {record['rank']} on {record['host']}" for record in records],
-        )
+        for row, bars in enumerate(rows):
+            for spans, color, low, height in (
+                (bars.waits, WAITS, row - 0.35, 0.5),
+                (bars.transfers, TRANSFERS, row - 0.35, 0.5),
+                (bars.computes, COMPUTES, row + 0.2, 0.15),
+            ):
+                lengths = [(start, end - start) for start, end in spans]
+                axes.broken_barh(lengths, (low, height), color=color, linewidth=0, rasterized=True)
+        axes.set_yticks(range(len(rows)), [bars.label for bars in rows])
         axes.invert_yaxis()
-        labels = {
-            WAITS: "waits for the others",
-            COMMUNICATES: "communicates",
-            COMPUTES: "computes meanwhile",
-        }
-        handles = [Patch(color=color, label=label) for color, label in labels.items()]
+        handles = [Patch(color=color, label=label) for color, label in LABELS.items()]
         figure.legend(handles=handles, ncols=3, loc="outside upper right")
         text = io.StringIO()
         figure.savefig(text, format="svg", dpi=150, metadata={"Date": None})
     return text.getvalue()
-
-
-def _spans(record: Record) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Begin and duration in seconds: until the last rank had come, and from then to the end."""
-    waits, communicates = [], []
-    last = max((t for event in record["events"] for t in event[3:] if t is not None), default=0.0)
-    for *_, start, met, end in record["events"][-SHOWN:]:
-        arrived = met if met is not None else end if end is not None else last
-        waits.append((start, max(arrived - start, 0.0)))
-        if met is not None and end is not None:
-            communicates.append((met, max(end - met, 0.0)))
-    return waits, communicates

@@ -22,6 +22,8 @@ import pytest
 from test_monitor import end, jaxmpi_run
 
 import jaxmpi
+from jaxmpi._job.monitor import watchdog
+from jaxmpi._job.monitor.monitor import Doing
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.tools import timeline
 from jaxmpi.testing import faults, run_ranks
@@ -99,7 +101,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output
     assert re.search(r"the job ends in [123] s", output)
     assert re.search(r"stalled for [45] s: rank 1 on", output), output
-    went_on = output.count("goes on after")  # the first call, where the machine is busy
+    went_on = output.count("resumed after")  # the first call, where the machine is busy
     assert (
         len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1
     ), output
@@ -159,7 +161,7 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
     assert re.search(r"stalled: has waited [12] s", output)
-    assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
+    assert re.search(r"rank 0/2 on \S+\] resumed after [23] s", output)
 
 
 @pytest.mark.slow
@@ -172,7 +174,7 @@ def test_a_wait_inside_of_the_call_is_seen(tmp_path, monkeypatch, backend, what)
     assert re.search(r"rank 0/2 on \S+\] stalled: has waited [12] s in .*train_step", output), (
         output
     )
-    assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output), output
+    assert re.search(r"rank 0/2 on \S+\] resumed after [23] s", output), output
 
 
 @pytest.mark.launcher
@@ -206,8 +208,42 @@ def test_a_collective_on_objects_that_does_not_end_ends_the_job(tmp_path, monkey
     monkeypatch.setenv("JAXMPI_STALL_END_SECONDS", "5")
     code, output, seconds, left = end(jaxmpi_run(2, script), str(tmp_path))
     assert code and seconds < 30 and not left, output
-    assert "all ranks have arrived: it does not get on" in output, output
+    assert "all ranks entered the collective; no progress" in output, output
     assert "a collective that all ranks have entered does not end. The job ends." in output, output
+
+
+def test_a_stall_report_in_words():
+    answer = watchdog.Answer(
+        *(7, False, 61.2, Doing("after", "allgather_object"), "", 61.2),
+        *(["train.py:88 in load_batch: image = decode(path)"], False),
+    )
+    report = watchdog.StallReport(
+        waited_seconds=60.4,
+        stalled=True,
+        doing=Doing("in", "barrier", "train.py:41"),
+        arrived=[0, 4],
+        missing=[
+            watchdog.MissingRank(1, 11, "a", answer=answer),
+            watchdog.MissingRank(2, 12, "b", at_work="busy: tokenizing, for 75 s"),
+            watchdog.MissingRank(3, 13, "b", state="stopped"),
+        ],
+        in_program=False,
+        ends_in_seconds=540.0,
+    )
+    assert watchdog.describe(report).splitlines() == [
+        "stalled: has waited 60 s in barrier at train.py:41",
+        "  arrived: ranks 0, 4",
+        "  missing: rank 1 (pid 11 on a), after allgather_object, 61 s ago; its main thread is at",
+        "      train.py:88 in load_batch: image = decode(path)",
+        "  missing: rank 2 (pid 12 on b) is busy: tokenizing, for 75 s",
+        "  missing: rank 3 (pid 13 on b) does not answer: it is stopped (SIGSTOP, or a debugger)",
+        "  the job ends in 540 s if it does not go on (JAXMPI_STALL_END_SECONDS)",
+        "  a rank that works alone for long says so: with jaxmpi.busy('what it does')",
+    ]
+    alone = report._replace(arrived=[0, 1, 2, 3, 4], missing=[], ends_in_seconds=None)
+    assert watchdog.describe(alone).splitlines()[1:] == [
+        "  all ranks entered the collective; no progress"
+    ]
 
 
 @pytest.mark.slow
@@ -412,7 +448,7 @@ def test_the_call_to_stop_at_is_the_same_however_the_threads_take_turns():
 
             def run(rank, calls=calls, stops=stops):
                 calls[rank] += 1
-                while not stops[rank].now():
+                while not stops[rank].requested():
                     calls[rank] += 1
 
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

@@ -13,7 +13,7 @@ import pytest
 from jaxmpi._job.process import compiled_files, files
 from jaxmpi._job.process.compiled_files import CompiledFiles, folder_of, usage
 from jaxmpi._job.process.made_once import made_once
-from jaxmpi._job.tools import checks
+from jaxmpi._job.tools import doctor
 
 LIMIT = 10**6
 
@@ -174,15 +174,15 @@ def test_doctor_says_where_and_how_large(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "jaxmpi" / "compiled"
     CompiledFiles(str(folder), LIMIT, print).put("a", bytes(3 * 10**5))
-    assert checks.compiled()[:3] == (
-        "ok",
+    assert doctor.compiled()[:3] == (
         "compiled programs",
+        "ok",
         f"1 in {folder}, 0 MB of at most 2000",
     )
     folder.chmod(0o777)
-    assert checks.compiled().verdict == "slow" and str(folder) in checks.compiled().text
+    assert doctor.compiled().verdict == "slow" and str(folder) in doctor.compiled().facts
     monkeypatch.setenv("JAXMPI_CACHE_BYTES", "0")
-    assert checks.compiled().text.startswith("not kept")
+    assert doctor.compiled().facts.startswith("not kept")
 
 
 # among the ranks of a host

@@ -9,10 +9,10 @@ import pytest
 
 from jaxmpi import _devices
 from jaxmpi._job.launch.placement import Machine
-from jaxmpi._job.tools import checks
+from jaxmpi._job.tools import doctor, probes
 
 
-def doctor(*args, **environ):
+def report(*args, **environ):
     done = subprocess.run(
         [sys.executable, "-m", "jaxmpi", "doctor", *args],
         capture_output=True,
@@ -44,7 +44,7 @@ def fake_launcher(tmp_path, text):
 
 @pytest.mark.slow
 def test_where_all_is_well():
-    code, output = doctor()
+    code, output = report()
     said = lines(output)
     assert code == 0 and "jaxmpi works here." in output, output
     assert list(said) == [
@@ -73,7 +73,7 @@ def test_where_all_is_well():
 
 @pytest.mark.exhaustive
 def test_a_report_says_what_is_installed(monkeypatch, tmp_path):
-    _, output = doctor("--report", "-n", "1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    _, output = report("--report", "-n", "1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     said = lines(output)
     assert output.startswith("<details><summary>jaxmpi doctor</summary><pre>\n")
     assert output.endswith("</pre></details>\n")
@@ -90,11 +90,11 @@ def test_a_report_says_what_is_installed(monkeypatch, tmp_path):
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/proc/nowhere/cache")
-    assert checks.compiled().verdict == ("ok" if os.access("/proc", os.W_OK) else "slow")
-    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    assert doctor.compiled().verdict == ("ok" if os.access("/proc", os.W_OK) else "slow")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert (
-        checks.compiled().verdict == "slow"
-        and "JAX_COMPILATION_CACHE_DIR" in checks.compiled().advice
+        doctor.compiled().verdict == "slow"
+        and "JAX_COMPILATION_CACHE_DIR" in doctor.compiled().advice
     )
 
 
@@ -115,7 +115,7 @@ def test_where_the_working_directory_holds_others_of_the_same_name(tmp_path):
 
 @pytest.mark.slow
 def test_without_mpi4py(tmp_path):
-    code, output = doctor(
+    code, output = report(
         PYTHONPATH=path_of(tmp_path, "mpi4py", "raise ImportError(\"No module named 'mpi4py'\")")
     )
     assert code == 1 and "Something is broken" in output
@@ -128,7 +128,7 @@ def test_without_mpi4py(tmp_path):
 
 @pytest.mark.exhaustive
 def test_with_the_launcher_of_another_mpi(tmp_path):
-    code, output = doctor(
+    code, output = report(
         JAXMPI_MPIEXEC=fake_launcher(tmp_path, "echo 'HYDRA build details, Version: 4.2'")
     )
     verdict, text = lines(output)["launcher"]
@@ -143,7 +143,7 @@ def test_with_the_launcher_of_another_mpi(tmp_path):
 
 @pytest.mark.exhaustive
 def test_without_a_launcher():
-    code, output = doctor(JAXMPI_MPIEXEC="/nowhere/mpirun")
+    code, output = report(JAXMPI_MPIEXEC="/nowhere/mpirun")
     verdict, text = lines(output)["launcher"]
     assert (
         code == 1
@@ -161,7 +161,7 @@ sys.modules["jaxmpi._native"] = types.SimpleNamespace(interface=0, __file__="/ol
 
 @pytest.mark.exhaustive
 def test_with_the_extension_of_another_version(tmp_path):
-    code, output = doctor(
+    code, output = report(
         "-n", "1", PYTHONPATH=path_of(tmp_path, "sitecustomize", OLD), JAXMPI_TRANSPORT="auto"
     )
     verdict, text = lines(output)["transport"]
@@ -175,15 +175,15 @@ def test_with_the_extension_of_another_version(tmp_path):
 @pytest.mark.parametrize(
     ("transport", "error", "code", "verdict"),
     [
-        ("auto", "libmpi.so.12: cannot open", 0, "slow"),
-        ("mpi4jax", "libmpi.so.12: cannot open", 1, "broken"),
-        ("auto", "No module named 'mpi4jax'", 0, "ok"),
+        ("auto", "ImportError('libmpi.so.12: cannot open')", 0, "slow"),
+        ("mpi4jax", "ImportError('libmpi.so.12: cannot open')", 1, "broken"),
+        ("auto", "ModuleNotFoundError('no mpi4jax', name='mpi4jax')", 0, "ok"),
     ],
 )
 def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, error, code, verdict):
     """An mpi4jax that does not load ends a job only where the native transport is not used."""
-    path = path_of(tmp_path, "mpi4jax", f"raise ImportError({error!r})")
-    ended, output = doctor(PYTHONPATH=path, JAXMPI_TRANSPORT=transport)
+    path = path_of(tmp_path, "mpi4jax", f"raise {error}")
+    ended, output = report(PYTHONPATH=path, JAXMPI_TRANSPORT=transport)
     said, text = lines(output)["mpi4jax"]
     assert (ended, said) == (code, verdict), output
     assert (
@@ -192,7 +192,11 @@ def test_with_an_mpi4jax_that_does_not_load(tmp_path, transport, error, code, ve
         == (code == 0)
     )
     if verdict != "ok":
-        assert error in text and "-> Build mpi4jax" in text and "pip install --no-build" in text
+        assert (
+            "libmpi.so.12: cannot open" in text
+            and "-> Build mpi4jax" in text
+            and "pip install --no-build" in text
+        )
 
 
 WITHOUT_NATIVE = """
@@ -211,7 +215,7 @@ sys.meta_path.insert(0, Missing())
 @pytest.mark.mpi4jax
 def test_without_the_extension(tmp_path):
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE)
-    code, output = doctor("-n", "1", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
+    code, output = report("-n", "1", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     verdict, text = lines(output)["transport"]
     assert code == 0 and verdict == "slow" and "the extension is not built" in text
     assert "-> Build it with a C++ compiler" in text
@@ -221,13 +225,13 @@ def test_without_the_extension(tmp_path):
 def test_without_the_extension_and_without_mpi4jax(tmp_path):
     """The doctor points at the build where pip silently installed jaxmpi without the extension."""
     site = path_of(tmp_path, "sitecustomize", WITHOUT_NATIVE + "sys.modules['mpi4jax'] = None\n")
-    code, output = doctor("-n", "2", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
+    code, output = report("-n", "2", PYTHONPATH=site, JAXMPI_TRANSPORT="auto")
     said = lines(output)
     assert (
         code == 1 and said["transport"][0] == said["mpi4jax"][0] == "broken" and "a job" not in said
     ), output
     assert (
-        "neither the native one nor mpi4jax can be used. the extension is not built"
+        "neither the native one nor mpi4jax can be used: the extension is not built"
         in said["transport"][1]
     )
     assert (
@@ -235,8 +239,7 @@ def test_without_the_extension_and_without_mpi4jax(tmp_path):
         and "pip install -v --no-deps" in said["transport"][1]
     )
     assert (
-        "-> Best build the native transport, which does without it: see below."
-        in said["mpi4jax"][1]
+        "-> Best mend the native transport, which does without it: see below." in said["mpi4jax"][1]
     )
 
 
@@ -245,7 +248,7 @@ def test_with_ranks_that_do_not_start(tmp_path):
     text = (
         "case $1 in --version) echo 'mpirun (Open MPI) 5.0';; *) echo 'no slots' >&2; exit 7;; esac"
     )
-    code, output = doctor(JAXMPI_MPIEXEC=fake_launcher(tmp_path, text))
+    code, output = report(JAXMPI_MPIEXEC=fake_launcher(tmp_path, text))
     if "Open MPI" in lines(output)["mpi4py"][1]:
         verdict, text = lines(output)["a job"]
         assert code == 1 and verdict == "broken" and "code 7" in text and "-> Try: " in text
@@ -253,20 +256,20 @@ def test_with_ranks_that_do_not_start(tmp_path):
 
 def test_with_one_gpu_for_four_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(_devices, "visible", lambda devices=None, dev=None: ["0"])
-    finding = checks.devices(4, tmp_path)
+    finding = doctor.devices(4, tmp_path)
     assert (
         finding.verdict == "slow"
-        and "1 for 4 ranks" in finding.text
+        and "1 for 4 ranks" in finding.facts
         and "Start 1 ranks" in finding.advice
     )
 
 
 def test_with_gpus_that_jax_does_not_use(tmp_path):
     (tmp_path / "nvidia0").touch()
-    finding = checks.devices(1, tmp_path)
+    finding = doctor.devices(1, tmp_path)
     assert (
         finding.verdict == "slow"
-        and "1 NVIDIA devices" in finding.text
+        and "1 NVIDIA devices" in finding.facts
         and "jax[cuda" in finding.advice
     )
 
@@ -277,8 +280,8 @@ def test_with_gpus_that_are_hidden(monkeypatch, tmp_path, name):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv(name, {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}[name])
     monkeypatch.setattr(_devices, "find_spec", lambda name: object())
-    finding = checks.devices(1, tmp_path)
-    assert finding.verdict == "ok" and f"1 NVIDIA devices, hidden by {name}=" in finding.text, (
+    finding = doctor.devices(1, tmp_path)
+    assert finding.verdict == "ok" and f"1 NVIDIA devices, hidden by {name}=" in finding.facts, (
         finding
     )
 
@@ -288,7 +291,47 @@ def test_with_gpus_that_are_hidden(monkeypatch, tmp_path, name):
     [(1.5, 2, "a quota of 1.5"), (None, 4, "for 4 ranks"), (None, 2, "ranks are bound")],
 )
 def test_of_the_cores(monkeypatch, quota, ranks, words):
-    monkeypatch.setattr(checks.processor, "quota", lambda: quota)
+    monkeypatch.setattr(doctor.processor, "quota", lambda: quota)
     machine = Machine(cores=2, bindable=True, root=False, huge_pages=False)
-    finding = next(iter(checks.cores(ranks, machine)))
+    finding = doctor.cores(ranks, machine)
     assert words in str(finding) and (finding.verdict == "ok") == (words == "ranks are bound")
+
+
+WORKS, VERSION = probes.Answer(), probes.Answer({"version": "0.9"})
+NO_NATIVE = probes.Answer({"what": "the extension is not built.", "advice": "Build it."})
+OLD_NATIVE = probes.Answer(what="the extension is old.", advice="Install jaxmpi again.")
+NO_MPI4JAX = probes.Answer({"version": None, "what": "no mpi4jax.", "advice": "Install it."})
+BAD_MPI4JAX = probes.Answer(what="libmpi is missing.", advice="Build mpi4jax.")
+
+
+@pytest.mark.parametrize(
+    ("asked", "native", "mpi4jax", "of_mpi4jax", "of_transport"),
+    [
+        ("auto", WORKS, VERSION, ("ok", "0.9", ""), ("ok", "native", "")),
+        ("auto", WORKS, NO_MPI4JAX, ("ok", "not installed. The native", ""), ("ok", "native", "")),
+        ("auto", WORKS, BAD_MPI4JAX, ("slow", "libmpi is", "Build mpi"), ("ok", "native", "")),
+        ("auto", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as the", "Build it.")),
+        (
+            *("auto", NO_NATIVE, NO_MPI4JAX),
+            *(("broken", "no mpi4jax.", "Best mend"), ("broken", "none: neither", "Build it.")),
+        ),
+        ("auto", OLD_NATIVE, VERSION, ("ok", "0.9", ""), ("broken", "the extension", "Install")),
+        ("native", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("broken", "none: JAXMPI_TRA", "Build")),
+        ("mpi4jax", WORKS, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as JAXMPI", "Unset")),
+        ("mpi4jax", NO_NATIVE, VERSION, ("ok", "0.9", ""), ("slow", "mpi4jax, as JAXMPI", "")),
+        (
+            *("mpi4jax", WORKS, BAD_MPI4JAX),
+            *(("broken", "libmpi is", "Build mpi"), ("slow", "mpi4jax, as JAXMPI", "Unset")),
+        ),
+    ],
+)
+def test_each_transport_is_judged_by_whether_the_job_needs_it(
+    monkeypatch, asked, native, mpi4jax, of_mpi4jax, of_transport
+):
+    monkeypatch.setenv("JAXMPI_TRANSPORT", asked)
+    for finding, (verdict, facts, advice) in (
+        (doctor._mpi4jax(native, mpi4jax), of_mpi4jax),
+        (doctor._transport(native, mpi4jax), of_transport),
+    ):
+        assert finding.verdict == verdict and finding.facts.startswith(facts), finding
+        assert finding.advice.startswith(advice) and bool(finding.advice) == bool(advice), finding

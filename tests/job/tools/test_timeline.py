@@ -8,8 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxmpi._job.tools import timeline
-from jaxmpi._job.tools.overlapped import overlapped
-from jaxmpi._job.tools.records import read
 
 EVENT = [0, "allreduce mean of float32[3] at train.py:1 of step", 12, 0.5, 0.75, 1.0]
 RECORD = {
@@ -151,8 +149,10 @@ def test_times_that_run_backwards_are_spans_of_nothing(tmp_path):
     ],
 )
 def test_when_a_program_goes_on_beside_a_message(messages, waits, spans):
-    events = [[i, "x", 1, start, None, end] for i, (start, end) in enumerate(messages)]
-    assert overlapped({"events": events, "waits": waits}) == spans
+    events = [
+        timeline.Event(i, "x", 1, start, None, end) for i, (start, end) in enumerate(messages)
+    ]
+    assert timeline.overlapped(events, waits) == spans
 
 
 def test_the_output_follows_no_link(tmp_path):
@@ -182,4 +182,4 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
 
 def test_a_good_record(tmp_path):
     write(tmp_path)
-    assert read(tmp_path)[0]["events"] == [EVENT]
+    assert timeline.read(tmp_path)[0].events == [tuple(EVENT)]

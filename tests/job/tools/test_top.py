@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from jaxmpi._job.process import live_record
-from jaxmpi._job.tools import observe, rank_rates, top_view
+from jaxmpi._job.tools import observe, top
 
 SCRIPT = """
 import sys, time
@@ -63,7 +63,7 @@ def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
 
 
 def test_rates_follow_from_the_events():
-    first, second = rank_rates.rows([look(1, (0,) * 20), look(0)])
+    first, second = top.rows([look(1, (0,) * 20), look(0)])
     assert (first.rank, second.rank) == (0, 1)
     assert first.steps_per_second == pytest.approx(100)
     assert first.communication == pytest.approx(20 * 6 / 196)
@@ -73,7 +73,7 @@ def test_rates_follow_from_the_events():
 
 
 def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
-    rows = rank_rates.rows([look(0, (0.5,) * 20), look(1, (0,) * 20)])
+    rows = top.rows([look(0, (0.5,) * 20), look(1, (0,) * 20)])
     assert rows[1].last == 1 and not rows[1].verdict
 
 
@@ -88,16 +88,16 @@ def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
 )
 def test_a_rank_that_others_wait_for(changed, verdict):
     waiting = look(0, inside=True, entered=21, since_ns=200 * MS - 4_000 * MS)
-    rows = rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])
-    assert [row.verdict for row in rows] == ["", verdict]
+    rows = top.rows([waiting, look(1, (0,) * 20, **changed)])
+    assert [row.verdict_text for row in rows] == ["", verdict]
 
 
 def test_without_events_there_are_dashes():
-    rows = rank_rates.rows([look(0, events=[]), look(1, events=[])])
+    rows = top.rows([look(0, events=[]), look(1, events=[])])
     assert {(row.steps_per_second, row.communication, row.last) for row in rows} == {
         (None, None, None)
     }
-    assert "jaxmpi_last{" not in top_view.as_prometheus(rows)
+    assert "jaxmpi_last{" not in top.as_prometheus(rows)
 
 
 def test_a_record_is_read_by_another_process():
@@ -141,7 +141,7 @@ def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
         writer.close()
 
 
-def top(*arguments):
+def printed(*arguments):
     command = [sys.executable, "-m", "jaxmpi", "top", *arguments]
     return json.loads(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -152,7 +152,7 @@ def until(script, right, seconds):
     """Return the screen of `jaxmpi top` on the job of a script, once it is right."""
     deadline = time.monotonic() + seconds
     while True:
-        ranks = [rank for rank in top("--json")["ranks"] if script in rank["doing"]]
+        ranks = [rank for rank in printed("--json")["ranks"] if script in rank["doing"]]
         if right(ranks) or time.monotonic() > deadline:
             return ranks
 
