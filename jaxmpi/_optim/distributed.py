@@ -18,7 +18,7 @@ from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.average import mean, mean_of_all, rounded
-from jaxmpi._optim.compression import Codec, check_codec
+from jaxmpi._optim.codec import Codec, check_codec
 from jaxmpi._optim.deterministic import canonical_mean, invariant_update
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, made_of
 from jaxmpi._optim.objective import Given, over_ranks

@@ -11,7 +11,7 @@ from jaxmpi._collectives.arrays import axis_size, check_axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
-from jaxmpi._optim.compression import Codec, check_codec
+from jaxmpi._optim.codec import Codec, check_codec
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, made_of, map_floats
 from jaxmpi._optim.streaming import StreamingState, Streams, no_negative_zeros
 from jaxmpi._world import session

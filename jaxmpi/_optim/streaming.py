@@ -14,7 +14,7 @@ from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
-from jaxmpi._optim.compression import Codec, OneMessage
+from jaxmpi._optim.codec import Codec, OneMessage
 from jaxmpi._optim.float_leaves import either, equal_types, floats, made_of
 from jaxmpi._world import session
 
