@@ -20,8 +20,7 @@ Shards:
 zero1           `sharded`: ZeRO-1, the optimizer's state in shards
 sharded_state   `ShardedState`, `reshard`: the state of `sharded`
 fsdp            `fully_shard`, `unshard`: FSDP (ZeRO-3), the parameters in shards
-shards          the layout of an array in equal shards
-sharded_array   `ShardedArray`: an array in shards, as a leaf of a tree
+sharded_array   `ShardedArray`: an array in equal shards, one on each rank
 partition       functions of whole arrays, evaluated on shards
 
 Checks and guards:

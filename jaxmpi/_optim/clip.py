@@ -8,8 +8,7 @@ from jaxmpi._axis import Axis, as_whole, with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, sum_of, wide
-from jaxmpi._optim.sharded_array import check_ranks, is_sharded_array
-from jaxmpi._optim.shards import masked
+from jaxmpi._optim.sharded_array import check_sharded_arrays, is_sharded_array, mask_padding
 
 __all__ = ["clip_by_global_norm"]
 
@@ -53,13 +52,13 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 def _sum_of_squares(tree: PyTree) -> jax.Array:
     """That of all numbers, on whatever ranks they are."""
-    check_ranks("clip_by_global_norm", tree)
+    check_sharded_arrays("clip_by_global_norm", tree)
     squares: list[jax.Array] = []
     here: dict[Axis, list[jax.Array]] = {}  # of the shards over an axis
     leaves = jax.tree.leaves(tree, is_leaf=is_sharded_array)
     for x in leaves:
         if is_sharded_array(x) and x.of:  # a scalar is whole on every rank
-            square = _square(masked(x.shard, x.of, 0, len(x.stack), axis=x.axis))
+            square = _square(mask_padding(x.shard, x.of, 0, len(x.stack), axis=x.axis))
             here.setdefault(x.axis, []).append(square)
         elif is_sharded_array(x):
             squares.append(_square(as_whole(x.shard, x.axis)))

@@ -20,7 +20,16 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
-from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
+from jaxmpi._optim.sharded_array import (
+    ShardedArray,
+    all_shards,
+    check_shard_axis,
+    check_sharded_arrays,
+    is_sharded_array,
+    join_shards,
+    make_sharded_array,
+    size_along,
+)
 from jaxmpi._optim.sharded_state import (
     check_equal,
     check_state_fits,
@@ -30,7 +39,6 @@ from jaxmpi._optim.sharded_state import (
     to_nnx_dicts,
     whole_state,
 )
-from jaxmpi._optim.shards import check_cut, joined, rows, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
@@ -78,7 +86,7 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
       RankMismatchError: on every rank, a leaf that is not equal on the ranks along the axis, with
         its path and the ranks.
     """
-    check_cut("fully_shard", axis)
+    check_shard_axis("fully_shard", axis)
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
     flags = jax.tree.leaves(jax.tree.broadcast(stacked, params, is_leaf=_is_leaf))
     for (path, x), flag in zip(paths, flags, strict=True):
@@ -143,7 +151,7 @@ def unshard(
     """
     given, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
     nodes = [from_nnx_dicts(x) for x in given]
-    check_ranks("unshard", treedef.unflatten(nodes))
+    check_sharded_arrays("unshard", treedef.unflatten(nodes))
     for x in nodes:
         if is_sharded_state(x):
             check_state_fits("unshard", x)
@@ -175,7 +183,7 @@ def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[PyTree], PyTree]:
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, stacked, strict=True)
         return treedef.unflatten(
-            [cut(x, flag, axis=axis) if _is_float(x) else x for x, flag in pairs]
+            [make_sharded_array(x, flag, axis=axis) if _is_float(x) else x for x, flag in pairs]
         )
 
     return anywhere(each, "fully_shard")
@@ -226,7 +234,7 @@ def _gather(
     wholes = [as_whole(x, axis) for x in parts]
     for i, x in Caller("unshard").allgather(cuts, axis=axis).items():
         stacked, of, *_ = layouts[i]
-        wholes[i] = joined(x, (*parts[i].shape[:stacked], *of), stacked)
+        wholes[i] = join_shards(x, (*parts[i].shape[:stacked], *of), stacked)
     return wholes
 
 
@@ -241,7 +249,7 @@ def _gather_bwd(
 ) -> tuple[list[jax.Array], None]:
     """This rank's shards of the mean of the cotangents."""
     size, pairs = size_along(axis), list(zip(cts, layouts, strict=True))
-    stacks = [rows(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
+    stacks = [all_shards(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
     wholes_here = [ct for ct, layout in pairs if not layout.is_cut]
     means = weighted_mean("unshard", (stacks, wholes_here), weight, _mean_shards(axis), axis=axis)
     shards, wholes = map(iter, means)

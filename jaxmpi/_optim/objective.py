@@ -12,7 +12,7 @@ from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats
-from jaxmpi._optim.shards import Shard, is_shard
+from jaxmpi._optim.sharded_array import Shard, is_shard
 from jaxmpi._world import session
 
 __all__ = ["Given", "over_ranks"]

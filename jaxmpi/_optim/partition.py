@@ -32,7 +32,15 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS, callee
-from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape, size_along
+from jaxmpi._optim.sharded_array import (
+    Shard,
+    gather_shards,
+    is_shard,
+    mask_padding,
+    shard_shape,
+    shard_value,
+    size_along,
+)
 
 __all__ = ["on_shards"]
 
@@ -145,7 +153,7 @@ def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
 
 def _on_wholes(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     """The equation as it is; what is a shard is gathered first."""
-    gathered([x for x in xs if is_shard(x)])
+    gather_shards([x for x in xs if is_shard(x)])
     return [*_jaxcompat.bind(eqn, [_full(x) for x in xs])]
 
 
@@ -159,7 +167,7 @@ def _known(eqn: JaxprEqn, xs: list[Operand]) -> jax.Array | None:
 def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     """The reduction of all numbers of x."""
     name = eqn.primitive.name
-    numbers = masked(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
+    numbers = mask_padding(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
     return Caller("sharded").allreduce(here, op=REDUCTIONS[name], axis=x.axis)
 
@@ -192,7 +200,7 @@ def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
 
 def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
     shape = _shape(xs[0])
-    flat = [masked(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
+    flat = [mask_padding(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
     return Caller("sharded").allreduce(here, op="sum", axis=axis)
 
@@ -264,7 +272,7 @@ def _shard(
 def _part(x: Operand, axis: Axis) -> jax.Array:
     if isinstance(x, _Splat):
         return jnp.broadcast_to(x.number, shard_shape(x.shape, size_along(axis)))
-    return part(x, axis)
+    return shard_value(x, axis)
 
 
 def _full(x: Operand) -> jax.Array:

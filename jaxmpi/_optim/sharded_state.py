@@ -26,8 +26,17 @@ from jaxmpi._leaves import (
     is_variable,
     leaf_name,
 )
-from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array
-from jaxmpi._optim.shards import check_cut, gathered, is_shard, joined, own, part, size_along
+from jaxmpi._optim.sharded_array import (
+    ShardedArray,
+    check_shard_axis,
+    gather_shards,
+    is_shard,
+    is_sharded_array,
+    join_shards,
+    local_shard,
+    shard_value,
+    size_along,
+)
 from jaxmpi._world import session
 
 __all__ = [
@@ -220,7 +229,7 @@ def reshard(tree: PyTree) -> PyTree:
         )
     for i in found:
         apart, state = _is_nnx_dict(nodes[i]), from_nnx_dicts(nodes[i])
-        check_cut("reshard", state.layout.axis)
+        check_shard_axis("reshard", state.layout.axis)
         if state.layout.ranks != 1:
             raise RankCountError(
                 f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on "
@@ -301,7 +310,7 @@ def _gather(state: ShardedState) -> ShardedState:
         {i: x.shard for i, x in cuts.items()}, axis=state.layout.axis
     )
     for i, x in cuts.items():
-        whole = jax.tree.map(partial(joined, shape=x.of), stacks[i])
+        whole = jax.tree.map(partial(join_shards, shape=x.of), stacks[i])
         nodes[i] = ShardedArray(whole, x.of, 1, x.axis)
     return ShardedState(treedef.unflatten(nodes), state.layout._replace(ranks=1))
 
@@ -314,7 +323,9 @@ def _shard(state: ShardedState) -> ShardedState:
     def each(x: PyTree) -> PyTree:
         if not is_sharded_array(x):
             return x
-        return ShardedArray(jax.tree.map(partial(own, axis=axis), x.shard), x.of, ranks, axis)
+        return ShardedArray(
+            jax.tree.map(partial(local_shard, axis=axis), x.shard), x.of, ranks, axis
+        )
 
     parts = jax.tree.map(each, state.parts, is_leaf=is_sharded_array)
     return ShardedState(parts, state.layout._replace(ranks=ranks))
@@ -332,11 +343,11 @@ def with_shards(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
     is_cut = [tuple(getattr(x, "shape", ())) in shapes and not is_key(x) for x in leaves]
     wholes = iter(
-        gathered([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut])
+        gather_shards([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut])
     )
     for i, (x, cut) in enumerate(zip(leaves, is_cut, strict=True)):
         if cut:
-            leaves[i] = ShardedArray(part(x, axis), tuple(x.shape), size_along(axis), axis)
+            leaves[i] = ShardedArray(shard_value(x, axis), tuple(x.shape), size_along(axis), axis)
         elif is_shard(x):
             leaves[i] = next(wholes)
     return jax.tree.map(_around_variable, treedef.unflatten(leaves), is_leaf=is_variable)
@@ -360,7 +371,7 @@ def _around_variable(x: PyTree) -> PyTree:
 
 def check_state_fits(function: str, state: ShardedState) -> None:
     """Raise a ValueError that names `function` unless the ranks have the axis of a state, and as many as it has shards."""
-    check_cut(function, state.layout.axis)
+    check_shard_axis(function, state.layout.axis)
     check_state_ranks(function, state, state.layout.axis)
 
 

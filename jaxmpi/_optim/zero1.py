@@ -17,7 +17,19 @@ from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import Given
 from jaxmpi._optim.partition import on_shards
-from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array, refuse_shards
+from jaxmpi._optim.sharded_array import (
+    ShardedArray,
+    all_shards,
+    check_shard_axis,
+    gather_shards,
+    is_shard,
+    is_sharded_array,
+    local_shard,
+    make_shard,
+    refuse_shards,
+    shard_value,
+    size_along,
+)
 from jaxmpi._optim.sharded_state import (
     ShardedState,
     StateLayout,
@@ -26,7 +38,6 @@ from jaxmpi._optim.sharded_state import (
     shards_of,
     with_shards,
 )
-from jaxmpi._optim.shards import check_cut, gathered, is_shard, own, part, rows, shard, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
@@ -80,9 +91,9 @@ def sharded(
     check_transform("sharded", "inner", inner)
     inner = optax.with_extra_args_support(inner)
     cut, own_of, own_part = (
-        partial(shard, axis=axis),
-        partial(own, axis=axis),
-        partial(part, axis=axis),
+        partial(make_shard, axis=axis),
+        partial(local_shard, axis=axis),
+        partial(shard_value, axis=axis),
     )
 
     def masters(params: PyTree) -> PyTree:
@@ -104,7 +115,7 @@ def sharded(
     started = anywhere(start, "sharded")
 
     def init(params: PyTree) -> ShardedState:
-        check_cut("sharded", axis)
+        check_shard_axis("sharded", axis)
         refuse_shards("sharded", params)
         map_floats("sharded", lambda x: x, params)
         check_equal("sharded.init", params, axis)
@@ -123,7 +134,7 @@ def sharded(
             raise ValueError(
                 "sharded: update needs the parameters. Call update(grads, state, params)."
             )
-        check_cut("sharded", axis)
+        check_shard_axis("sharded", axis)
         check_state_ranks("sharded", state, axis)
         check_in_step("sharded")
         check_shapes("sharded", updates, params)
@@ -155,7 +166,9 @@ def sharded(
         after = with_shards(after, params, axis)
         if master_dtype is None:
             return _meant(_gathered(steps), axis), ShardedState((after, ()), state.layout)
-        master = jax.tree.map(lambda x: part(x) if is_shard(x) else x, theirs, is_leaf=is_shard)
+        master = jax.tree.map(
+            lambda x: shard_value(x) if is_shard(x) else x, theirs, is_leaf=is_shard
+        )
         master = optax.apply_updates(master, jax.tree.map(own_part, steps, is_leaf=is_shard))
         rounded = map_floats(
             "sharded", lambda m, p: cut(m.astype(p.dtype), p.shape), master, params
@@ -198,7 +211,7 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
         leaves, treedef = jax.tree.flatten(tree)
         scalars = {i: x for i, x in enumerate(leaves) if jnp.ndim(x) == 0}
         arrays = {i: x for i, x in enumerate(leaves) if i not in scalars}
-        stacks = map_floats(function, lambda x: rows(x, size_along(axis)), arrays)
+        stacks = map_floats(function, lambda x: all_shards(x, size_along(axis)), arrays)
         shards = _no_floats(Caller("sharded").reduce_scatter, stacks, op="mean", axis=axis)
         means = shards | Caller("sharded").allreduce(scalars, op="mean", axis=axis)
         return treedef.unflatten([means[i] for i in range(len(leaves))])
@@ -209,7 +222,7 @@ def _mean_shards(axis: Axis) -> MeanOverRanks:
 def _as_shard(axis: Axis, x: ShardedArray | jax.Array) -> PyTree:
     """A node of the state as the inner transform gets it: a `Shard`, or what is whole."""
     if isinstance(x, ShardedArray):  # an nnx variable may be around the array
-        return jax.tree.map(lambda value: shard(value, x.of, axis=axis), x.shard)
+        return jax.tree.map(lambda value: make_shard(value, x.of, axis=axis), x.shard)
     return _equal(x, axis)
 
 
@@ -226,7 +239,7 @@ def _meant(updates: PyTree, axis: Axis) -> PyTree:
 def _gathered(tree: PyTree) -> PyTree:
     """A tree of whole arrays, of one with shards."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    wholes = iter(gathered([x for x in leaves if is_shard(x)]))
+    wholes = iter(gather_shards([x for x in leaves if is_shard(x)]))
     return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
 
 
