@@ -9,7 +9,6 @@ adasum          Adasum, the adaptive sum of gradients
 noise           `measure_noise_scale`: the gradient noise scale
 codec           the interface of a codec; the codecs are in `jaxmpi.codecs`
 deterministic   `micro_batch_grads`: the same bits for any number of ranks
-ordered_sums    sums in one order for any number of threads
 
 Fewer messages:
 accumulate      `accumulate`: gradient accumulation, one communication for several steps
