@@ -6,14 +6,14 @@ average         `average_gradients` and `average_loss`
 weights         weighted means, for batches of different sizes
 objective       the loss and its functions that `update` gets beside the gradients
 adasum          Adasum, the adaptive sum of gradients
-noise           `measure_noise_scale`: the gradient noise scale
+noise_scale     `measure_noise_scale`: the gradient noise scale
 codec           the interface of a codec; the codecs are in `jaxmpi.codecs`
 deterministic   `micro_batch_grads`: the same bits for any number of ranks
 
 Fewer messages:
 accumulate      `accumulate`: gradient accumulation, one communication for several steps
 local_sgd       `local_sgd`: local SGD and DiLoCo
-streaming       Streaming DiLoCo: `local_sgd` with fragments or a delay
+streaming_diloco  Streaming DiLoCo: `local_sgd` with fragments or a delay
 
 Shards:
 zero1           `sharded`: ZeRO-1, the optimizer's state in shards
@@ -25,7 +25,7 @@ partition       functions of whole arrays, evaluated on shards
 Checks and guards:
 clip            `clip_by_global_norm`: gradient clipping
 nonfinite       `skip_nonfinite`, `dynamic_loss_scale`, `any_rank`: non-finite steps, loss scaling
-drift           `watch_replicas`, `check_replicas`: parameters that differ between ranks
+replicas        `watch_replicas`, `check_replicas`: parameters that differ between ranks
 
 For all of them:
 float_leaves    the leaves of floats in a tree, and checks of arguments

@@ -13,7 +13,7 @@ from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.codec import Codec, check_codec
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, made_of, map_floats
-from jaxmpi._optim.streaming import StreamingState, Streams, no_negative_zeros
+from jaxmpi._optim.streaming_diloco import StreamingState, Streams, no_negative_zeros
 from jaxmpi._world import session
 
 __all__ = ["LocalSGDState", "local_sgd"]
