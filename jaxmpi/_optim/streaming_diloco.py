@@ -31,7 +31,7 @@ from jaxmpi._optim.codec import Codec, OneMessage
 from jaxmpi._optim.float_leaves import either, equal_types, floats, made_of
 from jaxmpi._world import session
 
-__all__ = ["Fragment", "StreamingState", "Streaming", "no_negative_zeros"]
+__all__ = ["Fragment", "Streaming", "StreamingState", "no_negative_zeros"]
 
 # the message without a codec: the parameters as they are
 UNCODED = OneMessage(
