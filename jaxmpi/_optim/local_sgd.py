@@ -100,7 +100,7 @@ def local_sgd(
         It takes as much memory again as the parameters and the message.
 
     Raises:
-      ValueError: `every` or `fragments` is below 1; the delay is negative, or not below `every`; the
+      ValueError: `every` or `fragments` is below 1; the delay is negative or not below `every`; the
         codec is for another axis, or has no `one_message` and there are fragments or a delay;
         `update` gets no parameters; the axis is unknown.
       TypeError: `inner` or `outer` is no optax transform, `codec` no codec; a leaf of integers,
