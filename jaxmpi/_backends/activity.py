@@ -1,4 +1,4 @@
-"""What a rank is doing, for those who watch it: collectives that it has entered, what it waits for, what words stand for."""
+"""Activity of a rank, for the monitor: collectives it has entered, and what it waits for."""
 
 import contextlib
 import threading
@@ -35,10 +35,10 @@ class Activity:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[Callable[[jax.Array], None]]:
-        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
+        """Mark this rank as inside a collective while a program starts.
 
-        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's
-        order.
+        JAX may run the program to its end before the call returns. Yields a callback that records
+        an output to wait on, which must not be donated: XLA keeps the order of a thread's programs.
         """
         self._starting = True
         try:
@@ -102,7 +102,7 @@ class Activity:
         return None
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """Of a word that was sent: that of its program, and what it was."""
+        """Return (program fingerprint, description) for a message fingerprint."""
         return self._titles.get(fingerprint, (fingerprint, ""))
 
 

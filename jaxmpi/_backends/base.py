@@ -228,7 +228,10 @@ class ProcessGroup(Backend, Protocol):
     concurrent: bool  # whether several threads may be inside MPI at once
 
     def starting(self) -> AbstractContextManager[Callable[[Any], None]]:
-        """Count as a collective the start of a program after a meeting; yields what keeps an output of it, to wait for."""
+        """Mark this rank as inside a collective while a program starts.
+
+        Yields a callback that records an output to wait on.
+        """
 
     def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
         """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
@@ -240,7 +243,7 @@ class ProcessGroup(Backend, Protocol):
         """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep."""
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """Of a word that was sent: that of its program, and what it was."""
+        """Return (program fingerprint, description) for a message fingerprint."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The extension `jaxmpi._native`, and whether it is the one that this Python code was written for."""
+"""The extension `jaxmpi._native`: load it, and check that it belongs to this Python code."""
 
 import hashlib
 import importlib
@@ -31,25 +31,29 @@ def load() -> ModuleType:
     if there != INTERFACE:
         raise MPIError(
             f"The extension {native.__file__} has interface {there}, and this jaxmpi needs "
-            f"{INTERFACE}. Install jaxmpi "
-            "again: pip install --force-reinstall --no-deps jaxmpi."
+            f"{INTERFACE}. Install jaxmpi again: pip install --force-reinstall --no-deps jaxmpi."
         )
     built, now = getattr(native, "sources", ""), sources_digest(ROOT / "native")
     if now and built != now:
         raise MPIError(
             f"The extension {native.__file__} was built from other sources than those in "
-            f"{ROOT / 'native'}. Rebuild it: pip "
-            f"install --no-build-isolation --no-deps -e {ROOT}."
+            f"{ROOT / 'native'}. Rebuild it: pip install --no-build-isolation --no-deps -e {ROOT}."
         )
     return native
 
 
 def how_to_build() -> str:
-    """What to do where the extension is not built: a sentence. If its build fails, pip silently installs jaxmpi without it."""
+    """Return a sentence on how to build the extension.
+
+    If its build fails, pip installs jaxmpi without it and shows no error.
+    """
     options = "--no-cache-dir --force-reinstall jaxmpi"
     if sources_digest(ROOT / "native"):
         options = f"--no-build-isolation -e {ROOT}"
-    return f"Build it with a C++ compiler, and have pip show why a build fails: pip install -v --no-deps {options}"
+    return (
+        "Build it with a C++ compiler, and have pip show why a build fails: pip install -v "
+        f"--no-deps {options}"
+    )
 
 
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:

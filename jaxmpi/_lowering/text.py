@@ -1,4 +1,4 @@
-"""Equations as lines of text: the same on two ranks where the equations are."""
+"""Equations as lines of text, which are equal on two ranks if the equations are."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,10 @@ class Text:
         )
 
     def equation(self, eqn: JaxprEqn, *, shapes: bool) -> str:
-        """Such as "v3 = mul(in0, 2.0)"; with `shapes`, and the parameters that may follow from them, "v3: float32[4] = ..."."""
+        """Return an equation as text: "v3 = mul(in0, 2.0)".
+
+        With `shapes` it is "v3: float32[4] = ...", with the parameters that may follow from shapes.
+        """
         outs = ", ".join(
             self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars
         )
