@@ -67,13 +67,13 @@ class Activity:
     # for those who watch, from any thread
 
     def in_program(self) -> bool:
-        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
+        """Return whether this rank is inside a program that is watched as a whole, and so may take long."""
         return not self.compares_inline and (
             self._starting or any(not end.is_ready() for end in list(self.ends.values()))
         )
 
     def progress(self) -> tuple[int, bool]:
-        """How many collectives and programs this rank has entered, and whether it is inside one."""
+        """Return the number of collectives and programs entered, and whether this rank is inside one."""
         return self._entered, self.in_program() or (
             self._inside and not _jaxcompat.compiling(threading.main_thread().ident)
         )

@@ -138,7 +138,7 @@ def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
 
 
 def _has_shared_memory(ranks: int) -> bool:
-    """Whether /dev/shm takes the segments of so many ranks of Open MPI."""
+    """Return whether /dev/shm takes the segments of so many ranks of Open MPI."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= limit <= SEGMENT_BYTES:
         return False

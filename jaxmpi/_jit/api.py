@@ -163,7 +163,7 @@ def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callab
 
 
 def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
-    """As `anywhere`, for a function with loops and branches of its own: called eagerly, it is a step on one rank, too.
+    """Compile a function with loops and branches; called eagerly, it is a step on one rank, too.
 
     Its arguments may have leaves that are no arrays, which are constants of the step.
     """

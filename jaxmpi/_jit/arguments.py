@@ -46,7 +46,7 @@ def wrapped(
 def checked(
     function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend
 ) -> Arrays:
-    """The same as `kinds`, of arguments that a program of `backend` can take.
+    """Return `kinds` of the arguments, after checking that `backend` can take them.
 
     Raises:
       TypeError: an argument is no array, or holds values of simulated ranks where none are, with

@@ -97,7 +97,7 @@ class Executor(ABC):
         self._new = not program.statement  # at last: what is above may raise
 
     def _is_unseen(self, program: Program) -> bool:
-        """Whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
+        """Return whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
         statement = program.statement
         return bool(
             self._jitted.shares

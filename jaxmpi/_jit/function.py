@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
     names: frozenset[str] = frozenset()
 
     def hold(self, path: KeyPath) -> bool:
-        """Whether a leaf of (args, kwargs) is in one of them."""
+        """Return whether a leaf of (args, kwargs) is in one of them."""
         kind, first = path[0].idx, path[1]
         return first.key in self.names if kind else first.idx in self.nums
 
@@ -60,7 +60,7 @@ class Function:
         return title_of(self.fun)
 
     def replicates(self, path: KeyPath) -> bool:
-        """Whether the leaf of (args, kwargs) at this path is equal on all ranks."""
+        """Return whether the leaf of (args, kwargs) at this path is equal on all ranks."""
         return self.replicated.hold(path) or self.equal_leaf(path)
 
     def dynamic(
@@ -157,7 +157,7 @@ def choose_arguments(
 
 
 def is_per_rank(x: object) -> TypeGuard[PerRank]:
-    """Whether every simulated rank has its own."""
+    """Return whether every simulated rank has its own."""
     return isinstance(x, PerRank)
 
 

@@ -11,7 +11,7 @@ __all__ = ["is_object", "watch_changes"]
 
 
 def is_object(x: object) -> bool:
-    """Whether this is an nnx Module, Optimizer, Rngs, Metric or Variable."""
+    """Return whether this is an nnx Module, Optimizer, Rngs, Metric or Variable."""
     nnx = sys.modules.get("flax.nnx")  # who has one has imported it
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 

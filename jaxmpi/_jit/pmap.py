@@ -150,7 +150,7 @@ class Axes(NamedTuple):
     static: frozenset[int]
 
     def argument_has_none(self, path: KeyPath) -> bool:
-        """Whether the leaf of (args, kwargs) at this path has no mapped axis."""
+        """Return whether the leaf of (args, kwargs) at this path has no mapped axis."""
         by_name, argument, *rest = path
         if by_name.idx:
             return False
@@ -158,7 +158,7 @@ class Axes(NamedTuple):
         return _has_none(axes, tuple(rest))
 
     def output_has_none(self, path: KeyPath) -> bool:
-        """Whether the leaf of the results at this path gets no axis."""
+        """Return whether the leaf of the results at this path gets no axis."""
         return _has_none(self.outs, path)
 
 
@@ -167,7 +167,7 @@ def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def _has_none(axes: Any, path: KeyPath) -> bool:
-    """Whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
+    """Return whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
     for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
         if axis is None and path[: len(above)] == above:
             return True

@@ -120,7 +120,7 @@ def _groups(axis: tuple[str, ...], sizes: Sizes) -> Groups:
 
 @cache
 def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
-    """Whether each of `parts` is within one of the groups; without groups, all ranks are one."""
+    """Return whether each of `parts` is within one of the groups; without groups, all ranks are one."""
     if not groups:
         return True
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}

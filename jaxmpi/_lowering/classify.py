@@ -1,4 +1,4 @@
-"""What an equation of a traced function has to do with the ranks."""
+"""Classify the equations of a traced function: local, collective, a loop or call with one."""
 
 from collections.abc import Callable, Container, Iterator
 from functools import cache
@@ -91,7 +91,7 @@ def callee(eqn: JaxprEqn, operands: list[T]) -> tuple[AnyJaxpr, list[T]]:
 def map_subjaxprs(
     eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
-    """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
+    """Return the parameters that hold jaxprs, with `function` applied to each jaxpr."""
     changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
     for name, value in eqn.params.items():
         if hasattr(value, "eqns"):
@@ -144,17 +144,17 @@ def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
 
 
 def has_collective(jaxpr: AnyJaxpr) -> bool:
-    """Whether anything in it has to do with the ranks."""
+    """Return whether anything in it has to do with the ranks."""
     return bool(kinds(jaxpr))
 
 
 def communicates(eqn: JaxprEqn) -> bool:
-    """Whether it sends something, or contains what does; this rank's number alone is no message."""
+    """Return whether it sends something, or contains what does; this rank's number alone is no message."""
     return kind(eqn) in ("collective", "ahead") or any(map(_sends, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:
-    """Whether it asks the host, or contains what does."""
+    """Return whether it asks the host, or contains what does."""
     return _is_of_host(eqn.primitive.name) or any(map(_asks_host, subjaxprs(eqn)))
 
 
@@ -226,11 +226,11 @@ def line(eqn: JaxprEqn) -> str:
 
 
 def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
-    """Whether an equation only computes, from literals and from variables that are `known`."""
+    """Return whether an equation only computes, from literals and from variables that are `known`."""
     operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
     return operands and not other_effects(eqn) and not calls_python(eqn)
 
 
 def other_effects(eqn: JaxprEqn) -> bool:
-    """Whether it has effects beyond the axis: callbacks, prints, references."""
+    """Return whether it has effects beyond the axis: callbacks, prints, references."""
     return any(not _jaxcompat.is_axis_effect(effect) for effect in eqn.effects)

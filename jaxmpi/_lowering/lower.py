@@ -94,7 +94,7 @@ def _on_mpi(
     def known(
         f: Callable[Concatenate[Collective, P], T],
     ) -> Callable[Concatenate[Collective, P], T]:
-        """The same, of messages that know which program they are part of, and which of its messages they are."""
+        """Return a function whose messages know their program, and their index in it."""
 
         def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
             return f(call._replace(fingerprint=fingerprint, place=next(places)), *rest, **named)
@@ -134,7 +134,7 @@ def _on_mpi(
 
 
 def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
-    """Whether the first message is unconditional and goes to all ranks, which compare the program with it."""
+    """Return whether the first message is unconditional and goes to all ranks, which compare the program with it."""
     return bool(entries and entries[0].times and backend.carries(entries[0].call))
 
 

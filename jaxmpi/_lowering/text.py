@@ -79,12 +79,12 @@ def _has_notes(jaxpr: AnyJaxpr) -> bool:
 
 
 def is_note(eqn: JaxprEqn) -> bool:
-    """Whether it is an identity of `with_parameters`."""
+    """Return whether it is an identity of `with_parameters`."""
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
 
 
 def _is_plain(name: str, value: object, shapes: bool) -> bool:
-    """Whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
+    """Return whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
     if name in SIZES or not shapes:
         return isinstance(value, bool | int | float | str) and name not in SIZES
     return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)
