@@ -12,7 +12,7 @@ __all__ = ["Codec", "OneMessage", "check_codec"]
 
 
 class OneMessage(NamedTuple):
-    """A mean in one message: the data that a rank sends depends on its own updates only.
+    """A mean in one message: the data that a rank sends depends only on its updates.
 
     Attributes:
       init: params -> state, of arrays like them.

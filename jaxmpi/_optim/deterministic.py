@@ -272,12 +272,11 @@ def _check_orderable(jaxpr: ClosedJaxpr) -> None:
         if product not in MATRIX_PRODUCTS:
             continue
         # the innermost function `<transform>.<locals>.update` around the product
-        transform = "the optimizer"
-        names = (name for eqn in reversed(path) for name in _jaxcompat.function_names(eqn))
-        for name in names:
-            if ".<locals>.update" in name:
-                transform = name.split(".<locals>")[0]
-                break
+        names: list[str] = []
+        for eqn in reversed(path):
+            names.extend(_jaxcompat.function_names(eqn))
+        updates = [name for name in names if ".<locals>.update" in name]
+        transform = updates[0].split(".<locals>")[0] if updates else "the optimizer"
         raise ValueError(
             "distributed: micro_batches gives the same bits on any number of ranks, and "
             f"{transform} in inner multiplies matrices ({product}), whose sums depend on the "

@@ -166,9 +166,9 @@ def unshard(
     if chosen:
         # an nnx variable may be around the shard: it is put around the whole array again
         shards, around = zip(*(_bare(nodes[i]) for i in chosen), strict=True)
-        wholes = _unshard_arrays(None if dtype is None else jnp.dtype(dtype))([*shards], weight)
-        for i, whole, variable in zip(chosen, wholes, around, strict=True):
-            nodes[i] = variable.unflatten([whole])
+        gather = _unshard_arrays(None if dtype is None else jnp.dtype(dtype))
+        for i, array, variable in zip(chosen, gather([*shards], weight), around, strict=True):
+            nodes[i] = variable.unflatten([array])
     for i, x in enumerate(nodes):
         if is_sharded_state(x):
             nodes[i] = (
@@ -208,13 +208,13 @@ def _unshard_arrays(
         layouts = [Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype), x.axis) for x in shards]
         if session.size() == 1 and weight is None:
             return [x.shard.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-        wholes: dict[int, jax.Array] = {}
+        gathered: dict[int, jax.Array] = {}
         for axis in dict.fromkeys(x.axis for x in shards):
             along = [i for i, x in enumerate(shards) if x.axis == axis]
             of_axis = tuple(layouts[i] for i in along)
             arrays = _gather(axis, of_axis, [shards[i].shard for i in along], weight)
-            wholes.update(zip(along, arrays, strict=True))
-        return [wholes[i] for i in range(len(shards))]
+            gathered.update(zip(along, arrays, strict=True))
+        return [gathered[i] for i in range(len(shards))]
 
     return anywhere(whole, "unshard", sends=True)
 
@@ -240,13 +240,13 @@ def _gather(
 ) -> list[jax.Array]:
     """Return the whole arrays, all over one axis; its derivative is `_gather_bwd`."""
     values = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-    # the mark says that the arrays are whole: what follows may combine their elements
-    wholes = [as_whole(x, axis) for x in values]
+    # the mark says that the arrays are whole, and that their elements may be combined
+    gathered = [as_whole(x, axis) for x in values]
     cuts = {i: values[i] for i, layout in enumerate(layouts) if layout.is_cut}
     for i, x in Caller("unshard").allgather(cuts, axis=axis).items():
         stack_axes, of, *_ = layouts[i]
-        wholes[i] = join_shards(x, (*values[i].shape[:stack_axes], *of), stack_axes)
-    return wholes
+        gathered[i] = join_shards(x, (*values[i].shape[:stack_axes], *of), stack_axes)
+    return gathered
 
 
 def _gather_fwd(
@@ -260,17 +260,17 @@ def _gather_bwd(
 ) -> tuple[list[jax.Array], None]:
     """Return this rank's shards of the mean of the cotangents."""
     size = size_along(axis)
-    stacks, wholes = [], []  # cotangents of sharded arrays, cut into all shards; of whole arrays
+    stacks, uncut = [], []  # cotangents of sharded arrays, cut into all shards; of other arrays
     for ct, layout in zip(cts, layouts, strict=True):
         if layout.is_cut:
             stacks.append(all_shards(ct, size, layout.stack_axes))
         else:
-            wholes.append(ct)
-    means = weighted_mean("unshard", (stacks, wholes), weight, _mean_shards(axis), axis=axis)
-    of_stacks, of_wholes = map(iter, means)
+            uncut.append(ct)
+    means = weighted_mean("unshard", (stacks, uncut), weight, _mean_shards(axis), axis=axis)
+    of_stacks, of_uncut = map(iter, means)
     shards = []
     for layout in layouts:
-        mean = next(of_stacks if layout.is_cut else of_wholes)
+        mean = next(of_stacks if layout.is_cut else of_uncut)
         shards.append(as_shard(mean.astype(layout.dtype), axis))
     return shards, None
 
@@ -281,16 +281,16 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 # Cached: the compiled programs of a mean are kept by the identity of this function.
 @cache
 def _mean_shards(axis: Axis) -> MeanOverRanks:
-    """Return a mean of (stacks of shards, whole arrays), or of (weight, that).
+    """Return a mean of (stacks of shards, other arrays), or of (weight, that).
 
-    It gives this rank's shards of the means, and the means of the weight and the whole arrays.
+    It gives this rank's shards of the means, and the means of the weight and the other arrays.
     """
 
     def means_of(function: str, tree: PyTree) -> PyTree:
-        weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
+        weight, (stacks, uncut) = tree if isinstance(tree[1], tuple) else (None, tree)
         shards = Caller("unshard").reduce_scatter(stacks, op="mean", axis=axis)
-        weight, wholes = Caller("unshard").allreduce((weight, wholes), op="mean", axis=axis)
-        return (shards, wholes) if weight is None else (weight, (shards, wholes))
+        weight, uncut = Caller("unshard").allreduce((weight, uncut), op="mean", axis=axis)
+        return (shards, uncut) if weight is None else (weight, (shards, uncut))
 
     return means_of
 

@@ -114,5 +114,9 @@ def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtr
 
 def _square(tree: PyTree) -> jax.Array:
     """Return the squared norm of all numbers of a tree, a float32."""
-    leaves = [jnp.abs(x) for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
-    return sum_of(jnp.sum(jnp.square(x.astype(wide(x.dtype)))) for x in leaves).astype(jnp.float32)
+    squares = []
+    for x in jax.tree.leaves(tree):
+        if x.dtype != jax.dtypes.float0:
+            size = jnp.abs(x)  # of complex numbers
+            squares.append(jnp.sum(jnp.square(size.astype(wide(size.dtype)))))
+    return sum_of(squares).astype(jnp.float32)

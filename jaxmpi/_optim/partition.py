@@ -67,7 +67,7 @@ Operand: TypeAlias = jax.Array | Shard | _Splat  # of an equation, or its result
 def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> PyTree:
     """Return `fun(*args)`, with leaves of `args` and of the result that may be shards.
 
-    `fun` gets tracers of whole arrays in the place of arrays and shards, and anything else as it
+    `fun` gets tracers of whole arrays for arrays and shards, and anything else as it
     is. All shards are over one axis.
 
     **Collective:** every rank calls it, with the same structure and shapes; arrays that are not

@@ -122,7 +122,8 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
             "check_replicas was called inside a traced function, where nothing runs yet. Call it "
             "outside."
         )
-    found = [_as_state(x) for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
+    nodes = jax.tree.leaves(state, is_leaf=_is_watched)
+    found = [_as_state(x) for x in filter(_is_watched, nodes)]
     if not found:
         raise TypeError(
             f"check_replicas: state is a {type(state).__name__} without a state of "

@@ -180,12 +180,11 @@ def to_nnx_dicts(x: PyTree) -> PyTree:
     def each(y: PyTree) -> PyTree:
         return {Mark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
 
-    fields = zip(_marks(x.layout), x.parts, strict=True)
-    return {
-        mark: jax.tree.map(each, field, is_leaf=is_sharded_array)
-        for mark, field in fields
-        if jax.tree.leaves(field)
-    }
+    fields = {}
+    for mark, field in zip(_marks(x.layout), x.parts, strict=True):
+        if jax.tree.leaves(field):
+            fields[mark] = jax.tree.map(each, field, is_leaf=is_sharded_array)
+    return fields
 
 
 def shards_of(tree: PyTree) -> PyTree:
@@ -298,11 +297,10 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
                 found.append((path, *jax.tree.leaves(x.shard), x.axis))
         elif axis is not None:
             found.append((path, x, axis))
-    equal = [
-        EqualLeaf(leaf_name(path), x, along)
-        for path, x, along in found
-        if isinstance(x, NUMBERS) and getattr(x, "dtype", None) != np.dtype(object)
-    ]
+    equal = []
+    for path, x, along in found:
+        if isinstance(x, NUMBERS) and getattr(x, "dtype", None) != np.dtype(object):
+            equal.append(EqualLeaf(leaf_name(path), x, along))
     check_equal_leaves(session.current(function), function, equal)
 
 

@@ -243,8 +243,10 @@ def _mark_per_group(updates: PyTree, axis: Axis) -> PyTree:
 def _gather_all(tree: PyTree) -> PyTree:
     """Return the tree with whole arrays for its shards."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    wholes = iter(gather_shards([x for x in leaves if is_shard(x)]))
-    return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
+    sharded = [i for i, x in enumerate(leaves) if is_shard(x)]
+    for i, gathered in zip(sharded, gather_shards([leaves[i] for i in sharded]), strict=True):
+        leaves[i] = gathered
+    return treedef.unflatten(leaves)
 
 
 def _without_float0(collective: Callable[..., PyTree], tree: PyTree, **options: object) -> PyTree:
