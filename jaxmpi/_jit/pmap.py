@@ -49,25 +49,25 @@ def pmap(
     """Map a function over the ranks, as `jax.pmap` does over devices.
 
     Every rank passes the rows of its device, `[1, ...]`, and gets its results as `[1, ...]`. In the
-    function a collective over `axis_name` is one over all ranks, as is one over `jaxmpi.AXIS`, and
-    all of `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name,
-    and the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) in the place of
-    those by `jax.process_index()`, which is 0 on every rank of the mpi backend.
+    function, collectives over `axis_name` and over `jaxmpi.AXIS` are over all ranks, and all of
+    `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name, and
+    the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) instead of the rows by
+    `jax.process_index()`, which is 0 on every rank of the mpi backend.
 
-    Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` over this
-    rank's one device, as nested pmaps share out the devices.
+    Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` it maps over
+    this rank's one device, because nested pmaps divide the devices.
 
-    **Collective:** as `jaxmpi.jit`.
-    **Communication:** as `jaxmpi.jit`.
+    **Collective:** as in `jaxmpi.jit`.
+    **Communication:** as in `jaxmpi.jit`.
 
     Args:
       fun: the function, of one device's arrays.
       axis_name: any str that is no axis of `jaxmpi.init(axes=...)`.
-      in_axes: for each positional argument, or for parts of it, the axis of length one that is
-        taken away; None, on any level, for arrays without that axis, which must be equal on all
+      in_axes: for each positional argument, or for subtrees of it, the axis of length one that is
+        removed; None, on any level, for arrays without that axis, which must be equal on all
         ranks.
-      out_axes: where the results get that axis; None, on any level, for results without it, which
-        must be equal on all ranks.
+      out_axes: the axis of length one that the results get; None, on any level, for results without
+        it, which must be equal on all ranks.
       static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
       devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one
         device.
@@ -82,10 +82,10 @@ def pmap(
 
     Raises:
       TypeError: `axis_name` is no str.
-      ValueError: when called, an axis that is not of length one, with the argument; devices or an
-        axis size that are not those of the ranks; a result without an axis that may differ between
-        them; and as `jaxmpi.jit`.
-      RankMismatchError: when called, on every rank, as `jaxmpi.jit`.
+      ValueError: when called, for an axis that is not of length one, with the argument; for devices
+        or an axis size that are not those of the ranks; for a result without an axis that may
+        differ between ranks; and as in `jaxmpi.jit`.
+      RankMismatchError: when called, on every rank, as in `jaxmpi.jit`.
 
     >>> import jax, jaxmpi
     >>> step = jaxmpi.pmap(lambda x: jax.lax.pmean(x, "batch"), axis_name="batch")
