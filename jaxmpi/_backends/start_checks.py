@@ -85,8 +85,8 @@ def check_platforms(platforms: Sequence[str]) -> None:
     if other is not None:
         raise MPIError(
             f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform "
-            f"{platforms[other]}. All ranks must use the same platform. Run `jaxmpi doctor` on both "
-            "hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all ranks."
+            f"{platforms[other]}. All ranks must use the same platform. Run `jaxmpi doctor` on "
+            "both hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all ranks."
         )
 
 

@@ -129,8 +129,8 @@ class Xla(MpiProcessGroup):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Raise an error: plain `jax.jit` does not know the other ranks."""
         raise RuntimeError(
-            "A collective was called under jax.jit, and on the xla backend the ranks are known only "
-            "inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
+            "A collective was called under jax.jit, and on the xla backend the ranks are known "
+            "only inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )
 
     def close(self) -> None:
