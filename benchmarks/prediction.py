@@ -59,7 +59,7 @@ class Calls:
 
 def work():
     # the second mean is of equal arrays
-    warnings.filterwarnings("ignore", "jaxmpi.jit: what is summed or averaged")
+    warnings.filterwarnings("ignore", r"\S+: the value summed or averaged")
     report = Report("prediction", args)
     for case, (shapes, further) in report.progress(CASES.items()):
         one, several = Calls(1, shapes), Calls(1 + further, shapes)

@@ -38,11 +38,11 @@ from ._optim.average import average_gradients, average_loss
 from ._optim.clip import clip_by_global_norm
 from ._optim.deterministic import micro_batch_grads
 from ._optim.distributed import distributed
-from ._optim.drift import check_replicas, watch_replicas
 from ._optim.fsdp import fully_shard, unshard
 from ._optim.local_sgd import local_sgd
-from ._optim.noise import measure_noise_scale
+from ._optim.noise_scale import measure_noise_scale
 from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
+from ._optim.replicas import check_replicas, watch_replicas
 from ._optim.sharded_array import ShardedArray
 from ._optim.sharded_state import reshard
 from ._optim.zero1 import sharded

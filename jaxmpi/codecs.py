@@ -1,16 +1,374 @@
-"""Codecs: what is sent for a mean over ranks, in fewer bytes.
+"""Codecs: a mean over ranks in fewer bytes.
 
     tx = jaxmpi.distributed(optax.adam(1e-3), codec=jaxmpi.codecs.int8())
 
 A codec is a pair of functions. `mean(updates, state)` communicates, with the collectives of
-`jaxmpi`, and returns the mean and its new state; the mean must be equal on all ranks, the state is
-each rank's own. Where a method has error feedback (Seide et al. 2014; Karimireddy et al. 2019), the
-state holds what was not sent yet, and it is added before the next mean: nothing is lost, only late.
+`jaxmpi`, and returns the mean and the new state. The mean must be equal on all ranks; the state
+differs between ranks.
+
+The codecs that drop more than a rounding error use error feedback (Seide et al. 2014; Karimireddy
+et al. 2019). Each rank keeps what it did not send, and adds it to its next gradient:
+
+    m = g + e;    send encode(m);    e ← m - decode(encode(m))
+
+Every number arrives in the end, some of it in later steps.
 """
 
-from jaxmpi._optim.compression import Codec, bf16, check_codec, f16
-from jaxmpi._optim.int8_codec import int8
-from jaxmpi._optim.low_rank_codec import powersgd
-from jaxmpi._optim.topk_codec import topk
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxmpi._axis import AXIS, Axis, with_parameters
+from jaxmpi._collectives.arrays import axis_size
+from jaxmpi._collectives.trees import Caller
+from jaxmpi._leaves import PyTree
+from jaxmpi._optim.codec import Codec, OneMessage, check_codec
+from jaxmpi._optim.float_leaves import floats
+from jaxmpi._world import session
 
 __all__ = ["Codec", "bf16", "check_codec", "f16", "int8", "powersgd", "topk"]
+
+
+# --- bf16 and f16: cast --------------------------------------------------------------------------
+
+
+def bf16(*, axis: Axis = AXIS) -> Codec:
+    """Send bfloat16: half of float32's bytes, 8 bits of precision, the same range.
+
+    The sum is formed in float32 and rounded once more. On the native transport half of the bytes
+    travel; the other backends send short floats as float32. No state.
+
+    Args:
+      axis: the axis of the ranks that the mean is over, as in `tree_allreduce`: the same as that of
+        the transform that gets the codec.
+    """
+    return _cast("codecs.bf16", jnp.bfloat16, axis)
+
+
+def f16(*, axis: Axis = AXIS) -> Codec:
+    """Send float16: half of float32's bytes, 11 bits of precision, a small range.
+
+    Numbers beyond ±65504 are sent as ±65504, and numbers below 3e-8 as zero. Otherwise like `bf16`.
+
+    Args:
+      axis: as in `bf16`.
+    """
+    return _cast("codecs.f16", jnp.float16, axis)
+
+
+def _cast(name: str, dtype: DTypeLike, axis: Axis) -> Codec:
+    """Return the codec that sends each number in `dtype`."""
+    largest = float(jnp.finfo(dtype).max)
+
+    def encode(updates: PyTree, state: PyTree) -> tuple[list[jax.Array], PyTree]:
+        leaves, _ = floats(name, with_parameters(updates, name))
+        # a cast of a larger number would be infinite
+        return [jnp.clip(x, -largest, largest).astype(dtype) for x in leaves], state
+
+    def decode(means: list[jax.Array], like: PyTree) -> PyTree:
+        leaves, put = floats(name, like)
+        return put([y.astype(x.dtype) for x, y in zip(leaves, means, strict=True)])
+
+    def mean(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        coded, state = encode(updates, state)
+        return decode(Caller(name).allreduce(coded, op="mean", axis=axis), updates), state
+
+    one_message = OneMessage(lambda params: (), encode, decode, averages=True)
+    return Codec(lambda params: (), mean, one_message, axis)
+
+
+# --- int8: blocks of 8-bit numbers with a scale each ---------------------------------------------
+
+
+class Residual(NamedTuple):
+    """The state of `int8`: what this rank has not sent yet.
+
+    Attributes:
+      sent: the residual of its gradients, float32 `[size, columns]`.
+      summed: the residual of the means that it forms for all ranks, float32 `[columns]`.
+    """
+
+    sent: jax.Array
+    summed: jax.Array
+
+
+def int8(block: int = 256, *, axis: Axis = AXIS) -> Codec:
+    """Send 8 bits for each number, and one float32 for each block of numbers.
+
+    x ≈ s·q with s = max|x| / 127 over a block, and q = x / s rounded to an int8: about a quarter of
+    float32's bytes. Each rank receives its shard of all ranks' numbers (alltoall), adds them in
+    float32, rounds the mean in the same way and sends it to all (allgather). The residuals of both
+    roundings are added to the next mean (Tang et al. 2019, "DoubleSqueeze").
+
+    For `local_sgd` with a delay there is one message and one rounding: every rank receives the
+    numbers of all ranks, which on many ranks is more bytes.
+
+    Args:
+      block: how many numbers share a scale.
+      axis: as in `bf16`.
+
+    Raises:
+      ValueError: block is below 1.
+    """
+    _check_at_least_one("int8", "block", block)
+    label = f"codecs.int8 block={block}"
+
+    def ranks() -> int:
+        return axis_size(axis, session.current("codecs"))
+
+    def columns(leaves: list[jax.Array]) -> int:
+        """Return the count of numbers in one rank's shard, in whole blocks."""
+        return _round_up(-(-_count(leaves) // ranks()), block)
+
+    def init(params: PyTree) -> Residual:
+        leaves, _ = floats("codecs.int8", params)
+        k = columns(leaves)
+        return Residual(jnp.zeros((ranks(), k), jnp.float32), jnp.zeros(k, jnp.float32))
+
+    def mean(updates: PyTree, state: Residual) -> tuple[PyTree, Residual]:
+        leaves, put = floats("codecs.int8", with_parameters(updates, label))
+        size, k = ranks(), columns(leaves)
+        # m = g + e: all leaves as one vector, cut into a row for each rank
+        flat = _flatten(leaves)
+        m = jnp.pad(flat, (0, size * k - flat.size)).reshape(size, k) + state.sent
+        # round 1: this rank gets its shard from all ranks, and forms the mean of it
+        sent = _encode_int8(m, block)
+        received = _decode_int8(Caller("codecs.int8").alltoall(sent, axis=axis), block, k)
+        y = jnp.sum(received, axis=0) / size + state.summed
+        # round 2: the shards of the mean go to all ranks, rounded like the gradients
+        answer = _encode_int8(y, block)
+        gathered = Caller("codecs.int8").allgather(answer, axis=axis)
+        whole = _decode_int8(gathered, block, k).reshape(-1)
+        # e ← m - decode(encode(m)), and the same for the mean
+        residual = Residual(m - _decode_int8(sent, block, k), y - _decode_int8(answer, block, k))
+        return put(_unflatten(whole, leaves)), residual
+
+    def init_one(params: PyTree) -> jax.Array:
+        leaves, _ = floats("codecs.int8", params)
+        return jnp.zeros(_round_up(_count(leaves), block), jnp.float32)
+
+    def encode_one(updates: PyTree, state: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        leaves, _ = floats("codecs.int8", with_parameters(updates, label))
+        m = jnp.pad(_flatten(leaves), (0, state.size - _count(leaves))) + state
+        sent = _encode_int8(m, block)
+        return [sent], m - _decode_int8(sent, block, state.size)
+
+    def decode_one(gathered: list[jax.Array], like: PyTree) -> PyTree:
+        leaves, put = floats("codecs.int8", like)
+        numbers = _decode_int8(gathered[0], block, _round_up(_count(leaves), block))
+        return put(_unflatten(jnp.mean(numbers, axis=0), leaves))
+
+    return Codec(init, mean, OneMessage(init_one, encode_one, decode_one, averages=False), axis)
+
+
+def _encode_int8(x: jax.Array, block: int) -> jax.Array:
+    """Encode float32 `[..., k]` as int8 `[..., k + 4·k/block]`: numbers, then bytes of scales."""
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    q = jnp.round(blocks / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
+    # the scales travel in the same array, so that there is one message
+    scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
+    return jnp.concatenate([q.reshape(x.shape), scales.reshape(*x.shape[:-1], -1)], axis=-1)
+
+
+def _decode_int8(coded: jax.Array, block: int, k: int) -> jax.Array:
+    """Decode the k numbers in each row of `_encode_int8`."""
+    q, scales = coded[..., :k], coded[..., k:].reshape(*coded.shape[:-1], k // block, 4)
+    scale = jax.lax.bitcast_convert_type(scales, jnp.float32)[..., None]
+    return (q.reshape(*q.shape[:-1], -1, block).astype(jnp.float32) * scale).reshape(q.shape)
+
+
+def _count(leaves: list[jax.Array]) -> int:
+    return sum(x.size for x in leaves)
+
+
+def _round_up(n: int, block: int) -> int:
+    """Round n up to a multiple of the block length."""
+    return -(-n // block) * block
+
+
+def _flatten(leaves: list[jax.Array]) -> jax.Array:
+    """Return all numbers of the leaves as one float32 vector."""
+    return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in leaves] or [jnp.zeros(0)])
+
+
+def _unflatten(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return arrays like `leaves` with the numbers of a vector."""
+    outs, start = [], 0
+    for x in leaves:
+        outs.append(flat[start : start + x.size].reshape(x.shape).astype(x.dtype))
+        start += x.size
+    return outs
+
+
+# --- topk: the largest numbers with their positions ----------------------------------------------
+
+
+def topk(fraction: float, *, axis: Axis = AXIS) -> Codec:
+    """Send the largest numbers of each array with their positions: 8 bytes for each of them.
+
+    Of n numbers, the ⌈fraction·n⌉ with the largest absolute value are sent; the others are kept and
+    added to the next gradient. (Stich et al. 2018, "Sparsified SGD with memory"; Lin et al. 2018,
+    "Deep gradient compression".) The numbers of all ranks are gathered: each rank receives
+    p · fraction · n · 8 bytes, so it pays where fraction is well below 1/p.
+
+    Args:
+      fraction: above 0, at most 1.
+      axis: as in `bf16`.
+
+    Raises:
+      ValueError: fraction is not in this range.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"codecs.topk: fraction is {fraction}. It is the share of the numbers that is sent: "
+            "above 0, at most 1."
+        )
+
+    def init(params: PyTree) -> list[jax.Array]:
+        return [jnp.zeros(x.size, jnp.float32) for x in floats("codecs.topk", params)[0]]
+
+    def encode(updates: PyTree, state: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        label = f"codecs.topk fraction={fraction}"
+        leaves, _ = floats("codecs.topk", with_parameters(updates, label))
+        coded, kept = [], list(state)
+        for i, x in enumerate(leaves):
+            if not x.size:  # of an empty array nothing is sent
+                continue
+            m = x.astype(jnp.float32).reshape(-1) + state[i]
+            count = math.ceil(fraction * x.size)
+            positions = jax.lax.top_k(jnp.abs(m), count)[1].astype(jnp.int32)
+            # positions and numbers travel as one int32 array, so that there is one message
+            numbers = jax.lax.bitcast_convert_type(m[positions], jnp.int32)
+            coded.append(jnp.stack([positions, numbers]))
+            kept[i] = m.at[positions].set(0)
+        return coded, kept
+
+    def mean(updates: PyTree, state: list[jax.Array]) -> tuple[PyTree, list[jax.Array]]:
+        coded, kept = encode(updates, state)
+        return _decode_topk(Caller("codecs.topk").allgather(coded, axis=axis), updates), kept
+
+    return Codec(init, mean, OneMessage(init, encode, _decode_topk, averages=False), axis)
+
+
+def _decode_topk(gathered: list[jax.Array], like: PyTree) -> PyTree:
+    """Return the mean of all ranks' numbers; `gathered` has `[size, 2, count]` for each array."""
+    leaves, put = floats("codecs.topk", like)
+    of_leaf, outs = iter(gathered), [jnp.zeros_like(x) for x in leaves]
+    for i, x in enumerate(leaves):
+        if not x.size:
+            continue
+        rows = next(of_leaf)
+        total = jnp.zeros(x.size, jnp.float32)
+        # One scatter for each rank, in the order of the ranks: the positions of one rank are
+        # unique, so the sum has the same bits on all ranks, on GPUs, too.
+        for row in rows:
+            numbers = jax.lax.bitcast_convert_type(row[1], jnp.float32)
+            total = total.at[row[0]].add(numbers, unique_indices=True)
+        outs[i] = (total / len(rows)).reshape(x.shape).astype(x.dtype)
+    return put(outs)
+
+
+# --- powersgd: matrices as products of two thin ones ---------------------------------------------
+
+
+class LowRank(NamedTuple):
+    """The state of `powersgd`, with an entry for each array that it compresses.
+
+    Attributes:
+      q: the right factors, `[columns, rank]`, equal on all ranks.
+      error: the residual of this rank, `[rows, columns]`.
+    """
+
+    q: list[jax.Array]
+    error: list[jax.Array]
+
+
+def powersgd(rank: int = 4, *, axis: Axis = AXIS) -> Codec:
+    """Send each matrix as two thin ones: rank · (rows + columns) numbers, not rows · columns.
+
+    An array of shape `[..., m]` is a matrix of m columns. With the gradient G_r of rank r and its
+    error E_r (Vogels et al. 2019, "PowerSGD"):
+
+        M_r = G_r + E_r
+        P = orthonormal columns of (1/p) · Σ_r M_r·Q
+        Q ← (1/p) · Σ_r M_rᵀ·P
+        mean ≈ P·Qᵀ
+        E_r ← M_r - P·Qᵀ
+
+    Q starts random and is kept from step to step: each step is one power iteration. Vectors, and
+    matrices that would not become smaller, are sent as they are. Two rounds of messages.
+
+    Args:
+      rank: the number of columns of P and Q.
+      axis: as in `bf16`.
+
+    Raises:
+      ValueError: rank is below 1.
+    """
+    _check_at_least_one("powersgd", "rank", rank)
+
+    def compressed_shapes(leaves: list[jax.Array]) -> dict[int, tuple[int, int]]:
+        """Return rows and columns of each array to compress, by the index of its leaf."""
+        shapes = {}
+        for i, x in enumerate(leaves):
+            if x.ndim > 1 and x.size:
+                n, m = x.size // x.shape[-1], x.shape[-1]
+                if rank * (n + m) < n * m:
+                    shapes[i] = n, m
+        return shapes
+
+    def init(params: PyTree) -> LowRank:
+        shapes = compressed_shapes(floats("codecs.powersgd", params)[0])
+        qs, errors = [], []
+        for i, (n, m) in shapes.items():
+            # the key is the index of the leaf, so that all ranks start with the same Q
+            qs.append(jax.random.normal(jax.random.key(i), (m, rank), jnp.float32))
+            errors.append(jnp.zeros((n, m), jnp.float32))
+        return LowRank(qs, errors)
+
+    def mean(updates: PyTree, state: LowRank) -> tuple[PyTree, LowRank]:
+        label = f"codecs.powersgd rank={rank}"
+        leaves, put = floats("codecs.powersgd", with_parameters(updates, label))
+        shapes = compressed_shapes(leaves)
+        uncompressed = {i: x for i, x in enumerate(leaves) if i not in shapes}
+        # M = G + E
+        ms = [
+            leaves[i].astype(jnp.float32).reshape(shapes[i]) + e
+            for i, e in zip(shapes, state.error, strict=True)
+        ]
+        # round 1: the mean of M·Q, in one message with the arrays that are not compressed
+        products = [_matmul(m, q) for m, q in zip(ms, state.q, strict=True)]
+        ps, outs = Caller("codecs.powersgd").allreduce(
+            (products, uncompressed), op="mean", axis=axis
+        )
+        # All ranks have the same mean, so they find the same orthonormal P.
+        ps = [jnp.linalg.qr(p)[0] for p in ps]
+        # round 2: Q = the mean of Mᵀ·P
+        products = [_matmul(m.T, p) for m, p in zip(ms, ps, strict=True)]
+        qs = Caller("codecs.powersgd").allreduce(products, op="mean", axis=axis)
+        # the mean is P·Qᵀ, and E what M has beside it
+        found = [_matmul(p, q.T) for p, q in zip(ps, qs, strict=True)]
+        for i, x in zip(shapes, found, strict=True):
+            outs[i] = x.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        errors = [m - x for m, x in zip(ms, found, strict=True)]
+        # A gradient of zeros makes columns of Q zero, which would stay zero: keep the old ones.
+        kept = [
+            jnp.where(jnp.any(q != 0, axis=0), q, old) for q, old in zip(qs, state.q, strict=True)
+        ]
+        return put([outs[i] for i in range(len(leaves))]), LowRank(kept, errors)
+
+    return Codec(init, mean, axis=axis)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiply in full float32: the default precision of GPUs and TPUs has fewer bits."""
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _check_at_least_one(codec: str, name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"codecs.{codec}: {name} is {value}. It must be 1 or more.")

@@ -186,3 +186,48 @@ def test_what_is_imported_in_one_place_only(words, home):
 def test_public_names_are_documented():
     for name in jaxmpi.__all__:
         assert (getattr(jaxmpi, name).__doc__ or "").strip(), name
+
+
+# A first line that begins so does not stand alone in an index: it leans on the line above it.
+RIDDLES = ("Of", "That of", "Those", "Such", "As", "The same", "What", "How", "Which")
+SENTENCES = {  # what no docstring or message says: what it says instead
+    "with whatever else": "For each output, the inputs that are added into it.",
+    "Of a word that was sent": "Return (program fingerprint, description) for a fingerprint.",
+    "Begin anew": "Rebuild the jitted function if the active backend changed.",
+    "the start of a program after a meeting": "Mark this rank as inside a collective.",
+    "says a number": "Before communicating, each rank shares a fingerprint of its next program.",
+    "is to be equal on all ranks, and it may differ": "is declared replicated but may differ",
+    "it does not get on": "all ranks entered the collective; no progress",
+    "There is no function for": "`update` then takes no callables such as `value_fn`.",
+    "what was received what is to be done": "after: consumes the receive buffer",
+    "the ranks do not do the same": "collective mismatch between ranks",
+}
+
+
+def docstrings(tree):
+    """The docstrings of a file, each with the line that it begins at."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+@pytest.mark.parametrize("words", RIDDLES)
+def test_docstrings_begin_with_a_verb_or_a_name(words):
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for line, text in docstrings(ast.parse(path.read_text())):
+            if f"{text} ".startswith((f"{words} ", f"{words}\n")):
+                found.append(f"{path}:{line}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_no_riddle_stands_in_a_docstring_or_a_message(sentence):
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and sentence in " ".join(node.value.split()):
+                found.append(f"{path}:{node.lineno}: better: {SENTENCES[sentence]}")
+    assert not found, "\n".join(found)

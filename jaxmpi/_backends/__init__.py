@@ -1,33 +1,45 @@
-"""What carries the messages between the ranks.
+"""Backends: transports of messages between the ranks.
 
+Interface:
 base             the interface of a backend; a collective; the place of a rank
 groups           groups of ranks: those along named axes
-within_groups    collectives within groups, by those of all ranks
+within_groups    collectives within groups, by collectives over all ranks
+
+One process:
 single           one rank
 simulate         several ranks in one process
-transport        backend "mpi": which of the next two carries the messages
-native           the native extension, in shared memory and over MPI
-mpi              mpi4jax
-native_transports  the shared memory of the native extension within a node, and its connections to
-other nodes shared_memory    memory that the ranks of a node share
-votes            yes or no of each rank, heard of later, within a node without a message
-native_calls     the calls of the native extension in a program: at once, a start and a wait, or a
-start that a later call takes tuning           sizes and algorithms of the messages between nodes
+
+Start of MPI:
+transport        choice of the transport of backend "mpi": native or mpi
+start_checks     checks of all ranks before there is a backend
 mpi_library      mpi4py and mpi4jax imported, MPI started and ended
-start_checks     what the ranks tell each other before there is a backend
+extension        the native extension loaded and checked
+
+Ranks of an MPI job, outside of programs:
+process_group    objects, barriers and comparisons
+activity         the collectives that a rank has entered, for the monitor
+communicator     types of mpi4py's communicators
+handover         messages for which ranks wait asleep
+votes            yes or no of each rank, received later, within a node without a message
+
+Native transport:
+native           the backend: shared memory within a node, MPI between nodes
+native_calls     its calls in a program: at once, or a start and a wait
+native_transports  its shared memory and its connections to other nodes
+shared_memory    memory that the ranks of a node share
+tuning           sizes and algorithms of messages between nodes
+
+Other transports:
+mpi              mpi4jax
 xla              backend "xla": NCCL or gloo
-jax_processes    the processes that JAX itself knows, which are the ranks
-process_group    the ranks of an MPI job, outside of compiled programs
-activity         what a rank is doing, for those who watch it
-communicator     what is used of mpi4py's communicators, as types
-handover         messages that ranks wait for asleep
-extension        the native extension, if it is the one that belongs to these sources
+jax_processes    JAX's own processes, which the ranks join
+
+Collectives in programs:
 primitive        one JAX primitive for all collectives of backend "mpi"
+sent_ahead       messages from one call of a program to a later one
 lax_collectives  collectives by JAX's own, where the axis is bound
-sent_ahead       messages from one call of a program to a later one, in JAX's own words
-on_axis          the same, with what XLA's backends on CPUs cannot do
+on_axis          the same, without operations that XLA's CPU backend lacks
 packing          several small arrays in one of XLA's collectives
-bucketing        which leaves travel together
-wire_dtypes      the dtypes that travel in the place of those that cannot, for mpi4jax and XLA on
-CPUs
+bucketing        leaves grouped into messages
+wire_dtypes      dtypes that travel for others, for mpi4jax and XLA on CPUs
 """

@@ -1,4 +1,4 @@
-"""What a rank is doing, for those who watch it: collectives that it has entered, what it waits for, what words stand for."""
+"""Activity of a rank, for the monitor: collectives it has entered, and what it waits for."""
 
 import contextlib
 import threading
@@ -35,10 +35,10 @@ class Activity:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[Callable[[jax.Array], None]]:
-        """Count as a collective the start of a program after a meeting: JAX may run it to its end before the call returns.
+        """Mark this rank as inside a collective while a program starts.
 
-        Yields what keeps an output of it that nobody donates, to wait for: XLA keeps a thread's
-        order.
+        JAX may run the program to its end before the call returns. Yields a callback that records
+        an output to wait on, which must not be donated: XLA keeps the order of a thread's programs.
         """
         self._starting = True
         try:
@@ -67,13 +67,13 @@ class Activity:
     # for those who watch, from any thread
 
     def in_program(self) -> bool:
-        """Whether this rank is inside a program that is watched as a whole, and so may take long."""
+        """Return whether this rank is inside a program that is watched as a whole, and so may take long."""
         return not self.compares_inline and (
             self._starting or any(not end.is_ready() for end in list(self.ends.values()))
         )
 
     def progress(self) -> tuple[int, bool]:
-        """How many collectives and programs this rank has entered, and whether it is inside one."""
+        """Return the number of collectives and programs entered, and whether this rank is inside one."""
         return self._entered, self.in_program() or (
             self._inside and not _jaxcompat.compiling(threading.main_thread().ident)
         )
@@ -102,7 +102,7 @@ class Activity:
         return None
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """Of a word that was sent: that of its program, and what it was."""
+        """Return (program fingerprint, description) for a message fingerprint."""
         return self._titles.get(fingerprint, (fingerprint, ""))
 
 

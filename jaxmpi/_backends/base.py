@@ -1,4 +1,4 @@
-"""What a backend is: what carries the messages.
+"""Interface of a backend, which carries the messages between ranks.
 
 A backend is an object with the attributes and methods of `Backend`. `run` stands in traced code;
 the rest is called from Python, outside of it. The layers above know nothing else of how ranks talk
@@ -68,7 +68,7 @@ class Collective(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Such as "allreduce sum", "bcast from 1" or "allgather over island"."""
+        """Text for users: "allreduce sum", "bcast from 1" or "allgather over island"."""
         detail = {"bcast": f"from {self.root}", "permute": str(list(self.pairs))}.get(
             self.kind, self.op
         )
@@ -76,7 +76,7 @@ class Collective(NamedTuple):
         return " ".join(filter(None, (self.kind, detail, over)))
 
     def count(self, size: int) -> int:
-        """How many ranks take part, in a job of `size`."""
+        """Return the number of ranks that take part, in a job of `size`."""
         return len(self.groups[0]) if self.groups else size
 
     def out_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Started(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How messages are carried out while a program goes on."""
+    """Operations that send messages while a program computes."""
 
     small_bytes: int  # up to here, a message is not cut
     bucket_bytes: int  # of the messages that a large one is cut into
@@ -130,7 +130,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Registry:
-    """What is known of the programs of a job. Its parts are those of `_consistency.compare`."""
+    """Facts about the programs of a job, for `_consistency.compare`."""
 
     # that were traced, by their fingerprints
     programs: dict[int, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Backend(Protocol):
 
     @property
     def overlap(self) -> Overlap | None:
-        """How it carries collectives out while a program computes; None where it does not."""
+        """Operations for collectives beside computation; None if there are none."""
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call` on every array of `xs`, in traced code."""
@@ -180,10 +180,10 @@ class Backend(Protocol):
         """This rank's number, an int32, in traced code: a value of the running program, which is the same on all ranks."""
 
     def carries(self, call: Collective) -> bool:
-        """Whether the ranks compare what they send when they carry it out."""
+        """Return whether the ranks compare what they send when they carry it out."""
 
     def connects(self, call: Collective) -> bool:
-        """Whether it carries a collective within its groups, and not through all ranks."""
+        """Return whether it carries a collective within its groups, and not through all ranks."""
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
         """The bytes of each message that `run` sends for arrays like these."""
@@ -228,19 +228,22 @@ class ProcessGroup(Backend, Protocol):
     concurrent: bool  # whether several threads may be inside MPI at once
 
     def starting(self) -> AbstractContextManager[Callable[[Any], None]]:
-        """Count as a collective the start of a program after a meeting; yields what keeps an output of it, to wait for."""
+        """Mark this rank as inside a collective while a program starts.
+
+        Yields a callback that records an output to wait on.
+        """
 
     def gather_details(self, side: Any, ranks: Sequence[int] = ()) -> list[Any]:
-        """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
+        """Gather objects while a program of this rank runs, within `ranks` if there are some."""
 
     def allgather_asleep(self, obj: Any) -> list[Any]:
-        """As `allgather_object`, for what may take a rank seconds to come to."""
+        """Gather objects, with ranks that wait asleep; for calls that a rank may reach seconds later."""
 
     def broadcast_asleep(self, obj: Any, ranks: Sequence[int], title: str) -> Any:
         """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep."""
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """Of a word that was sent: that of its program, and what it was."""
+        """Return (program fingerprint, description) for a message fingerprint."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which leaves travel together: pure arithmetic on shapes, no arrays.
+"""Bucketing: group leaves into messages, by arithmetic on shapes without arrays.
 
 Every collective sees a leaf as a matrix of columns, `[rows, columns]`: one row for what a rank
 sends to all, `size` rows for what it sends to each. Leaves of one dtype are laid side by side as

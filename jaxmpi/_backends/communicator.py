@@ -1,4 +1,4 @@
-"""What is used of mpi4py's communicators, as types: mpi4py itself may not be installed where types are checked."""
+"""Types of mpi4py's communicators: mpi4py may not be installed where types are checked."""
 
 from typing import Any, Protocol, TypeVar
 

@@ -1,4 +1,4 @@
-"""The extension `jaxmpi._native`, and whether it is the one that this Python code was written for."""
+"""The extension `jaxmpi._native`: load it, and check that it belongs to this Python code."""
 
 import hashlib
 import importlib
@@ -45,11 +45,17 @@ def load() -> ModuleType:
 
 
 def how_to_build() -> str:
-    """What to do where the extension is not built: a sentence. If its build fails, pip silently installs jaxmpi without it."""
+    """Return a sentence on how to build the extension.
+
+    If its build fails, pip installs jaxmpi without it and shows no error.
+    """
     options = "--no-cache-dir --force-reinstall jaxmpi"
     if sources_digest(ROOT / "native"):
         options = f"--no-build-isolation -e {ROOT}"
-    return f"Build it with a C++ compiler, and have pip show why a build fails: pip install -v --no-deps {options}"
+    return (
+        "Build it with a C++ compiler, and have pip show why a build fails: pip install -v "
+        f"--no-deps {options}"
+    )
 
 
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:

@@ -28,7 +28,7 @@ class Groups(tuple[tuple[int, ...], ...]):
 
 
 def described(groups: tuple[tuple[int, ...], ...]) -> str:
-    """Such as "island" or "ranks [0, 2], [1, 3]"."""
+    """Text for users: "island" or "ranks [0, 2], [1, 3]"."""
     name = getattr(groups, "name", "")
     return name or f"ranks {', '.join(str(list(group)) for group in groups)}"
 
@@ -55,7 +55,7 @@ def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> Groups:
 
 
 def named_groups(axes: Mapping[str, int]) -> Iterator[Groups]:
-    """Those along one or more axes, but for groups of one rank and of all: each once."""
+    """Return the groups along one or more axes, each once, without groups of one rank and of all."""
     names = [name for name, size in axes.items() if name != AXIS and size > 1]
     for count in range(1, len(names)):
         for some in combinations(names, count):
@@ -63,7 +63,7 @@ def named_groups(axes: Mapping[str, int]) -> Iterator[Groups]:
 
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Those of a rank along the axes beside AXIS."""
+    """Return the coordinates of a rank along the axes other than AXIS."""
     named = {name: size for name, size in axes.items() if name != AXIS}
     return (
         dict(zip(named, map(int, np.unravel_index(rank, [*named.values()])), strict=True))
@@ -73,5 +73,5 @@ def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def position(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
-    """Of a rank: the number of its group, and its place in it."""
+    """Return the index of a rank's group, and the rank's index in it."""
     return next((i, group.index(rank)) for i, group in enumerate(groups) if rank in group)

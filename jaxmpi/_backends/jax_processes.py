@@ -42,15 +42,14 @@ def join_jax_processes(
             return
         raise RuntimeError(
             f"init: jax.distributed.initialize has made this process {index} of {count}, and it is "
-            f"rank {rank} of {size} in "
-            "MPI. Leave that call out: jaxmpi.init() makes it, on the mpi backend with "
-            "jax_processes=True."
+            f"rank {rank} of {size} in MPI. Leave that call out: jaxmpi.init() makes it, on the "
+            "mpi backend with jax_processes=True."
         )
     if _jaxcompat.backends_started():
         raise RuntimeError(
-            "init: JAX has started already, and its processes join before that. Call jaxmpi.init() "
-            "before anything that "
-            "makes an array or asks for devices, imports that do so included."
+            "init: JAX has started already, and its processes must join before that. Call "
+            "jaxmpi.init() before any code that makes an array or asks for devices, imports that "
+            "do so included."
         )
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -74,8 +73,7 @@ def join_jax_processes(
     except RuntimeError as error:
         raise RuntimeError(
             f"init: JAX's processes could not join each other at {address}: {error} Set "
-            "JAXMPI_HOST on rank 0 to an address "
-            "that all hosts reach."
+            "JAXMPI_HOST on rank 0 to an address that all hosts reach."
         ) from error
 
 

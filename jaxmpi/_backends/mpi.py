@@ -53,7 +53,7 @@ class Mpi(MpiProcessGroup):
             self._connect(groups)
 
     def _connect(self, groups: Groups) -> None:
-        """What a transport needs beside a communicator."""
+        """Make the other objects that a transport needs."""
 
     # in traced code
 
@@ -81,7 +81,7 @@ class Mpi(MpiProcessGroup):
     def _exchanged(
         self, call: Collective, xs: Sequence[jax.Array], size: int
     ) -> list[list[jax.Array]]:
-        """What comes back of each array, in pieces of `[rows, columns]`."""
+        """Return the received pieces of each array, `[rows, columns]` each."""
         rows_in = size if call.kind == "alltoall" else 1
         rows_out = 1 if call.kind in ("allreduce", "bcast", "permute") else size
         carried = [to_carrier(x, call).reshape(rows_in, -1) if x.size else None for x in xs]
@@ -101,7 +101,7 @@ class Mpi(MpiProcessGroup):
         return received
 
     def connects(self, call: Collective) -> bool:
-        """Whether the ranks of each group have a communicator, as those along axes of `init` do."""
+        """Return whether the ranks of each group have a communicator, as those along axes of `init` do."""
         return not call.groups or call.groups in self._communicators
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
@@ -142,7 +142,7 @@ class Mpi(MpiProcessGroup):
 
 
 def _out(call: Collective, x: jax.Array, pieces: Sequence[jax.Array], size: int) -> jax.Array:
-    """What an operand comes back as, of the pieces that were received of it."""
+    """Return the result of an operand from the pieces that were received."""
     shape = call.out_shape(x.shape, size)
     if not pieces:
         return jnp.zeros(shape, x.dtype)

@@ -102,7 +102,7 @@ def loaded_twice(mpi: ModuleType) -> MPIError | None:
     others = [path for path in libraries if path != libmpi(mpi)]
     return MPIError(
         f"this process has loaded two MPI libraries, {libmpi(mpi)}, which mpi4py uses, and "
-        f"{' and '.join(others)}. Calls that are meant for one may reach the other.",
+        f"{' and '.join(others)}. Calls for one may reach the other.",
         advice="Build all packages that use MPI (mpi4jax, h5py, petsc4py) against the MPI of "
         "mpi4py; unset LD_PRELOAD if it names the other one.",
     )
@@ -156,7 +156,7 @@ def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
 
 
 def _has_shared_memory(ranks: int) -> bool:
-    """Whether /dev/shm takes the segments of so many ranks of Open MPI."""
+    """Return whether /dev/shm takes the segments of so many ranks of Open MPI."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= limit <= SEGMENT_BYTES:
         return False
@@ -184,7 +184,7 @@ def unlink_shared_memory(node_comm: Communicator) -> None:
 
 
 def mpi4jax_version() -> str:
-    """The version of mpi4jax; raises an MPIError where it does not work with the MPI and the jaxlib that are installed."""
+    """Return the version of mpi4jax; raise an MPIError if it does not work here."""
     import_mpi4py(1)
     return str(import_mpi4jax(1).__version__)
 
@@ -213,7 +213,7 @@ def import_mpi4jax(launched: int) -> ModuleType:
         if "mpi_" not in str(error):
             raise
         raise MPIError(
-            f"mpi4jax was built for another jaxlib than the one that runs: {_sentence(error)}",
+            f"mpi4jax was built for another jaxlib than the installed one: {_sentence(error)}",
             advice=INSTALL,
         ) from error
     return mpi4jax

@@ -41,7 +41,7 @@ TYPES = (
 
 
 def on_host() -> bool:
-    """Whether the arrays of this process are in the memory of the CPU."""
+    """Return whether the arrays of this process are in the memory of the CPU."""
     return jax.default_backend() == "cpu"
 
 
@@ -96,7 +96,7 @@ class Native(Mpi):
         return frozenset({_jaxcompat.ordered_effect()})
 
     def carries(self, call: Collective) -> bool:
-        """Whether all ranks compare what they send when they carry it out: those of a group compare theirs alone."""
+        """Return whether all ranks compare what they send when they carry it out: those of a group compare theirs alone."""
         return not call.groups
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -238,7 +238,7 @@ class Native(Mpi):
         return smallest, largest
 
     def progress(self) -> tuple[int, bool]:
-        """How many collectives this rank has entered, messages of programs included, and whether it is inside one."""
+        """Return the number of collectives entered, and whether this rank is inside one."""
         entered, inside = super().progress()
         started, ended = self._native.messages()
         return entered + started, inside or started > ended
@@ -252,15 +252,15 @@ class Native(Mpi):
         return self._native.events()
 
     def waits(self) -> list[tuple[int, int]]:
-        """As that of `MpiProcessGroup`."""
+        """Do what `MpiProcessGroup` does, with the events of the extension."""
         return self._native.waits()
 
     def exposed_ns(self) -> int | None:
-        """As that of `MpiProcessGroup`."""
+        """Do what `MpiProcessGroup` does, with the events of the extension."""
         return self._native.exposed_ns()
 
     def described(self, fingerprint: int) -> tuple[int, str]:
-        """As that of `MpiProcessGroup`."""
+        """Do what `MpiProcessGroup` does, with the events of the extension."""
         return self._statements.get(fingerprint) or super().described(fingerprint)
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Native(Mpi):
 
 
 def _fits(dtype: np.dtype) -> bool:
-    """Whether the transport knows a dtype."""
+    """Return whether the transport knows a dtype."""
     return dtype in TYPES
 
 

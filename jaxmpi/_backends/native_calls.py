@@ -32,7 +32,7 @@ Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]
 
 
 class Transport(Protocol):
-    """What the calls need of the backend."""
+    """Interface of the backend that the calls need."""
 
     place: Place
 
@@ -100,7 +100,7 @@ def take(
     backend: Transport,
     fingerprint: int,
 ) -> list[jax.Array]:
-    """What the message of this number has brought for `xs`; where there is none, `run`."""
+    """Return the result of the message with this number; without one, do `run`."""
     return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
 
 

@@ -112,7 +112,7 @@ class Transports:
         )
 
     def _threads_for(self, cores: float) -> int:
-        """How many threads of a rank with so many cores share a large message: the same on all ranks of its node."""
+        """Return the number of threads that share a large message, equal on all ranks of a node."""
         # groups take theirs, too
         room = free_bytes(SHARED_MEMORY, self._place.local_size) // (8 * SLOTS * SLOT_BYTES)
         return int(

@@ -1,4 +1,4 @@
-"""What XLA's programs and simulated ranks run for a collective: JAX's own, over the bound axis, on operands that are safe.
+"""Collectives of XLA's programs and simulated ranks: JAX's, over the bound axis.
 
 Short floats are summed in float32 and rounded once, and a NaN wins every max and min, as on the
 other backends. On CPUs, reduce_scatter is an all_to_all and a sum: that of JAX's gloo gives wrong

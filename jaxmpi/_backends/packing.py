@@ -31,7 +31,7 @@ def run(call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _fits(dtype: np.dtype) -> bool:
-    """Whether XLA's collectives can take a dtype."""
+    """Return whether XLA's collectives can take a dtype."""
     return not is_sub_byte(dtype)
 
 
@@ -71,7 +71,7 @@ def messages(call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], size: int
 def _groups(
     call: Collective, arrays: Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct], size: int
 ) -> list[list[int]]:
-    """Which arrays travel together, by their numbers; empty ones do not travel."""
+    """Return the indices of the arrays of each message; empty arrays are in none."""
     rows = size if ROWS[call.kind][0] else 1
     groups: list[list[int]] = []
     for dtype in dict.fromkeys(x.dtype for x in arrays):

@@ -93,15 +93,15 @@ class MpiProcessGroup(Activity):
 
     @property
     def overlap(self) -> Overlap | None:
-        """How it carries collectives out while a program computes; None where it does not."""
+        """Operations for collectives beside computation; None if there are none."""
         return None
 
     def carries(self, call: Collective) -> bool:
-        """Whether the ranks compare what they send when they carry it out."""
+        """Return whether the ranks compare what they send when they carry it out."""
         return False
 
     def connects(self, call: Collective) -> bool:
-        """Whether it carries a collective within its groups, and not through all ranks."""
+        """Return whether it carries a collective within its groups, and not through all ranks."""
         return True
 
     def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:
@@ -129,7 +129,7 @@ class MpiProcessGroup(Activity):
         return Entered(self)
 
     def _last(self, thread: int) -> tuple[int, int]:
-        """What differs after each collective of the thread that has the turn."""
+        """Return the state that changes with each collective of the communicating thread."""
         return self._entered, id(self.ends.get(thread))
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ class MpiProcessGroup(Activity):
                 end.block_until_ready()
 
     def gather_details(self, side: T, ranks: Sequence[int] = ()) -> list[T]:
-        """As `allgather_object`, where a program of this rank is still running; of the `ranks` of its group, if it has one."""
+        """Gather objects while a program of this rank runs, within `ranks` if there are some."""
         with Entered(self):
             return self._of(ranks).allgather(side)
 
@@ -202,7 +202,7 @@ class MpiProcessGroup(Activity):
                 self._objects.Bcast(buffer[start : start + bucketing.MAX_ITEMS], root)
 
     def allgather_asleep(self, obj: T) -> list[T]:
-        """As `allgather_object`, for what may take a rank seconds to come to."""
+        """Gather objects, with ranks that wait asleep; for calls that a rank may reach seconds later."""
         with self._enter():
             handover.barrier(self._objects)
             return self._objects.allgather(obj)
@@ -262,7 +262,7 @@ class MpiProcessGroup(Activity):
         return arrived
 
     def sent(self) -> bool:
-        """Whether everything that was sent has been received, votes among it."""
+        """Return whether everything that was sent has been received, votes among it."""
         self._sending = [request for request in self._sending if not request.test()[0]]
         return not self._sending and not (self._votes and self._votes.pending())
 
@@ -279,9 +279,8 @@ class MpiProcessGroup(Activity):
         if axes and not self._by_node and self.place.rank == 0:
             warnings.warn(
                 "init: the ranks of a node are not numbered one after the other, so the last "
-                f"axis, {list(axes)[-1]!r}, does "
-                "not stay within nodes. Start them node by node: mpirun --map-by slot, srun "
-                "--distribution=block.",
+                f"axis, {list(axes)[-1]!r}, does not stay within nodes. Start them node by node: "
+                "mpirun --map-by slot, srun --distribution=block.",
                 stacklevel=3,
             )
         self.axes = {AXIS: self.place.size, **axes}

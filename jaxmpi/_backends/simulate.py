@@ -1,4 +1,4 @@
-"""Several ranks in one process: the values that differ between them are stacked, and a step runs on all at once."""
+"""Simulated ranks in one process: values that differ between them are stacked."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -14,8 +14,8 @@ from jaxmpi._backends.single import OneProcess
 __all__ = ["PerRank", "Simulated"]
 
 REFUSED = (
-    "is not defined where each simulated rank has its own value. Take rank 0's, x[0], or those of "
-    "all ranks, np.asarray(x), or their mean, jaxmpi.average_metrics(x)."
+    "is not defined: each simulated rank has a different value. Use the value of rank 0, x[0], the "
+    "values of all ranks, np.asarray(x), or their mean, jaxmpi.average_metrics(x)."
 )
 BINARY = {
     "add": "+",
@@ -53,13 +53,14 @@ UNARY = {  # and comparisons, which have no reflected method of their own
 
 @jax.tree_util.register_pytree_node_class
 class PerRank:
-    """An array that each simulated rank has its own of: `stack[r]` is rank r's.
+    """An array with a value for each simulated rank: `stack[r]` is the array of rank r.
 
-    A pytree node: it goes into and comes out of `jaxmpi.jit`, and `jax.device_get` and `np.asarray`
-    take it. It is no number: arithmetic, comparisons, `bool`, `float` and formats such as ".3f"
-    raise a TypeError, as each process of a real job would have its own value there. `x[0]` is that
-    of rank 0, as which Python runs; `np.asarray(x)` has all; `jaxmpi.average_metrics(x)` is their
-    mean, and what a log should show: the same line is right on real ranks.
+    It is a pytree node: `jaxmpi.jit` takes and returns it, and so do `jax.device_get` and
+    `np.asarray`. It is no number: arithmetic, comparisons, `bool`, `float` and formats such as
+    ".3f" raise a TypeError, because each process of a real job would have a different value.
+    `x[0]` is the value of rank 0, as which Python runs; `np.asarray(x)` has all values;
+    `jaxmpi.average_metrics(x)` is their mean, which a log should show: the same line is right on
+    real ranks.
     """
 
     __array_ufunc__ = None  # so that NumPy's numbers leave arithmetic to the methods below
@@ -111,7 +112,7 @@ for _name, _operator in BINARY.items():
 
 
 class Simulated(OneProcess):
-    """`size` ranks, of which Python sees rank 0; values that are no `PerRank` are equal on all of them."""
+    """Backend of `size` simulated ranks; Python is rank 0, and only a `PerRank` may differ."""
 
     name = "simulate"
     simulates, takes_references = True, False
@@ -125,7 +126,8 @@ class Simulated(OneProcess):
         return jax.lax.axis_index(AXIS)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Not outside of `jaxmpi.jit`, where an array does not say whether it is one rank's or all ranks'."""
+        """Raise an error: outside of `jaxmpi.jit` it is unknown whose array this is."""
         raise RuntimeError(
-            "Simulated ranks communicate inside of jaxmpi.jit. Put it in the place of jax.jit."
+            "A collective was called outside of jaxmpi.jit, and simulated ranks communicate only "
+            "inside of it. Use jaxmpi.jit instead of jax.jit."
         )

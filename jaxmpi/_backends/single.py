@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class OneProcess:
-    """What is said outside of programs where there is one process: everyone has the same objects."""
+    """Objects and votes with one process: all ranks have the same objects."""
 
     effects: frozenset[Hashable] = frozenset()
     place: Place
@@ -30,15 +30,15 @@ class OneProcess:
     overlap = None
 
     def carries(self, call: Collective) -> bool:
-        """Whether the ranks compare what they send when they carry it out."""
+        """Return whether the ranks compare what they send when they carry it out."""
         return False
 
     def connects(self, call: Collective) -> bool:
-        """As backend "xla", which simulated ranks count messages as."""
+        """Return whether groups have messages: as on backend "xla"."""
         return True
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-        """As between processes of backend "xla"."""
+        """Return the bytes of each message, as on backend "xla"."""
         return packing.messages(call, arrays, self.place.size)
 
     def wrap(self, leaves: list[ArrayLike]) -> list[ArrayLike]:

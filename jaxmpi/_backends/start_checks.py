@@ -1,4 +1,7 @@
-"""What the ranks tell each other before there is a backend: whether all can join, on which platform, with which GPUs."""
+"""Checks at start, before there is a backend: can all ranks join, and are their platforms equal?
+
+Ranks that share a GPU share its memory, too.
+"""
 
 import os
 import warnings
@@ -16,11 +19,10 @@ T = TypeVar("T")
 
 
 def gathered(launched: int, answer: Callable[[], T]) -> list[T]:
-    """All ranks' answers to a question, before there is a backend.
+    """Return the result of `answer` on each rank, before there is a backend.
 
     Raises:
-      MPIError: one of the ranks has no answer: `answer` raised there, and its own error is raised
-        there again.
+      MPIError: `answer` raised on another rank; that rank raises its error.
     """
     mine: T | None = None
     failed: Exception | None = None
@@ -44,10 +46,10 @@ def check_start(mpi: ModuleType, launched: int) -> None:
 
     Args:
       mpi: the module `mpi4py.MPI`.
-      launched: how many ranks the launcher's environment speaks of.
+      launched: the number of ranks in the launcher's environment.
 
     Raises:
-      MPIError: each rank is alone, as the launcher is that of another MPI.
+      MPIError: each rank is alone, because the launcher belongs to another MPI.
     """
     world = mpi.COMM_WORLD
     if launched > world.size == 1:
@@ -57,26 +59,25 @@ def check_start(mpi: ModuleType, launched: int) -> None:
         mpi.Finalize()  # nothing is left of it, however the process ends
         raise MPIError(
             f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor} "
-            f"{version}, and the launcher "
-            "belongs to another MPI. Start the job with the mpirun of that MPI, or with `jaxmpi "
-            "run -n N script.py`."
+            f"{version}, and the launcher belongs to another MPI. Start the job with the mpirun of "
+            "that MPI, or with `jaxmpi run -n N script.py`."
         )
 
 
 def find_mpi4jax(launched: int) -> ModuleType:
-    """mpi4jax; an MPIError on all ranks if it does not load on one of them."""
+    """Import mpi4jax; raise an MPIError on all ranks if it does not load on one of them."""
     gathered(launched, lambda: import_mpi4jax(launched).__name__)
     return import_mpi4jax(launched)
 
 
 def check_platforms(platforms: Sequence[str]) -> None:
-    """Refuse ranks of which some compute on GPUs, and others do not: their programs and what is compiled differ.
+    """Raise an error if the ranks compute on different platforms: their programs would differ.
 
     Args:
-      platforms: of each rank, as `jax.default_backend` names it.
+      platforms: the `jax.default_backend()` of each rank.
 
     Raises:
-      MPIError: they are not all the same.
+      MPIError: the platforms differ.
     """
     other = next(
         (rank for rank, platform in enumerate(platforms) if platform != platforms[0]), None
@@ -84,22 +85,23 @@ def check_platforms(platforms: Sequence[str]) -> None:
     if other is not None:
         raise MPIError(
             f"init: rank 0 uses platform {platforms[0]}, and rank {other} uses platform "
-            f"{platforms[other]}. All ranks must use "
-            "the same platform. Run `jaxmpi doctor` on both hosts to see why no GPU is used, or "
-            "set JAX_PLATFORMS=cpu on all "
-            "ranks."
+            f"{platforms[other]}. All ranks must use the same platform. Run `jaxmpi doctor` on "
+            "both hosts to see why no GPU is used, or set JAX_PLATFORMS=cpu on all ranks."
         )
 
 
 def take_device(launched: int, devices: Sequence[int] | None) -> None:
-    """Take this rank's GPU before JAX starts, and a part of its memory where ranks share it; rank by rank a warning if so.
+    """Select this rank's GPU before JAX starts; ranks that share one get a fraction of its memory.
 
     Args:
-      launched: how many ranks the launcher's environment speaks of.
+      launched: the number of ranks in the launcher's environment.
       devices: as in `jaxmpi.init`.
 
+    Warns:
+      UserWarning: on the first of the ranks that share a GPU.
+
     Raises:
-      Exception: as `_devices.choose`, and an MPIError on the other ranks.
+      Exception: as in `_devices.choose`; on the other ranks an MPIError.
     """
     mpi = import_mpi4py(launched)
     world, host = mpi.COMM_WORLD, os.uname().nodename

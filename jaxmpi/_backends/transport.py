@@ -1,4 +1,4 @@
-"""Which transport the ranks of an MPI job talk by: jaxmpi's own where all of them can use it, or else mpi4jax."""
+"""Choose the transport of an MPI job: the native one if all ranks can use it, else mpi4jax."""
 
 import os
 import socket
@@ -23,7 +23,9 @@ CUDA_DRIVER = "libcuda.so.1"
 
 
 def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> Mpi:
-    """The other ranks, on the transport of JAXMPI_TRANSPORT; without it, on the native one if every rank can use it.
+    """Join the other ranks, on the transport of JAXMPI_TRANSPORT if it is set.
+
+    Without it the transport is the native one if every rank can use it, else mpi4jax.
 
     Args:
       launched: as in `Mpi`.
@@ -54,9 +56,8 @@ def join(launched: int, devices: Sequence[int] | None, jax_processes: bool) -> M
     except MPIError as error:
         # of mpi4jax, which is needed only as the native transport is not there
         raise MPIError(
-            "init: several ranks need jaxmpi's own transport, or mpi4jax in its place, and neither "
-            "is available. jaxmpi's own: "
-            f"{obstacles[0]}. mpi4jax: {error}"
+            "init: several ranks need the native transport or mpi4jax, and neither is available. "
+            f"Native: {obstacles[0]}. mpi4jax: {error}"
         ) from None
 
 
@@ -80,7 +81,7 @@ def why_not_native() -> MPIError | None:
         version = jax.local_devices()[0].client.platform_version
         if "cuda" not in version.lower():
             return MPIError(
-                f"it carries arrays of CPUs and of CUDA GPUs, and these are on {version}"
+                f"it supports arrays on CPUs and CUDA GPUs, and these are on {version}"
             )
         try:
             native.use_cuda(CUDA_DRIVER)

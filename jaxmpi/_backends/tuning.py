@@ -35,14 +35,14 @@ TAG = 1
 
 
 class Network(NamedTuple):
-    """What a message between two nodes costs."""
+    """Cost of a message between two nodes."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
 class Tuning(NamedTuple):
-    """What `native/between.cc` takes from outside; `JAXMPI_TUNE` sets any of it."""
+    """Parameters of `native/between.cc`; `JAXMPI_TUNE` sets them."""
 
     chunk_bytes: int = PIECE_BYTES  # of a message, that each rank lays out at once
     chunks: int = 16  # on their way at once
@@ -92,7 +92,7 @@ def _rounds(nodes: int, direct_nodes: int) -> int:
 
 
 def _chunks(on_the_way: float, chunk_bytes: int, room_bytes: int) -> int:
-    """As many as keep the network busy, and few more: what waits in a cable's queue delays the messages of the other ranks."""
+    """Return the number of chunks that keep the network busy, and few more."""
     times, more = MARGIN
     most = min(ON_THE_WAY_BYTES, room_bytes // 2) // chunk_bytes
     return max(CHUNKS, min(ceil(times * on_the_way / chunk_bytes) + more, most))
@@ -107,7 +107,7 @@ def _bucket_bytes(wanted: float) -> int:
 
 
 def probe(world: Communicator, firsts: list[int]) -> Network:
-    """What a message from node to node costs, the same on all ranks.
+    """Measure the cost of a message between nodes; the result is equal on all ranks.
 
     Pairs of nodes send 8 bytes there and back. Then all send pieces around a ring, twice as many
     each time, until that is not faster any more: TCP begins slowly.
@@ -163,7 +163,7 @@ def _ring_seconds(world: Communicator, firsts: list[int], size: int) -> float:
 
 
 def free_bytes(folder: str, ranks: int) -> int:
-    """What each of so many ranks may take of the folder."""
+    """Return the bytes of the folder that each of the ranks may use."""
     try:
         space = os.statvfs(folder)
     except OSError:

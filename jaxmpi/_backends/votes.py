@@ -40,7 +40,7 @@ class Votes(ABC):
 
     @abstractmethod
     def pending(self) -> bool:
-        """Whether a vote of this rank may not have reached the others."""
+        """Return whether a vote of this rank may not have reached the others."""
 
     @abstractmethod
     def close(self) -> None:

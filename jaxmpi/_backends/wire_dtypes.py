@@ -59,7 +59,7 @@ def received(
 
 
 def _purpose(call: Collective) -> Collective:
-    """What an array travels for: in a sum or extreme, its numbers count; in all else, its bits."""
+    """Return the purpose of an array: its numbers in a sum or extreme, otherwise its bits."""
     return Collective("allreduce", op="sum") if call.op else call
 
 
@@ -135,7 +135,7 @@ def _unsigned(dtype: np.dtype) -> np.dtype:
 
 
 def is_sub_byte(dtype: np.dtype) -> bool:
-    """Whether several numbers of a dtype may share a byte."""
+    """Return whether several numbers of a dtype may share a byte."""
     numbers = (
         jnp.finfo
         if jnp.issubdtype(dtype, jnp.floating)

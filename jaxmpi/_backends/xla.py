@@ -127,11 +127,10 @@ class Xla(MpiProcessGroup):
         return jax.lax.axis_index(AXIS)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Not under plain `jax.jit`, which knows nothing of the other ranks."""
+        """Raise an error: plain `jax.jit` does not know the other ranks."""
         raise RuntimeError(
-            "A collective stands under jax.jit, and on the xla backend the ranks are known inside "
-            "of jaxmpi.jit only. "
-            "Put jaxmpi.jit in the place of jax.jit."
+            "A collective was called under jax.jit, and on the xla backend the ranks are known "
+            "only inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )
 
     def close(self) -> None:

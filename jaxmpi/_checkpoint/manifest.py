@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.groups import Groups, groups_along
-from jaxmpi._optim.shards import shard_shape
+from jaxmpi._optim.sharded_array import shard_shape
 
 __all__ = [
     "HEADER_BYTES",

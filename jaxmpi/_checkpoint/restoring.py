@@ -20,7 +20,7 @@ from jaxmpi._checkpoint.agreement import ranks_here, run_on_all_or_raise
 from jaxmpi._checkpoint.array_files import Archive
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, dtype_of
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError
-from jaxmpi._optim.shards import shard_shape
+from jaxmpi._optim.sharded_array import shard_shape
 
 __all__ = ["check_kept", "difference", "newest", "only_common", "read"]
 

@@ -1,21 +1,24 @@
 """`jaxmpi.jit`: from a call to a program that runs.
 
-api               `jit`, and functions of ours that are compiled in the same way
+api               `jit`, and compiled functions of jaxmpi itself
 pmap              `pmap`: programs for `jax.pmap`, with a leading axis of one
-step              what `jit` returns
-executor          how several ranks compare a program, compile it once between them, and run it
-compares_inline   the same, where the program's own messages compare it
-compares_before   the same, where the ranks compare it before each call
-jitted            the function under `jax.jit`
-cache             the programs of one function, by the kinds of their arguments
-arguments         the arrays of a call by shape and dtype, and the words for them
-analyze           what a program of several ranks sends, and what must be equal for that
-build             from a call to its program
-program           a function for one kind of arguments and one backend
-function          a Python function, and what is known of its arguments
-first_call        arguments are compared by value at the first call, and a forgotten mean is named
-compile_once      the ranks that have agreed on a program compile it once between them
-stages            `lower`, `trace` and `compile`
 nnx               `nn.jit`: steps that change Flax nnx objects in place
 lost_nnx_changes  such changes under a plain `jit`, where they would be lost
+
+step              the callable that `jit` returns
+function          a Python function, and the facts about its arguments
+arguments         the arrays of a call by shape and dtype, and their names in errors
+jitted            the function under `jax.jit`
+stages            `lower`, `trace` and `compile`
+
+build             from a call to its program
+analyze           the messages of a program of several ranks, and the outputs that may differ
+program           a function for arguments of certain shapes and dtypes, on one backend
+
+executor          compares a program on several ranks, compiles it once between them, and runs it
+compares_inline   an executor whose programs are compared in their own messages
+compares_before   an executor that compares programs before each call
+cache             the programs of one function, by the shapes and dtypes of their arguments
+first_call        the arguments of a first call are compared; a forgotten mean is named
+compile_once      ranks with equal programs compile them once between them
 """

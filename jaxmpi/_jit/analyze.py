@@ -1,4 +1,8 @@
-"""A traced program of several ranks: what it sends, what must be equal for that, and which outputs may differ."""
+"""Analyze a traced program of several ranks.
+
+The analysis lists the messages of the program, the computations that control them and so must be
+equal on all ranks, and the outputs that may differ.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,15 +32,15 @@ __all__ = ["Analysis", "analyze", "paths_of"]
 
 # for an output that may differ, by the function of jaxmpi
 REMEDIES = {
-    "jaxmpi.jit": "Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name in replicated_argnums the "
-    "arguments that are equal on all ranks.",
-    "jaxmpi.pmap": "Average it with lax.pmean, name the arguments that are equal on all ranks in replicated_argnums, or give "
-    "it an axis in out_axes.",
+    "jaxmpi.jit": "Average the gradients (jaxmpi.distributed, jaxmpi.tree_allreduce), and name "
+    "in replicated_argnums the arguments that are equal on all ranks.",
+    "jaxmpi.pmap": "Average it with lax.pmean, name the arguments that are equal on all ranks in "
+    "replicated_argnums, or give it an axis in out_axes.",
 }
 
 
 class Analysis(NamedTuple):
-    """What is known of a program before it is lowered."""
+    """Facts about a program before it is lowered."""
 
     jaxpr: ClosedJaxpr  # with the means that the backend takes on the way
     # which inputs are equal on all ranks, and compared at the first call
@@ -83,7 +87,7 @@ def analyze(
         # would it be right if statistics that stay equal were equal? They are compared, then
         replicated = _with_statistics(function, jaxpr, len(captured), ins, replicated, outs)
         varies, outside = _varying_outputs(function, jaxpr, captured, replicated, tree, backend)
-    check_shards(title, jaxpr, ins, outs, len(captured), backend.axes)
+    check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     looks = function.calls is None and not backend.simulates
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
     constants = [*captured, *held(jaxpr)]
@@ -111,10 +115,10 @@ def analyze(
 def _fed(
     jaxpr: ClosedJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
 ) -> Sequence[int]:
-    """The arrays of the arguments that a train step only takes, as it does a batch, beside the state that it also returns.
+    """Return the arguments' arrays that a train step does not return as state, such as the batch.
 
-    None for what is no such step, and for one that asks for its rank's number: it may take its rows
-    by that.
+    There are none if it is no train step, or asks for its rank's number: it may select its rows by
+    that.
     """
     if any(eqn.primitive.name == "axis_index" for eqn in equations(jaxpr)):
         return ()
@@ -123,7 +127,7 @@ def _fed(
 
 
 def paths_of(tree: PyTreeDef) -> list[KeyPath]:
-    """The paths of the leaves of a structure."""
+    """Return the paths of the leaves of a structure."""
     return [path for path, _ in flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]]
 
 
@@ -135,10 +139,10 @@ def _varying_outputs(
     tree: PyTreeDef,
     backend: Backend,
 ) -> tuple[list[bool], list[str]]:
-    """Which outputs may differ between the ranks, and the arrays from outside that must be equal for that, in words.
+    """Return which outputs may differ, and descriptions of arrays from outside that must be equal.
 
     Raises:
-      ValueError: one may differ that is declared equal on all ranks, with its name.
+      ValueError: an output may differ that is declared replicated, with its name.
     """
     try:
         return _varies(
@@ -150,8 +154,8 @@ def _varying_outputs(
         constants = [*captured, *held(jaxpr)]
         if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
             raise ValueError(
-                f"{error} It has an array from outside, which counts as different: make it an "
-                "argument."
+                f"{error} Or the function uses an array from outside, which counts as different "
+                "on each rank: make it an argument."
             ) from None
         if not constants or any(isinstance(x, jax.core.Tracer) for x in constants):
             raise
@@ -167,7 +171,7 @@ def _with_statistics(
     replicated: Sequence[bool],
     outs: Sequence[KeyPath],
 ) -> list[bool]:
-    """The inputs that are equal on all ranks, with the statistics among the replicated arguments that stay equal.
+    """Return which inputs are equal on all ranks, statistics that stay equal included.
 
     An `nnx.BatchStat` is each rank's own, as that of BatchNorm depends on the rank's batch.
     `nnx.SpectralNorm` has the state of a power iteration in one, which depends on the parameters
@@ -202,15 +206,16 @@ def _varies(
     *,
     warn: bool,
 ) -> list[bool]:
-    """Which outputs may differ between the ranks, and whether the arrays from outside do is `outside`.
+    """Return which outputs may differ; `outside` is whether arrays from outside may.
 
-    Raises a ValueError where one may that is to be equal on all ranks, with its name.
+    Raises a ValueError if an output that is declared replicated may differ, with its name.
     """
     varies = varying(
         jaxpr,
         [outside] * captured + [not same for same in replicated],
         constants=outside,
         warn=warn,
+        api=function.api,
     )
     paths, _ = jax.tree_util.tree_flatten_with_path(tree.unflatten(varies))
     for declared, (path, differs) in zip(_declared(function, tree), paths, strict=True):
@@ -225,7 +230,7 @@ def _varies(
 
 
 def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
-    """Which arrays of the outputs must be equal on all ranks."""
+    """Return which arrays of the outputs are declared replicated."""
     node = tree.node_data()
     children = tree.children() if node is not None and issubclass(node[0], tuple | list) else [tree]
     outputs = positions(
@@ -244,7 +249,7 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
 
 
 def _from_outside(x: ArrayLike) -> str:
-    """An array that the function has from outside, in words: equal ones in the same."""
+    """Describe an array from outside: the text is equal if the arrays are."""
     host = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     digest = hashlib.blake2b(host.tobytes(), digest_size=6).hexdigest()
     return f"an array from outside: {x.dtype}{list(x.shape)} with digest {digest}"

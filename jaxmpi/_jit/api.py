@@ -31,7 +31,7 @@ def jit(
     replicated_outnums: int | Sequence[int] = (),
     **jit_kwargs: Any,
 ) -> Any:
-    """`jax.jit` for a function of one rank's arrays, in which the ranks are the named axis `jaxmpi.AXIS`.
+    """Compile a function of one rank's arrays, with the ranks as the named axis `jaxmpi.AXIS`.
 
     Inside, `jaxmpi.tree_*`, `lax.psum`, `pmean`, `pmax`, `pmin`, `psum_scatter`, `all_gather`,
     `all_to_all`, `ppermute` and `axis_index` over the axis, and code that takes an axis name, such
@@ -40,33 +40,33 @@ def jit(
     `jax.jit`.
 
     **Collective:** every rank calls the function, with arguments that lead to the same collectives,
-    in one order; each is carried out whether its result is used or not. The ranks compare their
+    in one order; each collective runs whether its result is used or not. The ranks compare their
     programs. On the xla backend all ranks run one program: shapes, constants and arrays from
-    outside must be equal, too. **Communication:** what `jaxmpi.explain` lists, and the comparison.
-    On the native transport it travels with the program's first message; where all messages are in
-    branches, in 16 bytes of its own at the first call, and later with the next message. On the
-    others, and for a program that does not surely begin with a message to all ranks and has
-    messages within groups, it is 16 bytes of its own at every call.
+    outside must be equal, too. **Communication:** the messages that `jaxmpi.explain` lists, and the
+    comparison. On the native transport the comparison travels with the program's first message; if
+    all messages are in branches, it is a message of 16 bytes at the first call, and later travels
+    with the next message. On the other transports, and for a program with messages within groups
+    that may not begin with a message to all ranks, it is a message of 16 bytes at every call.
 
     Args:
       fun: the function; a decorator is returned without it.
       replicated_argnums: positions of arguments that are equal on all ranks, such as parameters and
-        optimizer state. All others count as different.
+        optimizer state. All other arguments count as different.
       replicated_outnums: positions in the returned tuple that must be equal on all ranks; 0 for a
-        result that is no tuple. What computes them from the last reduction on is compared, such as
-        a learning rate.
-      **jit_kwargs: those of `jax.jit`.
+        result that is no tuple. The ranks compare the computation from the last reduction to these
+        outputs, such as a learning rate.
+      **jit_kwargs: keyword arguments of `jax.jit`.
 
     Returns:
-      The jitted function, with `lower`, `trace` and `eval_shape` as that of `jax.jit`.
+      The jitted function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
 
     Raises:
-      RankMismatchError: when called, on every rank, if the ranks would not send the same.
+      RankMismatchError: when called, on every rank, if the ranks would send different messages.
       ValueError: when traced, if an output of `replicated_outnums` may differ between the ranks,
-        with its path; if a branch or loop with a collective depends on what may differ, with its
-        source line; if the function changes an nnx object in place and does not return it:
-        `jaxmpi.nn.jit` is for that.
-      NotImplementedError: when traced, a collective in a place that is not supported, with its
+        with its path; if a branch or loop with a collective depends on a value that may differ,
+        with its source line; if the function changes an nnx object in place and does not return
+        it: use `jaxmpi.nn.jit` for that.
+      NotImplementedError: when traced, for a collective that is not supported where it is, with its
         source line.
 
     >>> import jax, jaxmpi
@@ -90,7 +90,7 @@ def describe(
     outnums: int | Sequence[int],
     jit_kwargs: Mapping[str, Any],
 ) -> Function:
-    """A function, its arguments and outputs that are equal on all ranks, and what the options of `jax.jit` say of them."""
+    """Describe a function: static, donated and replicated arguments, and replicated outputs."""
     static = choose_arguments(
         fun, jit_kwargs.get("static_argnums"), jit_kwargs.get("static_argnames")
     )
@@ -102,11 +102,12 @@ def describe(
 
 
 def local(tree: PyTree) -> PyTree:
-    """This rank's own arrays, to be mixed with others outside of `jaxmpi.jit`.
+    """Return this rank's arrays of global ones, for use outside of `jaxmpi.jit`.
 
-    What `jaxmpi.jit` returns on the xla backend are global arrays. They print, convert and go back
-    in as they are; but JAX refuses to add them to an array that is committed to a device, and plain
-    `jax.jit` would run them on all ranks. On the other backends nothing changes. Nothing is copied.
+    On the xla backend `jaxmpi.jit` returns global arrays. They can be printed, converted and passed
+    to it again; but JAX refuses to add them to an array that is committed to a device, and plain
+    `jax.jit` would run on all ranks with them. On the other backends the tree is returned as it is.
+    Nothing is copied.
 
     Args:
       tree: any pytree.
@@ -121,17 +122,17 @@ def local(tree: PyTree) -> PyTree:
 def eager(
     fun: Callable[..., T], name: str, *, sends: bool = False, **jit_kwargs: object
 ) -> Callable[..., T]:
-    """Make a step of a function of this module's callers: compiled once for each kind of arguments.
+    """Make a step of a function of jaxmpi itself, for eager calls.
 
     Args:
       fun: the function.
-      name: for errors.
-      sends: whether it communicates whatever its arguments are: arguments that one rank refuses are
-        an error on all ranks then.
-      **jit_kwargs: of `jax.jit`.
+      name: the name in errors.
+      sends: whether it always communicates: then arguments that one rank refuses are an error on
+        all ranks.
+      **jit_kwargs: keyword arguments of `jax.jit`.
 
     Returns:
-      The function; what it returns are arrays of this rank alone, on every backend.
+      The function; it returns arrays of this rank, on every backend.
     """
     fun.__name__ = name
     step = Step(replace(describe(fun, (), (), jit_kwargs), calls=EagerCalls()), jit_kwargs)
@@ -147,10 +148,10 @@ def eager(
 
 
 def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callable[..., T]:
-    """A function of one rank's arrays that may be called in a traced step, and eagerly: then it is a step of its own.
+    """Return a function that may be called in a traced step, or eagerly as a step by itself.
 
-    Keep what this returns: it holds what was compiled, and another one compiles again. `sends` is
-    as in `eager`.
+    Keep the result: it holds the compiled programs, and another one compiles again. `sends` is as
+    in `eager`.
     """
     step = eager(fun, name, sends=sends)
 
@@ -163,7 +164,7 @@ def anywhere(fun: Callable[..., T], name: str, *, sends: bool = False) -> Callab
 
 
 def compiled(fun: Callable[..., T], name: str) -> Callable[..., T]:
-    """As `anywhere`, for a function with loops and branches of its own: called eagerly, it is a step on one rank, too.
+    """Compile a function with loops and branches; called eagerly, it is a step on one rank, too.
 
     Its arguments may have leaves that are no arrays, which are constants of the step.
     """

@@ -46,7 +46,7 @@ def wrapped(
 def checked(
     function: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], backend: Backend
 ) -> Arrays:
-    """The same as `kinds`, of arguments that a program of `backend` can take.
+    """Return `kinds` of the arguments, after checking that `backend` can take them.
 
     Raises:
       TypeError: an argument is no array, or holds values of simulated ranks where none are, with
@@ -65,9 +65,9 @@ def _refuse_per_rank(function: Function, paths: Sequence[tuple[KeyPath, Leaf]]) 
     """Raise a TypeError that names the first value of simulated ranks among the arguments."""
     if stray := [path for path, leaf in paths if is_per_rank(leaf)]:
         raise TypeError(
-            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, the "
-            "values of simulated ranks, and "
-            "this is no `with jaxmpi.simulate(n)`. Pass this rank's own array."
+            f"{function.api}: {argument_name(stray[0])} of {function.title} is a PerRank, which "
+            "holds the values of simulated ranks, and the call is not in a `with "
+            "jaxmpi.simulate(n)`. Pass this rank's array."
         )
 
 
@@ -86,8 +86,8 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
     except (TypeError, AttributeError) as error:
         raise TypeError(
             f"{function.api}: {argument_name(path)} of {function.title} is a "
-            f"{type(leaf).__name__}, and no array or number. "
-            "Name the argument in static_argnames, or take it out."
+            f"{type(leaf).__name__}, and no array or number. Name the argument in "
+            "static_argnames, or leave it out."
         ) from error
     if (
         isinstance(leaf, jax.Array)
@@ -96,15 +96,13 @@ def _struct(function: Function, path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStru
     ):
         raise ValueError(
             f"{function.api}: {argument_name(path)} of {function.title} is a global array of shape "
-            f"{list(shape)}, of which "
-            "each process holds a part. Pass this rank's part, x.addressable_data(0), or build it "
-            "over jax.local_devices()."
+            f"{list(shape)}, of which each process holds a shard. Pass this rank's shard, "
+            "x.addressable_data(0), or build the array over jax.local_devices()."
         )
     if _jaxcompat.is_reference(aval):
         raise TypeError(
             f"{function.api}: {argument_name(path)} of {function.title} is a reference, which "
-            "cannot be an argument. "
-            "Pass its value, ref[...], and return the new one."
+            "cannot be an argument. Pass its value, ref[...], and return the new value."
         )
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 

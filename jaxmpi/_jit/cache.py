@@ -53,7 +53,7 @@ class Programs:
         return program, run, leaves, program.numbers(given)
 
     def _any(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Found:
-        """The same for any arguments; traced where there is no program yet. It is the last from now on."""
+        """Find the program for any arguments, tracing it if it is new, and make it the last one."""
         given, structure = jax.tree.flatten(self._function.dynamic(args, kwargs))
         leaves = wrapped(self._function, args, kwargs, given, self._backend)
         key = self._function.key(leaves, args, kwargs)

@@ -1,4 +1,4 @@
-"""How several ranks run a program that they compare before each call: on every transport but the native one."""
+"""Run a program that the ranks compare before each call: every transport but the native one."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

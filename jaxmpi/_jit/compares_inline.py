@@ -1,4 +1,4 @@
-"""How several ranks run a program whose own messages compare it: the native transport's."""
+"""Run a program whose messages compare it themselves: the native transport."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

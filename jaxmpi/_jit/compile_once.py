@@ -37,7 +37,7 @@ ALONE: Outcome = "compiled", b""  # what a rank says that has no executable for 
 
 
 def shares() -> bool:
-    """Whether the ranks of this job share what they compile.
+    """Return whether the ranks of this job share what they compile.
 
     Not on GPUs, where the compilers of all ranks talk to each other.
     """
@@ -101,7 +101,7 @@ def compile_alone(backend: ProcessGroup, title: str, lowered: Lowered) -> None:
 
 
 def kind() -> dict[str, str]:
-    """What must be equal on ranks that share an executable, in words."""
+    """Describe the machine: the text must be equal on ranks that share an executable."""
     from jaxlib import version
 
     flags = " ".join(sorted(os.environ.get("XLA_FLAGS", "").split()))

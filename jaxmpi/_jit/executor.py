@@ -1,4 +1,4 @@
-"""How several ranks run a program: what both ways to compare it have in common."""
+"""Executor: runs a program on several ranks, with one of two ways to compare it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,9 @@ class Executor(ABC):
         jitted: Jitted,
     ) -> None:
         self._function, self._backend, self._jitted = function, backend, jitted
-        self._programs = Programs(function, backend, _flat_options(options), jitted.announce)
+        self._programs = Programs(
+            function, backend, _flat_options(function.api, options), jitted.announce
+        )
         self._turn, self._ends, self._concurrent = backend.turn, backend.ends, backend.concurrent
         self._checks, self._new = values.wanted(), True
         self._calls = function.calls
@@ -84,7 +86,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _started(self, program: Program, call: Callable[[], PyTree]) -> PyTree:
-        """What `call` returns, which starts the program without an output of ours to wait for."""
+        """Return the result of `call`, which starts the program without an output to wait for."""
 
     def _first(self, program: Program, leaves: Sequence[Leaf]) -> None:
         """Before the first call of a program that communicates, and before each one that does not until then."""
@@ -95,7 +97,7 @@ class Executor(ABC):
         self._new = not program.statement  # at last: what is above may raise
 
     def _is_unseen(self, program: Program) -> bool:
-        """Whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
+        """Return whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
         statement = program.statement
         return bool(
             self._jitted.shares
@@ -131,13 +133,12 @@ class Executor(ABC):
         check_arguments(self._function, args, kwargs)
 
 
-def _flat_options(options: Mapping[str, object]) -> dict[str, object]:
-    """The options of `jax.jit` that don't speak of arguments or outputs."""
+def _flat_options(api: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of `jax.jit` that are not about arguments or outputs."""
     about_arguments = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     if shardings := [name for name in options if name.endswith("shardings")]:
         raise NotImplementedError(
-            f"jaxmpi.jit: {shardings[0]} is not supported on several ranks, where every array is "
-            "on its rank's one device. "
-            "Leave it out."
+            f"{api}: {shardings[0]} is not supported on several ranks, where each rank has one "
+            "device. Leave it out."
         )
     return {name: value for name, value in options.items() if name not in about_arguments}

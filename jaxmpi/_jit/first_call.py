@@ -1,6 +1,6 @@
-"""The first call of a program: its arguments are compared by value, once.
+"""First call of a program: compare the values of its arguments, once.
 
-That finds arguments that are named as equal on all ranks and are not; train state that is equal and
+This finds arguments that are named as equal on all ranks and are not; train state that is equal and
 parts with this call, because a mean was forgotten; and a pmap whose ranks all got the same rows.
 The last two are looked at in the monitors' threads: ranks whose program sends nothing may call it
 at different times, or one alone.
@@ -24,7 +24,7 @@ Sums = Mapping[str, int]  # checksums of inputs by their names, those from outsi
 
 
 def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> None:
-    """Compare what a program is called with for the first time.
+    """Compare the arguments of the first call of a program.
 
     Args:
       backend: the ranks.
@@ -67,22 +67,20 @@ def compare(backend: ProcessGroup, program: Program, leaves: Sequence[Leaf]) -> 
 
 
 def _parting(carried: Carried, names: Sequence[str], everyone: Sequence[Sums]) -> str:
-    """What to say of a call, given all ranks' checksums; "" for nothing."""
+    """Return the warning for a call, given all ranks' checksums; "" for none."""
     return carried.parting(
         [len({of_rank.get(name) for of_rank in everyone}) == 1 for name in names]
     )
 
 
 def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Sums]) -> str:
-    """What to say of a call of a pmap, given all ranks' checksums; "" for nothing."""
+    """Return the warning for a call of a pmap, given all ranks' checksums; "" for none."""
     if any(of_rank != everyone[0] for of_rank in everyone):
         return ""
     return (
-        f"{title}: all {len(everyone)} ranks have called this pmap with the same arguments, "
-        f"{rows[0]} among them, so that each "
-        "computes what the others do. Pass each rank its own rows, by jaxmpi.shard, jaxmpi.batches "
-        "or jaxmpi.rank(): "
-        "jax.process_index() may be 0 on every rank."
+        f"{title}: all {len(everyone)} ranks have called this pmap with equal arguments, such as "
+        f"{rows[0]}, so all compute the same. Pass each rank different rows, by jaxmpi.shard, "
+        "jaxmpi.batches or jaxmpi.rank(): jax.process_index() may be 0 on every rank."
     )
 
 
@@ -92,7 +90,6 @@ def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
         if differs:
             raise RankMismatchError(
                 f"{title}: {argument} is named in replicated_argnums, and {who_has} other values "
-                "than the rest. Make it equal "
-                "before the first step (jaxmpi.synchronize, or for an nnx.BatchStat "
-                "jaxmpi.tree_bcast), or do not name it."
+                "than the other ranks. Make it equal before the first step (jaxmpi.synchronize, or "
+                "for an nnx.BatchStat jaxmpi.tree_bcast), or do not name it."
             )

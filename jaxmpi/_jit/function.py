@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
     names: frozenset[str] = frozenset()
 
     def hold(self, path: KeyPath) -> bool:
-        """Whether a leaf of (args, kwargs) is in one of them."""
+        """Return whether a leaf of (args, kwargs) is in one of them."""
         kind, first = path[0].idx, path[1]
         return first.key in self.names if kind else first.idx in self.nums
 
@@ -56,11 +56,11 @@ class Function:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """Name of the function in errors."""
         return title_of(self.fun)
 
     def replicates(self, path: KeyPath) -> bool:
-        """Whether the leaf of (args, kwargs) at this path is equal on all ranks."""
+        """Return whether the leaf of (args, kwargs) at this path is equal on all ranks."""
         return self.replicated.hold(path) or self.equal_leaf(path)
 
     def dynamic(
@@ -98,7 +98,7 @@ class Function:
     def key(
         self, leaves: Sequence[Leaf], args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> tuple[object, ...]:
-        """What two calls with one structure have in common if they run the same program.
+        """Return a key that is equal for two calls of one structure with the same program.
 
         In the steady state all comparisons of keys are of identity.
         """
@@ -119,8 +119,8 @@ class Function:
             except TypeError as error:
                 raise ValueError(
                     f"{self.api}: static argument {which} of {self.title} is a "
-                    f"{type(value).__name__}, which has no hash. "
-                    "Pass a tuple, or make it an array argument."
+                    f"{type(value).__name__}, which is not hashable. Pass a tuple, or make it an "
+                    "array argument."
                 ) from error
         return avals, x64, [(which, type(value), value) for which, value in values]
 
@@ -157,7 +157,7 @@ def choose_arguments(
 
 
 def is_per_rank(x: object) -> TypeGuard[PerRank]:
-    """Whether every simulated rank has its own."""
+    """Return whether every simulated rank has its own."""
     return isinstance(x, PerRank)
 
 

@@ -114,7 +114,7 @@ class Jitted:
             sys.stderr.write(table(program.function.title, program.entries, self._backend))
 
     def _body(self, *, hide: bool, end: bool = False) -> Callable[..., PyTree]:
-        """What `jax.jit` traces, with the name and the signature of the user's function."""
+        """Return the function that `jax.jit` traces, with the user's name and signature."""
 
         def body(*args: PyTree, **kwargs: PyTree) -> PyTree:
             if not self._alone:

@@ -1,4 +1,4 @@
-"""Flax nnx objects among a function's arguments: what the function changes in them, under a plain `jit`, is lost."""
+"""Find changes of Flax nnx objects that a plain `jit` would lose."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ __all__ = ["is_object", "watch_changes"]
 
 
 def is_object(x: object) -> bool:
-    """Whether this is an nnx Module, Optimizer, Rngs, Metric or Variable."""
+    """Return whether this is an nnx Module, Optimizer, Rngs, Metric or Variable."""
     nnx = sys.modules.get("flax.nnx")  # who has one has imported it
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence[object]], None]:
-    """A function of the outputs' arrays that raises a ValueError if one of the objects was changed, and is not among them."""
+    """Return a check of the outputs: a ValueError if a changed object is not among them."""
     if "flax.nnx" not in sys.modules:
         return lambda outs: None
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=is_object)
@@ -33,12 +33,12 @@ def watch_changes(api: str, title: str, arguments: PyTree) -> Callable[[Sequence
                 if after.get(name, old) is not old and id(after[name]) not in returned
             ]
             if changed:
-                argument = f"argument {first.idx if hasattr(first, 'idx') else first.key}{jax.tree_util.keystr(tuple(rest))}"
+                position = first.idx if hasattr(first, "idx") else first.key
+                argument = f"argument {position}{jax.tree_util.keystr(tuple(rest))}"
                 raise ValueError(
                     f"{api}: {title} changes {argument}{changed[0]} in place, in a "
-                    f"{type(x).__name__} that it does not "
-                    "return: the change would be lost. Use jaxmpi.nn.jit, which keeps it, or "
-                    "return the object."
+                    f"{type(x).__name__} that it does not return: the change would be lost. Use "
+                    "jaxmpi.nn.jit, which keeps it, or return the object."
                 )
 
     return check

@@ -66,17 +66,17 @@ class InPlace(Step):
         return _write_back(objects, super().__call__(*args, **kwargs))
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
-        """As `jax.jit(fun).trace`."""
+        """Trace the function, as `jax.jit(fun).trace`."""
         args, kwargs, _ = _split(args, kwargs)
         return super().trace(*args, **kwargs)
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """As `jax.jit(fun).eval_shape`."""
+        """Return shapes and dtypes of the outputs, as `jax.jit(fun).eval_shape`."""
         args, kwargs, _ = _split(args, kwargs)
         return super().eval_shape(*args, **kwargs)[-1]
 
     def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
-        """What a call with these arguments would do."""
+        """Return the program of a call with these arguments; nothing is sent."""
         args, kwargs, _ = _split(args, kwargs)
         return super().program(*args, **kwargs)
 
@@ -109,9 +109,8 @@ def _pure(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         if parts and left != graph:
             raise ValueError(
                 f"jaxmpi.nn.jit: {pure.__name__} changes the structure of its nnx arguments: it "
-                "adds variables, removes some, "
-                "shares them anew, or changes a static attribute, as model.eval() does. Do that "
-                "outside of the step."
+                "adds, removes or newly shares variables, or changes a static attribute, as "
+                "model.eval() does. Do that outside of the step."
             )
         for key, part in found.items():
             part.state = jax.tree.map(_put_together, part.state, before[key], is_leaf=is_variable)

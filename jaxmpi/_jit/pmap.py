@@ -49,25 +49,25 @@ def pmap(
     """Map a function over the ranks, as `jax.pmap` does over devices.
 
     Every rank passes the rows of its device, `[1, ...]`, and gets its results as `[1, ...]`. In the
-    function a collective over `axis_name` is one over all ranks, as is one over `jaxmpi.AXIS`, and
-    all of `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name,
-    and the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) in the place of
-    those by `jax.process_index()`, which is 0 on every rank of the mpi backend.
+    function, collectives over `axis_name` and over `jaxmpi.AXIS` are over all ranks, and all of
+    `jaxmpi` works as in `jaxmpi.jit`. A program for `jax.pmap` needs two changes: this name, and
+    the rows of this rank (`jaxmpi.shard`, `jaxmpi.batches`, `jaxmpi.rank`) instead of the rows by
+    `jax.process_index()`, which is 0 on every rank of the mpi backend.
 
-    Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` over this
-    rank's one device, as nested pmaps share out the devices.
+    Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` it maps over
+    this rank's one device, because nested pmaps divide the devices.
 
-    **Collective:** as `jaxmpi.jit`.
-    **Communication:** as `jaxmpi.jit`.
+    **Collective:** as in `jaxmpi.jit`.
+    **Communication:** as in `jaxmpi.jit`.
 
     Args:
       fun: the function, of one device's arrays.
       axis_name: any str that is no axis of `jaxmpi.init(axes=...)`.
-      in_axes: for each positional argument, or for parts of it, the axis of length one that is
-        taken away; None, on any level, for arrays without that axis, which must be equal on all
+      in_axes: for each positional argument, or for subtrees of it, the axis of length one that is
+        removed; None, on any level, for arrays without that axis, which must be equal on all
         ranks.
-      out_axes: where the results get that axis; None, on any level, for results without it, which
-        must be equal on all ranks.
+      out_axes: the axis of length one that the results get; None, on any level, for results without
+        it, which must be equal on all ranks.
       static_broadcasted_argnums: positions of arguments that are no arrays, and compared by value.
       devices: `jax.devices()` or `jax.local_devices()`, which change nothing: a rank has one
         device.
@@ -82,10 +82,10 @@ def pmap(
 
     Raises:
       TypeError: `axis_name` is no str.
-      ValueError: when called, an axis that is not of length one, with the argument; devices or an
-        axis size that are not those of the ranks; a result without an axis that may differ between
-        them; and as `jaxmpi.jit`.
-      RankMismatchError: when called, on every rank, as `jaxmpi.jit`.
+      ValueError: when called, for an axis that is not of length one, with the argument; for devices
+        or an axis size that are not those of the ranks; for a result without an axis that may
+        differ between ranks; and as in `jaxmpi.jit`.
+      RankMismatchError: when called, on every rank, as in `jaxmpi.jit`.
 
     >>> import jax, jaxmpi
     >>> step = jaxmpi.pmap(lambda x: jax.lax.pmean(x, "batch"), axis_name="batch")
@@ -98,8 +98,8 @@ def pmap(
         )
     if not isinstance(axis_name, str | None):
         raise TypeError(
-            f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a text, "
-            "such as 'batch'."
+            f"pmap: axis_name is {axis_name!r}, of type {type(axis_name).__name__}. Pass a "
+            "string, such as 'batch'."
         )
     static, donated = _as_tuple(static_broadcasted_argnums), _as_tuple(donate_argnums)
     axes = Axes(axis_name, in_axes, out_axes, frozenset(static))
@@ -150,7 +150,7 @@ class Axes(NamedTuple):
     static: frozenset[int]
 
     def argument_has_none(self, path: KeyPath) -> bool:
-        """Whether the leaf of (args, kwargs) at this path has no mapped axis."""
+        """Return whether the leaf of (args, kwargs) at this path has no mapped axis."""
         by_name, argument, *rest = path
         if by_name.idx:
             return False
@@ -158,7 +158,7 @@ class Axes(NamedTuple):
         return _has_none(axes, tuple(rest))
 
     def output_has_none(self, path: KeyPath) -> bool:
-        """Whether the leaf of the results at this path gets no axis."""
+        """Return whether the leaf of the results at this path gets no axis."""
         return _has_none(self.outs, path)
 
 
@@ -167,7 +167,7 @@ def _as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def _has_none(axes: Any, path: KeyPath) -> bool:
-    """Whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
+    """Return whether a tree of axes has None at a path, or above it: a None stands for all leaves below."""
     for above, axis in flatten_with_path(axes, is_leaf=lambda x: x is None)[0]:
         if axis is None and path[: len(above)] == above:
             return True
@@ -191,17 +191,17 @@ def _check(
         )
     if axis_size not in (None, size, jax.device_count()):
         raise ValueError(
-            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave it out, or "
+            f"pmap: axis_size is {axis_size}, but there are {size} ranks. Leave axis_size out, or "
             "pass jaxmpi.size()."
         )
     if devices is not None and {*devices} not in ({*jax.devices()}, {*jax.local_devices()}):
         raise ValueError(
-            f"pmap: devices are {[*devices]}, and a pmap is over all ranks, of which this one has "
-            f"{here}. Leave them out."
+            f"pmap: devices are {[*devices]}, but a pmap is over all ranks, and this rank has "
+            f"{here}. Leave devices out."
         )
     if platform is not None and jax.local_devices(backend=platform)[0] != here:
         raise ValueError(
-            f"pmap: backend is {platform!r}, and this rank computes on {here}. Leave it out."
+            f"pmap: backend is {platform!r}, but this rank computes on {here}. Leave backend out."
         )
 
 
@@ -241,8 +241,7 @@ def _axes_of_arguments(title: str, axes: Axes, args: Sequence[PyTree]) -> list[i
     if isinstance(ins, tuple | list) and len(ins) != len(args):
         raise ValueError(
             f"pmap: in_axes {ins} are {len(ins)} axes, and {title} got {len(args)} positional "
-            "arguments. Pass one for each, or "
-            "one number for all."
+            "arguments. Pass one axis for each, or one number for all."
         )
     each = tuple(ins) if isinstance(ins, tuple | list) else (ins,) * len(args)
     out: list[int | None] = []
@@ -266,7 +265,7 @@ def _of_leaves(what: str, axes: Any, tree: PyTree) -> list[int | None]:
     except ValueError:
         raise ValueError(
             f"pmap: {what}, {axes}, do not have the structure {jax.tree.structure(tree)}. Pass one "
-            "axis for all of it, or a tree that ends where its parts have one axis each."
+            "axis for all of it, or a tree of axes that is a prefix of this structure."
         ) from None
     return out
 
@@ -291,8 +290,7 @@ def _row(title: str, path: KeyPath, x: jax.Array, axis: int | None) -> jax.Array
         advice = "Pass this rank's rows, jaxmpi.shard(x)[:][None], or x[None] if x has them only."
     raise ValueError(
         f"pmap: {argument_name(path)} of {title} has shape {list(shape)}, and axis {axis} must be "
-        "1: a rank has one device. "
-        f"{advice}"
+        f"1: a rank has one device. {advice}"
     )
 
 
@@ -337,8 +335,7 @@ def _explain(error: NameError, title: str, name: str | None) -> None:
     axis = params.get("axis_name", "another axis")
     raise NameError(
         f"pmap: {collective} at {at or 'a line of a library'} is over the axis {axis!r}, and the "
-        f"pmap of {title} {has}. "
-        f"Name the same axis in both, or jaxmpi.AXIS in the collective."
+        f"pmap of {title} {has}. Name the same axis in both, or jaxmpi.AXIS in the collective."
     ) from error
 
 

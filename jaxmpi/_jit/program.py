@@ -30,7 +30,7 @@ Run: TypeAlias = Callable[[Sequence[Leaf]], tuple[jax.Array, PyTree]]
 
 @dataclass(eq=False)
 class Program:
-    """What a function does for one kind of arguments."""
+    """Program of a function for arguments of certain shapes and dtypes."""
 
     function: Function
     # of the arguments' arrays to the outputs', for `jax.jit`
@@ -58,11 +58,11 @@ class Program:
 
     @property
     def statement(self) -> compare.Statement | None:
-        """What this rank is about to do; None where the ranks have nothing to agree on."""
+        """Statement that the ranks compare; None if the program sends nothing."""
         return self.signature.statement
 
     def numbers(self, leaves: Sequence[Leaf]) -> list[str]:
-        """What Python and NumPy know of the arguments that must be equal on all ranks, such as the number of a step.
+        """Return the Python and NumPy numbers that must be equal on all ranks, such as a step count.
 
         Those that are numbers of JAX may not be known yet.
         """
@@ -108,7 +108,7 @@ class Program:
 
 
 def _taker(indices: Sequence[int]) -> Callable[[Sequence[T]], Sequence[T]]:
-    """What takes these out of a list; mostly they are its first or its last."""
+    """Return a function that selects these from a list; mostly its first or last ones."""
     if list(indices) == list(range(min(indices, default=0), max(indices, default=-1) + 1)):
         return itemgetter(slice(min(indices, default=0), max(indices, default=-1) + 1))
     return itemgetter(*indices)

@@ -30,7 +30,7 @@ class _Stage:
 
 
 class Traced(_Stage):
-    """What `Step.trace` returns: a `jax.stages.Traced` that leads to a `Lowered`.
+    """Result of `Step.trace`: a `jax.stages.Traced` whose `lower` returns a `Lowered`.
 
     Args:
       stage: JAX's.
@@ -52,7 +52,7 @@ class Traced(_Stage):
 
 
 class Lowered(_Stage):
-    """What `Step.lower` returns: a `jax.stages.Lowered` that leads to a `Compiled`."""
+    """Result of `Step.lower`: a `jax.stages.Lowered` whose `compile` returns a `Compiled`."""
 
     def compile(self, *args: object, **kwargs: object) -> "Compiled":
         """Compile it; nothing is sent."""
@@ -60,7 +60,7 @@ class Lowered(_Stage):
 
 
 class Compiled(_Stage):
-    """What `Lowered.compile` returns: a `jax.stages.Compiled` that the ranks compare before each call."""
+    """Result of `Lowered.compile`: a `jax.stages.Compiled` that the ranks compare at each call."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Compare, and run."""

@@ -1,4 +1,4 @@
-"""What `jaxmpi.jit` returns."""
+"""`Step`: the callable that `jaxmpi.jit` returns."""
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
@@ -48,12 +48,12 @@ class Step:
         return self if instance is None else MethodType(self, instance)
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
-        """As `jax.jit(fun).lower`: nothing is sent, neither here nor by `compile`."""
+        """Lower the function, as `jax.jit(fun).lower`; neither this nor `compile` communicates."""
         self._on()
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
-        """As `jax.jit(fun).trace`, of the program that this backend runs."""
+        """Trace the program that this backend runs, as `jax.jit(fun).trace`."""
         self._on()
         if (stage := self._jitted.trace_local(args, kwargs)) is not None:
             return Traced(stage, partial(self._run_compiled, None), lambda _: None)
@@ -66,7 +66,7 @@ class Step:
         return Traced(stage, partial(self._run_compiled, program), program.lowered_to)
 
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """As `jax.jit(fun).eval_shape`."""
+        """Return shapes and dtypes of the outputs, as `jax.jit(fun).eval_shape`."""
         self._on()
         return self._plain.eval_shape(*args, **kwargs)
 
@@ -75,12 +75,12 @@ class Step:
         self._backend = self._executor = None
 
     def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
-        """What a call with these arguments would do; nothing is sent or compiled."""
+        """Return the program of a call with these arguments; nothing is sent or compiled."""
         self._on()
         return self._jitted.build(*self._wrapped(args, kwargs))
 
     def _on(self) -> None:
-        """Begin anew for the backend in use, where that is another one."""
+        """Rebuild the jitted function if the active backend changed."""
         backend = session.current("jaxmpi.jit")
         if backend is self._backend:
             return
@@ -97,7 +97,7 @@ class Step:
         self._backend = backend  # at last: another thread may be calling
 
     def _inside(self) -> Callable[..., PyTree]:
-        """What runs where the caller is traced, too."""
+        """Return the function for a caller that is traced itself."""
         if _axis.bound():  # by a jaxmpi.jit around this one, which treats the collectives
             return jax.jit(self._function.fun, **self._options)
         backend = self._backend
@@ -107,10 +107,9 @@ class Step:
         if backend.nests:  # other programs may stand beside this one: the effect keeps the order
             return self._jitted.nested
         raise RuntimeError(
-            f"{self._function.title}, a jaxmpi.jit, was called inside of jax.jit, jax.grad or "
-            "another transformation, which "
-            f"the {backend.name} backend does not support. Put the transformation inside of the "
-            "jaxmpi.jit."
+            f"{self._function.api}: {self._function.title} was called inside of jax.jit, jax.grad "
+            f"or another transformation, which the {backend.name} backend does not support. Put "
+            f"the transformation inside of the {self._function.api}."
         )
 
     def _run_compiled(

@@ -1,28 +1,37 @@
-"""What `jaxmpi.jit` makes of a traced function, step by step.
+"""Lowering: from a traced function to the program that XLA compiles, step by step.
 
-trace          trace the function once, with the axis bound, and open the calls that contain a
-collective exact_updates  updates that lead to a given value, bit by bit
-named_axes     equations over named axes, as equations over all ranks in groups
-batched_while  loops under vmap whose lanes end on their own
-classify       what an equation has to do with the ranks
-refuse         which equations are refused, and in which words
-translate      which collective an equation is
-rank_classes   on which ranks a value is the same
-replication    which values differ between the ranks
-forgotten_mean train state that parts between the ranks because a mean was forgotten
-across_elements shards whose next value depends on more than their own elements
-combine        which collectives travel together
-piggyback      which numbers share the message of another collective
-ahead          which messages are taken in a later call of the program
-buckets        which messages overlap with computation, and in which pieces
-dependency     values that XLA computes after others
-fuse_mean      a sum, its division and its bf16 conversions as one mean
-summary        what will be sent, for `explain`
-costs          how many bytes and seconds that takes
-control_slice  which computations control what is sent, and must be the same on all ranks
-text           equations as text
-signature      of all these, what the ranks compare
-order_loops    loops that communicate, in one order with what is sent beside them
-rewrite        put a backend's collectives in the place of JAX's, in scan, while and cond, too
-lower          what `jax.jit` compiles
+Trace:
+trace           trace the function once, with the axis bound, and open calls with collectives
+exact_updates   updates that lead to a given value, bit by bit
+named_axes      equations over named axes, as equations over all ranks in groups
+batched_while   loops under vmap, in which each lane ends by itself
+classify        the kind of an equation: local, collective, a loop or call with one
+refuse          errors for collectives that are not supported
+translate       the collective of an equation
+
+Analyze:
+rank_classes    classes of ranks on which a value is equal
+replication     values that may differ between the ranks
+forgotten_mean  train state that starts to differ because a mean was forgotten
+across_elements optimizers that combine several elements of a shard
+
+Plan messages:
+combine         collectives that travel in one message
+piggyback       numbers that share the message of another collective
+ahead           messages that a later call of the program receives
+buckets         messages that overlap with computation
+dependency      values that XLA computes after others
+fuse_mean       a sum, its division and its bf16 conversions as one mean
+
+Explain and compare:
+summary         the collectives of a program, for `explain`
+costs           their bytes and seconds, and the table of `explain`
+control_slice   the computations that control messages, and must be equal on all ranks
+text            equations as text
+signature       the facts that the ranks compare
+
+Compile:
+order_loops     loops with collectives, in one order with other messages
+rewrite         a backend's collectives for JAX's, in scan, while and cond, too
+lower           the function that `jax.jit` compiles
 """

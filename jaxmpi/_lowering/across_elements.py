@@ -1,4 +1,4 @@
-"""Shards whose next value depends on all numbers of an array, of which this rank has a part: an optimizer that cannot work so.
+"""Find optimizers that combine several elements of an array, which is wrong on a shard.
 
 An elementwise optimizer, such as Adam, does with shards what it does with arrays. One that forms a
 norm, or looks at rows, gets the norm of a shard, and would be wrong without an error. A value mixes
@@ -53,7 +53,7 @@ MOVES = {
 
 
 class Value(NamedTuple):
-    """What is known of a value."""
+    """Facts about a value."""
 
     shard: bool = False  # whether it is made of shards, element by element
     # what has mixed the elements of a shard that it depends on, and the calls around that
@@ -72,16 +72,18 @@ def check_shards(
     outs: Sequence[KeyPath],
     captured: int,
     axes: Mapping[str, int],
+    api: str,
 ) -> None:
-    """Raise a ValueError if the shard of an output depends on all elements of this rank's shard of some array.
+    """Raise a ValueError if a shard in an output depends on several elements of a shard.
 
     Args:
-      title: of the program.
+      title: the name of the program.
       jaxpr: of `trace.trace`, whose first `captured` inputs are arrays from outside.
       ins: the paths of the arguments' arrays.
       outs: those of the outputs.
       captured: how many there are.
       axes: the names of the ranks and their sizes.
+      api: the function of jaxmpi that the user called, for the error.
     """
     if not any(map(in_shard, outs)):
         return
@@ -96,14 +98,12 @@ def check_shards(
                 filter(None, map(_jaxcompat.source_place, value.mixed)), "a line of a library"
             )
             raise ValueError(
-                f"jaxmpi.jit: {output_name(path[:-1])} of {title} is a shard, and depends on "
-                f"{_name(value.mixed)}, which "
-                f"looks at more than one element of an array ({value.mixed[0].primitive.name} at "
-                f"{where}) and sees this rank's "
-                "shard only. Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and "
-                "jaxmpi.clip_by_global_norm in "
-                "the place of optax's; or keep whole parameters with jaxmpi.sharded(inner), which "
-                "takes any optimizer."
+                f"{api}: {output_name(path[:-1])} of {title} is a shard, and depends on "
+                f"{_name(value.mixed)}, which combines several elements of an array "
+                f"({value.mixed[0].primitive.name} at {where}) but gets this rank's shard only. "
+                "Use an elementwise optimizer, such as Adam, AdamW, Lion or SGD, and "
+                "jaxmpi.clip_by_global_norm instead of optax's; or keep whole parameters with "
+                "jaxmpi.sharded(inner), which takes any optimizer."
             )
 
 
@@ -113,14 +113,14 @@ def _of_shard(axis: Axis, sizes: Sizes) -> Value:
 
 @cache
 def _groups(axis: tuple[str, ...], sizes: Sizes) -> Groups:
-    """Those along an axis; that of all ranks, where the ranks do not have it."""
+    """Return the groups along an axis; one group of all ranks if they do not have the axis."""
     axes = dict(sizes)
     return groups_along(axes, axis if {*axis} <= {*axes} else (AXIS,))
 
 
 @cache
 def _covers(groups: Sequence[Sequence[int]] | None, parts: Groups) -> bool:
-    """Whether each of `parts` is within one of the groups; without groups, all ranks are one."""
+    """Return whether each of `parts` is within one of the groups; without groups, all ranks are one."""
     if not groups:
         return True
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}
@@ -199,7 +199,7 @@ def _outs(eqn: JaxprEqn, xs: list[Value], sizes: Sizes) -> list[Value]:
 
 
 def _called(eqn: JaxprEqn, xs: list[Value], outs: list[Value]) -> list[Value]:
-    """The results of what an equation contains; what has mixed elements there, it has done within this equation."""
+    """Return the results of an equation's inner program, with the equation as the caller."""
     before = [x.mixed for x in xs]
     return [
         y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs
@@ -218,6 +218,6 @@ def _loop(
 
 
 def _joined(values: Sequence[Value]) -> Value:
-    """What is known of a value that follows from these, element by element."""
+    """Return the facts about a value that is computed from these, element by element."""
     over = frozenset[Groups]().union(*(x.over for x in values))
     return Value(any(x.shard for x in values), next((x.mixed for x in values if x.mixed), ()), over)

@@ -24,7 +24,7 @@ Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alon
 
 
 def batched_predicate(eqn: JaxprEqn) -> bool:
-    """Whether it is a while_loop that communicates, with a predicate for each lane of a vmap."""
+    """Return whether it is a while_loop that communicates, with a predicate for each lane of a vmap."""
     if eqn.primitive.name != "while":
         return False
     inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])

@@ -1,4 +1,4 @@
-"""Which messages of a round travel while the program computes, and in which pieces.
+"""Buckets: the messages of a round that travel while the program computes.
 
 A message is started when its arrays are there, and waited for at the end of the round. It is worth
 that where the program has something to compute meanwhile, which these arrays do not need: for the
@@ -66,7 +66,7 @@ class Messages(NamedTuple):
         ]
 
     def counts(self, group: Group) -> tuple[int, int]:
-        """Of a group: its messages that are started, and those of them beside which the program computes something."""
+        """Return how many messages of a group are started, and how many overlap with computation."""
         mine = [bucket for bucket in self.started if bucket.group is group]
         return len(mine), sum(bucket.ready < self.busy_until for bucket in mine)
 
@@ -78,7 +78,7 @@ class _Beside(NamedTuple):
 
 
 def messages_of(level: Level, jaxpr: AnyJaxpr, overlap: Overlap | None) -> Messages:
-    """How the groups of a round are sent.
+    """Return the messages of the groups of a round.
 
     Args:
       level: the round.
@@ -180,7 +180,7 @@ def _beside(
     takers: Mapping[Var, set[str]],
     overlap: Overlap,
 ) -> _Beside:
-    """What a round computes beside what the buckets need.
+    """Return the computation of a round that the buckets do not need.
 
     It is worth a message where it has a product, convolution or loop, or is large beside the
     message. The values are those that can be parted from what follows without XLA rounding that in
@@ -252,7 +252,7 @@ def _bytes_of(v: Atom) -> int:
 
 
 def _is_parted(v: Var) -> bool:
-    """Whether XLA keeps a value as it is between two loops; those of 16 bits it may keep in 32 within one."""
+    """Return whether XLA keeps a value as it is between two loops; those of 16 bits it may keep in 32 within one."""
     return getattr(v.aval, "dtype", None) in (
         jnp.float32,
         jnp.float64,

@@ -1,4 +1,4 @@
-"""What an equation of a traced function has to do with the ranks."""
+"""Classify the equations of a traced function: local, collective, a loop or call with one."""
 
 from collections.abc import Callable, Container, Iterator
 from functools import cache
@@ -91,7 +91,7 @@ def callee(eqn: JaxprEqn, operands: list[T]) -> tuple[AnyJaxpr, list[T]]:
 def map_subjaxprs(
     eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]
 ) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
-    """Those parameters that hold jaxprs, with `function` applied to each jaxpr."""
+    """Return the parameters that hold jaxprs, with `function` applied to each jaxpr."""
     changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
     for name, value in eqn.params.items():
         if hasattr(value, "eqns"):
@@ -102,7 +102,7 @@ def map_subjaxprs(
 
 
 def kind(eqn: JaxprEqn) -> str:
-    """How an equation has to be treated: "", "index", "collective", "ahead", "bcast", "call" or "loop".
+    """Return the kind of an equation: "", "index", "collective", "ahead", "bcast", "call", "loop".
 
     "" is local; "ahead" starts a message for a later call; a call or a loop contains a collective.
 
@@ -132,8 +132,8 @@ def kind(eqn: JaxprEqn) -> str:
         return "loop"
     over = ", ".join(map(repr, sorted({*axis_names(eqn), *_names_inside(eqn)}))) or repr(AXIS)
     raise NotImplementedError(
-        f"jaxmpi.jit: {name} at {line(eqn)} communicates over {over}, which is not supported. "
-        f"Move the collective out of it, or use {', '.join((*REDUCE, *MOVE))}."
+        f"{name} at {line(eqn)} communicates over {over}, which is not supported. Move the "
+        f"collective out of it, or use one of {', '.join((*REDUCE, *MOVE))}."
     )
 
 
@@ -144,17 +144,17 @@ def kinds(jaxpr: AnyJaxpr) -> dict[int, str]:
 
 
 def has_collective(jaxpr: AnyJaxpr) -> bool:
-    """Whether anything in it has to do with the ranks."""
+    """Return whether anything in it has to do with the ranks."""
     return bool(kinds(jaxpr))
 
 
 def communicates(eqn: JaxprEqn) -> bool:
-    """Whether it sends something, or contains what does; this rank's number alone is no message."""
+    """Return whether it sends something, or contains what does; this rank's number alone is no message."""
     return kind(eqn) in ("collective", "ahead") or any(map(_sends, subjaxprs(eqn)))
 
 
 def calls_python(eqn: JaxprEqn) -> bool:
-    """Whether it asks the host, or contains what does."""
+    """Return whether it asks the host, or contains what does."""
     return _is_of_host(eqn.primitive.name) or any(map(_asks_host, subjaxprs(eqn)))
 
 
@@ -169,7 +169,7 @@ def _is_of_host(name: str) -> bool:
 
 @_jaxcompat.kept_with_jaxpr
 def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
-    """Of the axes that are used in it."""
+    """Return the names of the axes that are used in a jaxpr."""
     return frozenset(
         name
         for eqn in _jaxcompat.parts(jaxpr)[0].eqns
@@ -178,7 +178,7 @@ def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
 
 
 def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
-    """The same, of what an equation contains; a mesh binds its own."""
+    """Return the names of the axes used inside an equation; a mesh binds its axes itself."""
     names = frozenset[str]().union(*map(_names, subjaxprs(eqn)))
     return names & {AXIS} if eqn.primitive.name in MESHES else names
 
@@ -202,7 +202,10 @@ def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
 
 
 def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The named axes that an equation itself is over, in its order: of the ranks, as those of a `vmap` inside are numbers."""
+    """Return the named axes that an equation is over, in its order.
+
+    They are axes of the ranks: an axis of a `vmap` inside is a number.
+    """
     if eqn.primitive.name in MESHES:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -223,11 +226,11 @@ def line(eqn: JaxprEqn) -> str:
 
 
 def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:
-    """Whether an equation only computes, from literals and from variables that are `known`."""
+    """Return whether an equation only computes, from literals and from variables that are `known`."""
     operands = all(isinstance(v, Literal) or v in known for v in eqn.invars)
     return operands and not other_effects(eqn) and not calls_python(eqn)
 
 
 def other_effects(eqn: JaxprEqn) -> bool:
-    """Whether it has effects beyond the axis: callbacks, prints, references."""
+    """Return whether it has effects beyond the axis: callbacks, prints, references."""
     return any(not _jaxcompat.is_axis_effect(effect) for effect in eqn.effects)

@@ -1,4 +1,4 @@
-"""Which collectives of a program travel together.
+"""Combine collectives of a program into messages.
 
 A value's level is the number of rounds of communication that it depends on. All collectives of one
 level and of one kind are independent of each other, so they become one call: the mean of a tree of

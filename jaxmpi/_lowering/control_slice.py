@@ -1,4 +1,4 @@
-"""Which equations and literals must be equal on all ranks, as text that the ranks compare.
+"""Control slice: the equations and literals that must be equal on all ranks, as text.
 
 A Python number in a traced function is a literal, and may be another one on each rank. Three kinds
 of values must follow from the same computation on every rank: the predicates of loops and branches
@@ -139,7 +139,7 @@ def _through(eqn: JaxprEqn, outs: list[bool]) -> Slice:
 
 
 def _turns(body: AnyJaxpr, outs: list[bool], consts: int, carry: int) -> Slice:
-    """The same for a loop, whose state depends on that of the turn before."""
+    """Return the control slice of a loop, whose state depends on the iteration before."""
     while True:
         ins, lines = _behind_outputs(body, outs)
         after = [a or b for a, b in zip(outs[:carry], ins[consts : consts + carry], strict=True)]

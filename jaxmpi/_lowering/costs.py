@@ -1,4 +1,4 @@
-"""What the collectives of a program cost: messages and bytes, counted."""
+"""Cost of the collectives of a program in messages and bytes, and the table of `explain`."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["Cost", "Speed", "cost", "table"]
 
 
 class Cost(NamedTuple):
-    """Of one time that an entry is carried out, on each rank."""
+    """Cost of an entry each time it is carried out, on each rank."""
 
     messages: int  # calls of MPI, or of XLA's collective
     sent_bytes: float  # with the best of the known algorithms
@@ -22,14 +22,14 @@ class Cost(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Of messages between these ranks, as measured: of one array each, and of many in one."""
+    """Measured speed of messages between these ranks, of one array and of many."""
 
     sent_bytes: Sequence[float]
     seconds: Sequence[float]  # of a message of so many bytes
     array_seconds: float = 0.0  # for each further array
 
     def seconds_of(self, cost: Cost) -> float:
-        """What a cost should take: on the lines between what was measured, of a message of so many bytes, and on the last."""
+        """Return the seconds that a cost should take, interpolated between measured messages."""
         if not cost.messages:
             return 0.0
         size = cost.sent_bytes / cost.messages
@@ -40,7 +40,7 @@ class Speed(NamedTuple):
 
 
 def cost(entry: Entry, backend: Backend) -> Cost:
-    """What an entry costs on the ranks of `backend`."""
+    """Return the cost of an entry on the ranks of `backend`."""
     call, arrays = entry.call, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in entry.arrays]
     if not backend.connects(call):
         call, arrays = of_all(call, arrays, backend.place.size)
@@ -59,13 +59,13 @@ def table(
     backend: Backend,
     seconds: Callable[[Cost], float] | None = None,
 ) -> str:
-    """The entries and their costs, as lines of text.
+    """Return the entries and their costs as lines of text.
 
     Args:
-      title: of the program.
-      entries: of `summary`.
+      title: the name of the program.
+      entries: the entries of `summary`.
       backend: the ranks.
-      seconds: what a cost takes; without it that column is left out.
+      seconds: returns the seconds of a cost; without it that column is left out.
     """
     ranks = f"{backend.place.size} rank{'s' * (backend.place.size > 1)} ({backend.name})"
     if not entries:
@@ -80,7 +80,7 @@ def table(
         )
         took = f"{seconds(each):.1e}" if seconds else ""
         times = "?" if entry.times is None else str(entry.times)
-        beside = f" ({entry.beside} beside computation)" if entry.beside else ""
+        beside = f" ({entry.beside} overlapped with computation)" if entry.beside else ""
         rows.append(
             (
                 entry.name,
@@ -106,7 +106,7 @@ def table(
             _bytes(sent),
             str(messages),
             "",
-            "without those of unknown times" * (len(known) < len(rows) - 1),
+            "without the collectives of unknown times" * (len(known) < len(rows) - 1),
             total,
         )
     )

@@ -24,7 +24,7 @@ def token_of(before: Iterable[jax.Array], token: ArrayLike = 0) -> jax.Array:
 
 
 def depending_on(token: jax.Array, xs: Sequence[ArrayLike]) -> list[jax.Array]:
-    """The same numbers, ready once a token is."""
+    """Return the numbers unchanged, but available only once a token is."""
     never = (token * token & 3) == 2  # no square is 2 modulo 4, which XLA does not know
     return [lax.select(never, jnp.zeros_like(x), x) for x in xs]
 

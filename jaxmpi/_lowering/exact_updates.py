@@ -123,13 +123,13 @@ def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
 
 @_jaxcompat.kept_with_jaxpr
 def has_updates(jaxpr: AnyJaxpr) -> bool:
-    """Whether a program has an update to a given value, in its loops and calls, too."""
+    """Return whether a program has an update to a given value, in its loops and calls, too."""
     eqns = _jaxcompat.parts(jaxpr)[0].eqns
     return any(is_update(eqn) or any(map(has_updates, subjaxprs(eqn))) for eqn in eqns)
 
 
 def is_update(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of `update_to`."""
+    """Return whether an equation is a call of `update_to`."""
     return eqn.params.get("name") == NAME and "jaxpr" in eqn.params
 
 
@@ -233,7 +233,7 @@ class _Edited:
         return total
 
     def _is_zero(self, v: Atom) -> bool:
-        """Whether a value is a constant 0."""
+        """Return whether a value is a constant 0."""
         if isinstance(v, Literal):
             return bool(np.all(np.asarray(v.val) == 0))
         maker = self._made_by.get(_origin(v, self._made_by))
@@ -244,7 +244,7 @@ class _Edited:
         )
 
     def _same(self, x: Var, y: Atom) -> bool:
-        """Whether two values are one, before identities."""
+        """Return whether two values are one, before identities."""
         return not isinstance(y, Literal) and _origin(x, self._made_by) is _origin(y, self._made_by)
 
 
@@ -263,7 +263,7 @@ def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
 
 
 def _loses_nothing(eqn: JaxprEqn) -> bool:
-    """Whether an equation converts floats to floats of as many bits or more."""
+    """Return whether an equation converts floats to floats of as many bits or more."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
     with jax.numpy_dtype_promotion("standard"):  # as in `widest`
         return bool(jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new)

@@ -1,4 +1,4 @@
-"""Find train state that is equal on all ranks before a call and may differ after it: a mean was forgotten.
+"""Find a forgotten mean: train state that is equal on all ranks before a call and not after it.
 
 An output is carried where an argument has the same path, shape and dtype, and the output is that
 argument plus something, as a parameter is plus its update. Whether it was equal on all ranks is
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 class Carried:
-    """The outputs of a program that may differ between the ranks after a call, though their inputs were equal."""
+    """Outputs of a program that may differ between ranks after a call with equal inputs."""
 
     def __init__(self, title: str, jaxpr: AnyJaxpr, pairs: Sequence[Pair]) -> None:
         self._title, self._jaxpr, self._pairs = title, jaxpr, pairs
@@ -62,7 +62,7 @@ class Carried:
         outs: Sequence[KeyPath],
         captured: int,
     ) -> "Carried | None":
-        """What may be found when the program runs; None where nothing can be.
+        """Return the outputs to watch when the program runs; None if there are none.
 
         Args:
           title: of the program.
@@ -87,13 +87,17 @@ class Carried:
 
     @property
     def digest(self) -> str:
-        """The same on ranks with the same program."""
+        """A digest of the program, equal on ranks with the same program."""
         text, (inner, _) = Text(self._jaxpr), _jaxcompat.parts(self._jaxpr)
         lines = [text.equation(eqn, shapes=False) for eqn in inner.eqns]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
     def parting(self, equal: Sequence[bool]) -> str:
-        """What to say of a call, given which inputs, those from outside first, were `equal` on all ranks; "" for nothing."""
+        """Return the warning for a call, "" for none.
+
+        Args:
+          equal: which inputs, arrays from outside first, were equal on all ranks.
+        """
         varies = _may_differ(self._jaxpr, [not same for same in equal])
         names = list(
             dict.fromkeys(
@@ -105,19 +109,20 @@ class Carried:
         more = f" and {len(names) - SHOWN} more outputs" if len(names) > SHOWN else ""
         return (
             f"{self._title}: output {', '.join(names[:SHOWN])}{more} may differ between the ranks "
-            "from this call on, and was "
-            "equal on all of them before. If it is trained, average the gradients "
-            "(jaxmpi.distributed, jaxmpi.tree_allreduce). "
-            "If each rank is to have its own, such as a sum over its batches, put it into a "
-            "jaxmpi.PerRankState, or in nnx "
-            "into an nnx.BatchStat."
+            "from this call on, and was equal on all of them before. If it is trained, average the "
+            "gradients (jaxmpi.distributed, jaxmpi.tree_allreduce). If it should differ, such as a "
+            "sum over the batches of a rank, put it into a jaxmpi.PerRankState, or in nnx into an "
+            "nnx.BatchStat."
         )
 
 
 def pairs(
     jaxpr: AnyJaxpr, ins: Sequence[KeyPath], outs: Sequence[KeyPath], captured: int
 ) -> list[Pair]:
-    """The inputs and outputs with the same path, shape and dtype; the arguments as in `Carried.find`."""
+    """Return the pairs of an input and an output with the same path, shape and dtype.
+
+    The arguments are those of `Carried.find`.
+    """
     inner, _ = _jaxcompat.parts(jaxpr)
     by_path = _by_path(ins, captured)
     kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
@@ -132,7 +137,10 @@ def pairs(
 
 
 def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[int]]:
-    """The inputs by what follows the position of their argument in their paths; an array alone has its position."""
+    """Return the inputs by their paths without the position of the argument.
+
+    An argument that is one array has its position.
+    """
     found: dict[Hashable, list[int]] = {}
     for i, path in enumerate(ins, captured):
         rest = tuple(map(str, path[2:])) or path[1]
@@ -142,7 +150,7 @@ def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[in
 
 
 def _names(path: KeyPath) -> list[Hashable]:
-    """What an output may be found under: it stands in a tuple, or is returned alone."""
+    """Return the paths that an output may have as an input: alone, or without the tuple."""
     alone = tuple(map(str, path)) or jax.tree_util.SequenceKey(0)
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
@@ -152,7 +160,7 @@ def _may_differ(jaxpr: AnyJaxpr, ins: Sequence[bool]) -> list[bool]:
 
 
 def _added(jaxpr: AnyJaxpr, ins: Sequence[Sources]) -> list[Sources]:
-    """Of each output, the inputs that it is the sum of, with whatever else."""
+    """For each output, return the inputs that are added into it."""
     inner, _ = _jaxcompat.parts(jaxpr)
     known: dict[Var, Sources] = dict(zip(inner.invars, ins, strict=True))
 
@@ -196,7 +204,7 @@ def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
 
 
 def _loop(body: AnyJaxpr, consts: list[Sources], state: list[Sources]) -> list[Sources]:
-    """Of the carry of a loop, what every turn adds to."""
+    """For each carry of a loop, return the inputs that every iteration adds to."""
     count = len(_jaxcompat.parts(body)[0].invars)  # what is scanned over, too
     while True:
         outs = _added(body, [*consts, *state, *[NONE] * (count - len(consts) - len(state))])[

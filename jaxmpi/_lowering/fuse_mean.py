@@ -99,7 +99,7 @@ def _is_short(y: Var) -> bool:
 
 
 def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
-    """Whether it divides a float y by the number of ranks."""
+    """Return whether it divides a float y by the number of ranks."""
     if (
         eqn.primitive.name != "div"
         or eqn.invars[0] is not y
@@ -111,7 +111,7 @@ def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    """Whether it makes float32 of a short float."""
+    """Return whether it makes float32 of a short float."""
     return eqn.primitive.name == "convert_element_type" and (
         eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
     )

@@ -94,7 +94,7 @@ def _on_mpi(
     def known(
         f: Callable[Concatenate[Collective, P], T],
     ) -> Callable[Concatenate[Collective, P], T]:
-        """The same, of messages that know which program they are part of, and which of its messages they are."""
+        """Return a function whose messages know their program, and their index in it."""
 
         def sent(call: Collective, /, *rest: P.args, **named: P.kwargs) -> T:
             return f(call._replace(fingerprint=fingerprint, place=next(places)), *rest, **named)
@@ -124,9 +124,9 @@ def _on_mpi(
         return _jaxcompat.as_function(program)
     if not _jaxcompat.can_hide_effects():
         warnings.warn(
-            f"jaxmpi.jit does not know jax {jax.__version__}: its programs are right, but calls of "
-            "them are dispatched more "
-            f"slowly. Update jaxmpi, or use one of jax {', '.join(_jaxcompat.TESTED)}.",
+            f"This jaxmpi was not tested with jax {jax.__version__}: results are right, but calls "
+            "of programs are dispatched more slowly. Update jaxmpi, or use one of jax "
+            f"{', '.join(_jaxcompat.TESTED)}.",
             stacklevel=2,
         )
         return _jaxcompat.as_function(program)
@@ -134,7 +134,7 @@ def _on_mpi(
 
 
 def _compares_itself(entries: Sequence[Entry], backend: Backend) -> bool:
-    """Whether the first message is unconditional and goes to all ranks, which compare the program with it."""
+    """Return whether the first message is unconditional and goes to all ranks, which compare the program with it."""
     return bool(entries and entries[0].times and backend.carries(entries[0].call))
 
 

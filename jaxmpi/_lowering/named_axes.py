@@ -28,7 +28,7 @@ Axes = Mapping[str, int]
 
 
 def has_groups(eqn: JaxprEqn) -> bool:
-    """Whether an equation is over other axes than AXIS, or within groups that are given as numbers."""
+    """Return whether an equation is over other axes than AXIS, or within groups that are given as numbers."""
     given = eqn.params.get("axis_index_groups")
     return axis_names(eqn) != (AXIS,) or (given is not None and not isinstance(given, Groups))
 
@@ -89,12 +89,12 @@ def collective(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.A
 
 
 def _any_order(groups: Groups) -> Groups:
-    """The same, for a sum: that of the ranks."""
+    """Return the groups with sorted ranks, for a sum."""
     return Groups.of([sorted(group) for group in groups], groups.name)
 
 
 def _given(groups: Groups) -> Groups | None:
-    """What JAX gets: nothing for all ranks in their order."""
+    """Return the groups for JAX: None for all ranks in their order."""
     return None if len(groups) == 1 and list(groups[0]) == sorted(groups[0]) else groups
 
 

@@ -25,7 +25,7 @@ Evaluate = Callable[..., tuple[jax.Array, list[ArrayLike]]]
 
 
 class Order:
-    """What one jaxpr has sent so far.
+    """State of the order of one jaxpr: the messages sent so far.
 
     Its token is an int32 of any value, computed from what was received.
     """

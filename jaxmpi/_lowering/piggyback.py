@@ -65,7 +65,7 @@ def _is_small(group: Group, host: Collective, size: int) -> bool:
 
 
 def _inside(host: Collective, inner: Translation, size: int) -> Translation:
-    """The same collective as a part of `host`."""
+    """Return the collective as a part of the message of `host`."""
     divisor = host.count(size) if inner.call.op == "mean" and host.op == "sum" else 1
 
     def widened(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ EQUALIZING = (*REDUCE, "all_gather")
 
 
 def joined(values: Iterable[Classes]) -> Classes:
-    """Of what follows from all of these."""
+    """Return the class of a value that is computed from all of these."""
     known = [value for value in values if value != ALL]
     if OWN in known or not known:
         return OWN if known else ALL
@@ -32,7 +32,7 @@ def joined(values: Iterable[Classes]) -> Classes:
 
 
 def after_collective(eqn: JaxprEqn, x: Classes) -> Classes:
-    """Of the result of a collective, given those of its operand."""
+    """Return the class of the result of a collective, given the class of its operand."""
     name, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")
     if name not in EQUALIZING:
         return OWN

@@ -1,4 +1,4 @@
-"""The collectives that `jaxmpi.jit` refuses, on every backend, in a sentence with the line."""
+"""Errors for collectives that no backend supports, each with the source line."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -33,8 +33,11 @@ T = TypeVar("T")
 PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
 REDUCTIONS = (*REDUCE, "reduce_scatter", "pmean")
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
-ONE_AXIS = "Over the ranks and an axis of vmap, psum, pmean, pmax, pmin and tiled all_to_all are; use one axis at a time."
-IN_GROUPS = "Name an axis of jaxmpi.init(axes=...) in the place of axis_index_groups, for which JAX has more rules."
+ONE_AXIS = (
+    "Use one axis at a time: only psum, pmean, pmax, pmin and tiled all_to_all go over the ranks "
+    "and an axis of vmap together."
+)
+IN_GROUPS = "Use an axis of jaxmpi.init(axes=...) instead of axis_index_groups."
 ADVICE = {
     "pmax": "Use jaxmpi.tree_allreduce(x, 'max'), which has a derivative, or lax.stop_gradient.",
     "pmin": "Use jaxmpi.tree_allreduce(x, 'min'), which has a derivative, or lax.stop_gradient.",
@@ -60,9 +63,9 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
         dtype = eqn.invars[0].aval.dtype
         if dtype == jnp.float8_e8m0fnu and len(params["perm"]) < size:
             raise TypeError(
-                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others get "
-                f"zero, which {dtype} does not "
-                "have. Name a source for every rank, or use another dtype."
+                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others "
+                f"would get zero, which {dtype} cannot represent. Name a source for every rank, or "
+                "use another dtype."
             )
 
 
@@ -72,23 +75,26 @@ def refuse_dtype(eqn: JaxprEqn) -> None:
 
 
 def _where(eqn: JaxprEqn) -> str:
-    return f"jaxmpi.jit: {PUBLIC.get(eqn.primitive.name, eqn.primitive.name)} at {line(eqn)}"
+    """Return the function that the user called and its line: "psum at train.py:12"."""
+    return f"{PUBLIC.get(eqn.primitive.name, eqn.primitive.name)} at {line(eqn)}"
 
 
 def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -> None:
-    """Raise an error if an equation is over axes that are not those of the ranks, or over some of the ranks twice.
+    """Raise an error if an equation is over unknown axes, or over some of the ranks twice.
 
     Raises:
       NameError: an axis that `init` was not given.
       ValueError: the same axis twice, or AXIS beside one of its parts.
     """
     if unknown := [name for name in names if name not in axes]:
-        raise NameError(f"{_where(eqn)} is over the axis {unknown[0]!r}, and {_known(axes)}.")
+        raise NameError(
+            f"{_where(eqn)} is over the axis {unknown[0]!r}, and {_known(axes)}. Name one of them, "
+            "or pass the axis to jaxmpi.init(axes=...)."
+        )
     if len(set(names)) < len(names) or (AXIS in names and len(names) > 1):
         raise ValueError(
             f"{_where(eqn)} is over {', '.join(map(repr, names))}, and names some of the ranks "
-            f"twice. {AXIS!r} is all of them; "
-            "name it alone, or each of the other axes once."
+            f"twice. Name {AXIS!r} alone, which is all ranks, or each of the other axes once."
         )
 
 
@@ -106,18 +112,22 @@ def _others(axes: Mapping[str, int]) -> str:
 
 
 def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> None:
-    """Raise a ValueError unless `axis_index_groups` are groups of one size, of all ranks of an axis of `size`, each in one."""
+    """Raise a ValueError unless `axis_index_groups` are equally large, with each rank in one."""
     found = sorted(int(rank) for group in groups for rank in group)
     if found != [*range(size)] or len({len(group) for group in groups}) > 1:
         raise (RankCountError if found != [*range(size)] else ValueError)(
             f"{_where(eqn)} has axis_index_groups {[list(map(int, group)) for group in groups]} on "
-            f"{size} ranks. Each of the "
-            f"ranks 0 to {size - 1} must be in one group, and all groups of the same size."
+            f"{size} ranks. Put each of the ranks 0 to {size - 1} in one group, and make all "
+            "groups equally large."
         )
 
 
 def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
-    """JAX 0.10 to 0.12 takes these for other axes, under `vmap` without a word; later ones count them from 0 themselves."""
+    """Raise a NotImplementedError for a negative axis.
+
+    JAX 0.10 to 0.12 takes it for another axis, under `vmap` without an error; later versions count
+    it from 0 themselves.
+    """
     for parameter in AXES:
         axis = params.get(parameter)
         if isinstance(axis, int) and axis < 0:
@@ -129,9 +139,8 @@ def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
 def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
     if dtype == jax.dtypes.float0:
         raise TypeError(
-            f"{where} is of float0, the gradients of integers, which hold no numbers. Take them "
-            "out of the tree, or use the "
-            "functions jaxmpi.tree_*, which let them pass."
+            f"{where} has an array of float0, the gradient of integers, which holds no numbers. "
+            "Take it out of the tree, or use jaxmpi.tree_*, which return float0 as it is."
         )
     if name in REDUCTIONS and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
@@ -151,38 +160,36 @@ def refuse_pairs(eqn: JaxprEqn, size: int) -> None:
         if len(set(side)) < len(side) or not all(0 <= rank < size for rank in side):
             raise ValueError(
                 f"{_where(eqn)} has pairs {[(int(p), int(q)) for p, q in pairs]} on {size} ranks. "
-                "Each rank may appear at most once as a source and at most once as a destination."
+                "Name each rank at most once as a source and at most once as a destination."
             )
 
 
 def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
-    """Raise a NotImplementedError if a program of simulated ranks, or XLA's, uses a reference in a way that these cannot."""
+    """Raise a NotImplementedError if a program uses a reference as a backend cannot."""
     outside = {v for v in _jaxcompat.parts(jaxpr)[0].invars if _jaxcompat.is_reference(v.aval)}
     for eqn in equations(jaxpr):
         if not any(_jaxcompat.is_reference(v.aval) for v in eqn.invars):
             continue
         if outside.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
-            what = "a reference from outside is used"
+            what = "A reference from outside is used"
         elif backend == "simulate" and eqn.primitive.name == "cond":
-            what = "a branch uses a reference"
+            what = "A branch uses a reference"
         else:
             continue
         raise NotImplementedError(
-            f"jaxmpi.jit: {what} at {line(eqn)}, which the {backend} backend does not support. "
-            "Pass its value instead, and "
-            "return the new one."
+            f"{what} at {line(eqn)}, which the {backend} backend does not support. Pass its value "
+            "instead, and return the new value."
         )
 
 
 def refuse_ordered_effects(jaxpr: AnyJaxpr, backend: str) -> None:
-    """Raise a NotImplementedError if a program of several devices has an ordered print or callback that JAX cannot order."""
+    """Raise a NotImplementedError for an ordered print or callback on several devices."""
     for eqn in equations(jaxpr):
         if not [*subjaxprs(eqn)] and any(map(_jaxcompat.needs_one_device, eqn.effects)):
             raise NotImplementedError(
-                "jaxmpi.jit: a jax.debug.print or jax.debug.callback with ordered=True stands at "
-                f"{line(eqn)}, which the "
-                f"{backend} backend does not support. Pass ordered=False, or use io_callback(..., "
-                "ordered=True)."
+                "This program has a jax.debug.print or jax.debug.callback with ordered=True at "
+                f"{line(eqn)}, which the {backend} backend does not support. Pass ordered=False, "
+                "or use io_callback(..., ordered=True)."
             )
 
 
@@ -191,14 +198,13 @@ def refuse_meshes(jaxpr: AnyJaxpr) -> None:
     for eqn in equations(jaxpr):
         if eqn.primitive.name in MESHES:
             raise NotImplementedError(
-                f"jaxmpi.jit: a pmap or shard_map at {line(eqn)} stands inside of it, where each "
-                "rank has one device. "
-                "Use jax.vmap in its place, or call its function directly."
+                f"This program contains a pmap or shard_map at {line(eqn)}, and each rank has one "
+                "device. Use jax.vmap instead, or call its function directly."
             )
 
 
 def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[..., T]:
-    """The function, with the errors that JAX's collectives raise when it is traced in words that say what to do."""
+    """Return the function with better texts for the errors of JAX's collectives at tracing."""
 
     @wraps(function)
     def traced(*args: PyTree, **kwargs: PyTree) -> T:
@@ -216,7 +222,7 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
             if name:
                 _explain(
                     error,
-                    f"jaxmpi.jit: {name} at {at or 'a line of a library'}",
+                    f"{name} at {at or 'a line of a library'}",
                     name,
                     params,
                     axes,
@@ -229,14 +235,13 @@ def explained(function: Callable[..., T], axes: Mapping[str, int]) -> Callable[.
 def _explain(
     error: Exception, where: str, name: str, params: Mapping[str, object], axes: Mapping[str, int]
 ) -> None:
-    """Raise what an error of one of JAX's collectives means, if JAX does not say it."""
+    """Raise an error that says what to do, if JAX's own error does not."""
     # which reads the letters of the name as names
     if isinstance(error, NameError) and name != "pbroadcast":
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
-            f"{where} is over the axis {axis!r}, which nothing binds. The ranks are the axis "
-            f"jaxmpi.AXIS, {AXIS!r}: name that "
-            f"one, as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
+            f"{where} is over the axis {axis!r}, which nothing binds. Name jaxmpi.AXIS, {AXIS!r}, "
+            f"as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
         ) from error
     try:
         _refuse_axes(where, params)

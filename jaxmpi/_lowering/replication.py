@@ -1,4 +1,4 @@
-"""Which values of a program may differ between the ranks.
+"""Replication: find the values of a program that may differ between the ranks.
 
 That finds a forgotten mean, and a collective that only some ranks would reach. A value varies when
 it depends on this rank's number, or on an argument that varies, without a collective that makes it
@@ -44,8 +44,9 @@ def varying(
     check: bool = True,
     warn: bool = True,
     equal_names: Sequence[str] = (EQUAL,),
+    api: str = "jaxmpi.jit",
 ) -> list[bool]:
-    """Which outputs of an opened program vary, given which inputs do.
+    """Return which outputs of an opened program vary, given which inputs do.
 
     Args:
       jaxpr: of `trace.trace`, or one inside of it.
@@ -53,7 +54,8 @@ def varying(
       constants: whether the arrays that the program itself holds vary.
       check: whether to raise and warn.
       warn: whether to warn.
-      equal_names: identities with such a name stand for what is equal on all ranks.
+      equal_names: identities with such a name mark values that are equal on all ranks.
+      api: the function of jaxmpi that the user called, for errors and warnings.
 
     Raises:
       ValueError: a collective in a branch or a loop whose predicate varies: some ranks would wait
@@ -66,10 +68,10 @@ def varying(
     """
     sums: Sums = defaultdict(list)
     classes: list[Classes] = [OWN if differs else ALL for differs in ins]
-    outs = _varying(jaxpr, classes, OWN if constants else ALL, check, sums, equal_names)
+    outs = _varying(jaxpr, classes, OWN if constants else ALL, check, sums, equal_names, api)
     for of_call in sums.values():
         if check and warn and not any(needed for _, needed in of_call):
-            _warn_of_reduction(of_call[0][0])
+            _warn_of_reduction(api, of_call[0][0])
     return [out != ALL for out in outs]
 
 
@@ -80,14 +82,17 @@ def _varying(
     check: bool,
     sums: Sums,
     equal_names: Sequence[str],
+    api: str,
 ) -> list[Classes]:
-    """The same, of classes of ranks; all sums go into `sums`."""
+    """Return the classes of ranks of the outputs; all sums go into `sums`."""
     inner, _ = _jaxcompat.parts(jaxpr)
     varies: dict[Var, Classes] = dict.fromkeys(inner.constvars, constants)
     varies.update(zip(inner.invars, ins, strict=True))
     literal: set[Var] = set()
     what = kinds(jaxpr)
-    inside = partial(_varying, constants=constants, check=check, sums=sums, equal_names=equal_names)
+    inside = partial(
+        _varying, constants=constants, check=check, sums=sums, equal_names=equal_names, api=api
+    )
     for eqn in inner.eqns:
         xs = [ALL if isinstance(v, Literal) else varies[v] for v in eqn.invars]
         known = check and follows_from(literal, eqn)
@@ -96,13 +101,13 @@ def _varying(
         if check and eqn.primitive.name == "psum" and what.get(id(eqn)) == "collective":
             sums[_jaxcompat.call_site(eqn)].append((eqn, known or joined(xs) != ALL))
         named_equal = eqn.primitive.name == "name" and eqn.params["name"] in equal_names
-        outs = [ALL] if named_equal else _outs(eqn, what.get(id(eqn), ""), xs, inside, check)
+        outs = [ALL] if named_equal else _outs(eqn, what.get(id(eqn), ""), xs, inside, check, api)
         varies.update(zip(eqn.outvars, outs, strict=True))
     return [ALL if isinstance(v, Literal) else varies[v] for v in inner.outvars]
 
 
 def _outs(
-    eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bool
+    eqn: JaxprEqn, what: str, xs: list[Classes], inside: Inside, check: bool, api: str
 ) -> list[Classes]:
     name = eqn.primitive.name
     if what == "index":
@@ -112,9 +117,9 @@ def _outs(
     if name == "scan":
         return _scan(eqn, xs, inside)
     if name == "while":
-        return _while(eqn, xs, inside, check)
+        return _while(eqn, xs, inside, check, api)
     if name == "cond":
-        return _cond(eqn, xs, inside, check)
+        return _cond(eqn, xs, inside, check, api)
     if name in CALLS:
         return inside(*callee(eqn, xs))
     return [OWN if OWN in xs or calls_python(eqn) else joined(xs)] * len(eqn.outvars)
@@ -131,7 +136,9 @@ def _scan(eqn: JaxprEqn, xs: list[Classes], inside: Inside) -> list[Classes]:
         state = after
 
 
-def _while(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
+def _while(
+    eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool, api: str
+) -> list[Classes]:
     of_cond, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, state = (
         xs[:of_cond],
@@ -146,29 +153,27 @@ def _while(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> lis
         state = after
     if check:
         if goes_on != ALL and communicates(eqn):
-            _refuse(eqn, "while_loop", "whether the loop goes on")
+            _refuse(api, eqn, "while_loop", "whether the loop goes on")
         inside(eqn.params["cond_jaxpr"], cond_consts + state)
         inside(eqn.params["body_jaxpr"], body_consts + state)
     return state
 
 
-def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool) -> list[Classes]:
+def _cond(eqn: JaxprEqn, xs: list[Classes], inside: Inside, check: bool, api: str) -> list[Classes]:
     if check and xs[0] != ALL and communicates(eqn):
-        _refuse(eqn, "cond", "which branch is taken")
+        _refuse(api, eqn, "cond", "which branch is taken")
     outs = [inside(branch, xs[1:]) for branch in eqn.params["branches"]]
     return [joined([xs[0], *of_branches]) for of_branches in zip(*outs, strict=True)]
 
 
-def _refuse(eqn: JaxprEqn, name: str, what: str) -> None:
+def _refuse(api: str, eqn: JaxprEqn, name: str, what: str) -> None:
     inside = next(found for jaxpr in subjaxprs(eqn) for found in _collective_lines(jaxpr))
     raise ValueError(
-        f"jaxmpi.jit: {name} at {line(eqn)} contains a collective ({inside}), and {what} may "
-        "differ between the ranks: some "
-        "would wait for the others for ever. Reduce the predicate over the ranks first "
-        "(jaxmpi.tree_allreduce with op 'max' or "
-        "'min'; in a line search take jaxmpi.average_loss for its value_fn, as the gradient of a "
-        "pmean is each rank's own), or "
-        "say with replicated_argnums which arguments are equal on all ranks."
+        f"{api}: {name} at {line(eqn)} contains a collective ({inside}), and {what} may differ "
+        "between the ranks: some ranks would wait for the others forever. Reduce the predicate "
+        "over the ranks first (jaxmpi.tree_allreduce with op 'max' or 'min'; in a line search, use "
+        "jaxmpi.average_loss for its value_fn), or name the arguments that are equal on all ranks "
+        "in replicated_argnums."
     )
 
 
@@ -183,9 +188,9 @@ def _collective_lines(jaxpr: AnyJaxpr) -> list[str]:
     return lines
 
 
-def _warn_of_reduction(eqn: JaxprEqn) -> None:
+def _warn_of_reduction(api: str, eqn: JaxprEqn) -> None:
     warnings.warn(
-        f"jaxmpi.jit: what is summed or averaged at {line(eqn)} is equal on all ranks already. "
-        "A mean is not needed there, and a sum multiplies it by the number of ranks.",
+        f"{api}: the value summed or averaged at {line(eqn)} is equal on all ranks already. "
+        "Leave the mean out; a sum multiplies the value by the number of ranks.",
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The same program with a backend's collectives in it."""
+"""Rewrite a program with the collectives of a backend."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ __all__ = ["Target", "rewrite"]
 
 
 class Target(NamedTuple):
-    """What a program is rewritten for."""
+    """Target of a rewrite: the operations of a backend."""
 
     size: int  # the number of ranks
     # carries out a collective, in traced code
@@ -171,7 +171,7 @@ def _carry_out(
 def _operands(
     group: Group, numbers: Iterable[int], target: Target, read: Env
 ) -> tuple[list[list[int]], list[jax.Array]]:
-    """What is sent for some equations of a group, each array once, and the numbers of the equations that take it."""
+    """Return the arrays to send for equations of a group, each once, and who uses each."""
     same: dict[tuple[int, str], list[int]] = {}
     for i in numbers:
         eqn = group.eqns[i]

@@ -1,4 +1,4 @@
-"""What the ranks compare of a program before it communicates, and what they show where it differs."""
+"""Signature of a program: the facts that the ranks compare, and show if they differ."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["Signature"]
 
 
 class Signature:
-    """Of one program: its collectives, in order, the parameters of jaxmpi's functions, and what decides.
+    """Collectives of a program in order, parameters of jaxmpi's functions, and control equations.
 
     Where all ranks must run the same module, `lowered_to` adds all of it.
 
@@ -73,7 +73,7 @@ class Signature:
 
     @property
     def fingerprint(self) -> int:
-        """That of the statement; 0 for none."""
+        """Fingerprint of the statement; 0 if there is none."""
         return self.statement.fingerprint if self.statement else 0
 
     def lowered_to(self, lowered: Lowered, jaxpr: AnyJaxpr) -> None:

@@ -1,4 +1,4 @@
-"""What a program will send, known before it runs."""
+"""Summary of the collectives of a program, known before it runs."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as "allreduce sum"."""
+        """Kind and operation of the collective, as "allreduce sum"."""
         return self.call.title
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def summary(
     overlap: Overlap | None = None,
     around: Around = AT_THE_TOP,
 ) -> Iterator[Entry]:
-    """The collectives of an opened program on `size` ranks, in the order in which they are carried out."""
+    """Yield the collectives of an opened program on `size` ranks, in their order of execution."""
     levels = schedule(jaxpr, size, combine)
     sent = {
         id(eqn)
@@ -118,7 +118,7 @@ def summary(
 
 
 def _params(eqn: JaxprEqn) -> str:
-    """Such as "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False"."""
+    """Return "reduce_scatter axis_name=('ranks',) scatter_dimension=0 tiled=False" for example."""
     given = [f"{name}={value}" for name, value in sorted(eqn.params.items()) if value is not None]
     return " ".join([eqn.primitive.name, *given])
 

@@ -1,4 +1,4 @@
-"""Equations as lines of text: the same on two ranks where the equations are."""
+"""Equations as lines of text, which are equal on two ranks if the equations are."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,10 @@ class Text:
         )
 
     def equation(self, eqn: JaxprEqn, *, shapes: bool) -> str:
-        """Such as "v3 = mul(in0, 2.0)"; with `shapes`, and the parameters that may follow from them, "v3: float32[4] = ..."."""
+        """Return an equation as text: "v3 = mul(in0, 2.0)".
+
+        With `shapes` it is "v3: float32[4] = ...", with the parameters that may follow from shapes.
+        """
         outs = ", ".join(
             self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars
         )
@@ -76,12 +79,12 @@ def _has_notes(jaxpr: AnyJaxpr) -> bool:
 
 
 def is_note(eqn: JaxprEqn) -> bool:
-    """Whether it is an identity of `with_parameters`."""
+    """Return whether it is an identity of `with_parameters`."""
     return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
 
 
 def _is_plain(name: str, value: object, shapes: bool) -> bool:
-    """Whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
+    """Return whether a parameter is shown: numbers and text; with `shapes`, whatever is no object of Python's, such as a function."""
     if name in SIZES or not shapes:
         return isinstance(value, bool | int | float | str) and name not in SIZES
     return value is not None and not hasattr(value, "eqns") and " at 0x" not in repr(value)

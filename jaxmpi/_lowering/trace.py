@@ -46,7 +46,7 @@ def trace(
 def prepared(
     traced: ClosedJaxpr, axes: Mapping[str, int]
 ) -> tuple[ClosedJaxpr, Sequence[ArrayLike], list[tuple[str, str]]]:
-    """What `trace` returns, of a function that was traced with the axes bound."""
+    """Return what `trace` does, for a function that was traced with the axes bound."""
     inner, captured = _jaxcompat.parts(traced)
     if axes[AXIS] > 1:
         refuse_meshes(inner)
@@ -83,13 +83,13 @@ def _make_jaxpr(
 
 
 def opened(jaxpr: AnyJaxpr, axes: Mapping[str, int], *, jits: bool = False) -> ClosedJaxpr:
-    """The same program over AXIS alone and without calls around collectives, in its loops, too; `jits` as in `_open`."""
+    """Return the program over AXIS alone, without calls around collectives; `jits` as in `_open`."""
     avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
     return make_jaxpr(lambda *args: _open(jaxpr, axes, *args, jits=jits), axes[AXIS], avals)
 
 
 def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without the notes at its top."""
+    """Return the program without the notes at its top."""
     inner, _ = _jaxcompat.parts(jaxpr)
     stands: dict[Var, Atom] = {}  # what is in the place of a variable
     eqns = []
@@ -106,13 +106,13 @@ def _without_notes(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def is_local(jaxpr: ClosedJaxpr) -> bool:
-    """Whether nothing in it has to do with the ranks: it is a program as it stands."""
+    """Return whether nothing in it has to do with the ranks: it is a program as it stands."""
     return not has_collective(jaxpr) and not _needs_opening(jaxpr)
 
 
 @_jaxcompat.kept_with_jaxpr
 def _needs_opening(jaxpr: AnyJaxpr) -> bool:
-    """Whether it has calls with a collective, or what only stands for something, in its loops, too."""
+    """Return whether it has calls with a collective, or what only stands for something, in its loops, too."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         what = kind(eqn)
         if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):

@@ -37,7 +37,7 @@ class Translation(NamedTuple):
         )
 
     def carried(self, x: Array, rank: Callable[[], ArrayLike]) -> Array:
-        """What the collective gets for x on this rank."""
+        """Return the operand of the collective for x on this rank."""
         return self.before(x, rank()) if self.needs_rank else self.before(x)
 
 

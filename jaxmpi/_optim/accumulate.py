@@ -1,4 +1,4 @@
-"""One communication for several steps."""
+"""Gradient accumulation: one communication for several steps."""
 
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ class AccumulateState(NamedTuple):
     """The state of `accumulate`.
 
     Attributes:
-      calls: of `update` since the last communication, an int32 that is equal on all ranks.
-      sums: a `PerRankState` of the sum of this rank's gradients times their weights, in 32 bits at
-        least, and that of their weights.
+      calls: calls of `update` since the last communication, an int32 that is equal on all ranks.
+      sums: a `PerRankState` of Σ_i w_i·g_i of this rank, in 32 bits at least, and Σ_i w_i.
       inner: the state of the inner transform.
     """
 
@@ -34,32 +33,32 @@ class AccumulateState(NamedTuple):
 def accumulate(
     inner: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Add up gradients, and give `inner` their mean at every `every`-th call of `update`; in between the updates are zero.
+    """Give `inner` the mean of `every` gradients; between its calls the updates are zero.
 
-    ḡ = Σ_i w_i·g_i / Σ_i w_i over `every` calls, with w_i = 1 where `update` gets no `weight`.
-    Where it does, `inner` gets the sum of the weights as its own: around `distributed` the mean is
-    exact over all micro-batches of all ranks.
+    ḡ = Σ_i w_i·g_i / Σ_i w_i over `every` calls of `update`, with w_i = 1 if `update` gets no
+    `weight`. If it gets weights, `inner` gets their sum as its `weight`: around `distributed` the
+    mean is exact over all micro-batches of all ranks.
 
-    tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
+        tx = jaxmpi.accumulate(jaxmpi.distributed(optax.adam(1e-3)), every=4)
 
     `update(..., flush=True)` gives `inner` the mean over the calls so far, this one included, and
-    begins anew. In the last call of an epoch or of the training, no sample is left over: the step
-    is that of a batch of the samples that were.
+    starts again. Use it in the last call of an epoch or of the training, so that no sample is left
+    out.
 
     `inner` communicates in one call out of `every`; `optax.MultiSteps` would communicate in all of
     them. Works in a `lax.scan` in a step, too. `accumulate(inner, 1)` is `inner`.
 
     **Collective:** every rank calls `update` equally often, with equal `flush`.
-    **Communication:** that of `inner`, every `every` calls, and where `flush` is True.
+    **Communication:** that of `inner`, in every `every`-th call and where `flush` is True.
 
     Args:
       inner: any optax transform, such as `distributed(...)` or `sharded(...)`.
-      every: calls of `update` for one of `inner`'s.
+      every: the number of calls of `update` for one call of `inner`.
 
     Raises:
       ValueError: `every` is below 1; a weight that is negative or no scalar, as in `distributed`.
-      TypeError: `inner` is no optax transform; a leaf of integers, with its path; a `flush` that is
-        no boolean. As an argument of a step it needs `replicated_argnums` or `static_argnums`.
+      TypeError: `inner` is no optax transform; a leaf of integers, with its path; `flush` is no
+        boolean. As an argument of a step, `flush` needs `replicated_argnums` or `static_argnums`.
 
     >>> tx = accumulate(optax.sgd(1.0), every=4)
     >>> state = tx.init(jnp.array(0.0))
@@ -77,15 +76,12 @@ def accumulate(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> AccumulateState:
-        total = widest(*(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
+        total_dtype = widest(*(jnp.abs(x).dtype for x in jax.tree.leaves(params)))
         zeros = map_floats(
             "accumulate", lambda x: jnp.zeros_like(x, dtype=wide(jnp.result_type(x))), params
         )
-        return AccumulateState(
-            jnp.zeros((), jnp.int32),
-            PerRankState((zeros, jnp.zeros((), total))),
-            inner.init(params),
-        )
+        sums = PerRankState((zeros, jnp.zeros((), total_dtype)))
+        return AccumulateState(jnp.zeros((), jnp.int32), sums, inner.init(params))
 
     def update(
         updates: PyTree,
@@ -97,30 +93,31 @@ def accumulate(
         **extra_args: object,
     ) -> tuple[PyTree, AccumulateState]:
         _check_flush(flush)
-        # NaN tells the other ranks, in inner
+        # A wrong weight is NaN here, and reaches the other ranks in the mean of `inner`.
         w, _ = as_weight("accumulate", 1 if weight is None else weight, updates)
-        gradients, weights = state.sums.per_rank
-        new = scaled("accumulate", updates, w)
-        sums = map_floats("accumulate", _add, gradients, new)
-        total = weights + w.astype(weights.dtype)
+        sums, total = state.sums.per_rank
+        sums = map_floats("accumulate", _add, sums, scaled("accumulate", updates, w))
+        total = total + w.astype(total.dtype)
         calls = equal_on_all_ranks(state.calls) + 1
 
-        def go(total: jax.Array) -> tuple[PyTree, PyTree]:
+        def step(total: jax.Array) -> tuple[PyTree, PyTree]:
             safe = jnp.where(total != 0, total, 1)
             mean = map_floats(
                 "accumulate", lambda s, x: (s / safe.astype(s.dtype)).astype(x.dtype), sums, updates
             )
-            given = {} if weight is None else {"weight": total}
-            out, after = inner.update(mean, state.inner, params, **given, **extra_args)
+            weights = {} if weight is None else {"weight": total}
+            out, after = inner.update(mean, state.inner, params, **weights, **extra_args)
             return out, equal_types(after, state.inner)
 
-        shapes, _ = jax.eval_shape(go, total)
+        # the other branch returns zeros of the same types
+        shapes, _ = jax.eval_shape(step, total)
 
         def wait(total: jax.Array) -> tuple[PyTree, PyTree]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state.inner
 
+        # `calls` and `flush` are equal on all ranks, so all take the branch that communicates.
         full = (calls == every) | flush
-        out, after = either(full, go, wait, total)
+        out, after = either(full, step, wait, total)
         calls, sums, total = jax.tree.map(
             lambda x: jnp.where(full, jnp.zeros_like(x), x), (calls, sums, total)
         )
@@ -159,7 +156,7 @@ def _add(x: jax.Array, y: jax.Array) -> jax.Array:
     if x.shape != y.shape:
         raise ValueError(
             f"accumulate: a gradient has shape {list(y.shape)}, and its parameter {list(x.shape)}. "
-            "They must be equal; stacks "
-            "of micro-batches are added up by jaxmpi.distributed(..., micro_batches=M) alone."
+            "Make the shapes equal; for stacks of micro-batches use jaxmpi.distributed(..., "
+            "micro_batches=M) without accumulate."
         )
     return x + y.astype(x.dtype)

@@ -1,6 +1,7 @@
-"""Means of gradients and losses over the ranks.
+"""`average_gradients` and `average_loss`: means of gradients and losses over the ranks.
 
-tx = optax.chain(jaxmpi.average_gradients(), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+clip = optax.clip_by_global_norm(1.0)
+tx = optax.chain(jaxmpi.average_gradients(), clip, optax.adam(1e-3))
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import optax
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import check_shapes, map_floats
-from jaxmpi._optim.objective import Given, over_ranks
+from jaxmpi._optim.objective import ExtraArgs, over_ranks
 from jaxmpi._optim.weights import Weight, as_weight, weighted_mean
 
 __all__ = ["average_gradients", "average_loss", "mean", "mean_of_all", "rounded"]
@@ -20,23 +21,23 @@ P = ParamSpec("P")
 
 
 def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtraArgs:
-    """An optax transform that averages its updates over all ranks.
+    """Average gradients over the ranks: an optax transform for a chain.
 
     g ← (1/p) · Σ_r g_r; with the extra argument `weight` of `update`, g ← Σ_r w_r·g_r / Σ_r w_r as
-    in `distributed`. What comes before it in a chain acts on this rank's gradients, what comes
-    after on the average. `value`, `grad` and functions would reach the others in the chain as this
-    rank's own, so `update` takes none of them: `distributed` does.
+    in `distributed`. Transforms before it in a chain get this rank's gradients, transforms after it
+    the mean. Those after it would get this rank's `value`, `grad` and callables without a mean, so
+    `update` refuses them: use `distributed` for those.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
     **Communication:** that of `tree_allreduce`.
 
     Args:
-      axis: as in `tree_allreduce`: the ranks of each group average theirs. The gradients may be
+      axis: as in `tree_allreduce`: the mean is over each group of ranks. The gradients may be
         shards of `fully_shard` over another axis.
 
     Raises:
-      ValueError: `update` gets `value`, `grad` or a function; gradients of other shapes than the
-        parameters', such as those of single samples; weights as in `distributed`.
+      ValueError: `update` gets `value`, `grad` or a callable; gradients have other shapes than the
+        parameters, such as those of single samples; weights as in `distributed`.
 
     >>> import jax.numpy as jnp
     >>> tx = optax.chain(average_gradients(), optax.sgd(0.5))
@@ -53,13 +54,12 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
         weight: Weight | None = None,
         **extra_args: object,
     ) -> tuple[PyTree, PyTree]:
-        given = Given(extra_args, None)
-        if local := [*given.local, *given.functions]:
+        extra = ExtraArgs(extra_args, None)
+        if local := [*extra.local, *extra.functions]:
             raise ValueError(
                 f"average_gradients: update got {' and '.join(local)}, and the transforms that "
-                "follow would take this rank's "
-                "as that of all ranks. Use jaxmpi.distributed(inner) in the place of "
-                "average_gradients, with them as inner."
+                "follow would get this rank's value as if it were equal on all ranks. Use "
+                "jaxmpi.distributed(inner) instead, with those transforms as inner."
             )
         if params is not None:
             check_shapes("average_gradients", updates, params)
@@ -71,15 +71,18 @@ def average_gradients(*, axis: Axis = AXIS) -> optax.GradientTransformationExtra
 def average_loss(
     fun: Callable[P, PyTree], *, weight: Weight | None = None, axis: Axis = AXIS
 ) -> Callable[P, PyTree]:
-    """A function with the mean of `fun` over all ranks as its value, and the mean of the gradients as its gradient.
+    """Average a loss over the ranks: both its value and its gradient are means.
 
-    f(θ, ...) = (1/p) · Σ_r f_r(θ, ...), and ∇f(θ) = (1/p) · Σ_r ∇f_r(θ) on every rank, where f_r is
-    `fun` with the samples of rank r. (The gradient of `tree_allreduce(fun(θ))` is this rank's own,
-    ∇f_r.) With weights both are weighted means, as in `distributed`.
+        f(θ, ...) = (1/p) · Σ_r f_r(θ, ...)
+        ∇f(θ) = (1/p) · Σ_r ∇f_r(θ)
+
+    on every rank, where f_r is `fun` with the samples of rank r. (The gradient of
+    `tree_allreduce(fun(θ))` is ∇f_r, without a mean.) With weights both are weighted means, as in
+    `distributed`.
 
         value_and_grad = optax.value_and_grad_from_state(jaxmpi.average_loss(loss))
 
-    `distributed` and `sharded` do this to the functions that their `update` gets, such as
+    `distributed` and `sharded` apply it to the callables that their `update` gets, such as
     `value_fn`. It is for programs that evaluate the loss themselves: a line search, a
     Hessian-vector product, an implicit layer.
 
@@ -89,15 +92,15 @@ def average_loss(
     Args:
       fun: (θ, ...) -> a number, or a pytree of real or complex numbers; θ is a pytree that is equal
         on all ranks.
-      weight: this rank's number of samples, or tokens, if the ranks have different ones.
-      axis: as in `tree_allreduce`: the means are those of each group, on whose ranks θ is equal.
+      weight: this rank's number of samples, or tokens, if the ranks have different numbers.
+      axis: as in `tree_allreduce`: the means are over each group, on whose ranks θ is equal.
 
     Returns:
       A function of the same arguments, for forward and reverse differentiation.
 
     Raises:
       ValueError: when called, a weight that is negative or no scalar; an unknown axis.
-      TypeError: when called, a result that cannot be averaged, with its path.
+      TypeError: when called, a result cannot be averaged; with its path.
 
     >>> f = average_loss(lambda w: (w - 1.0) ** 2)
     >>> float(f(3.0)), float(jax.grad(f)(3.0))
@@ -109,17 +112,17 @@ def average_loss(
 def mean_of_all(
     function: str, fun: Callable[..., PyTree], weight: Weight | None, axis: Axis = AXIS
 ) -> Callable[..., PyTree]:
-    """`average_loss`, for a function that says its name in errors."""
+    """Return `average_loss(fun)`, with `function` as the name in errors."""
     counts = None if weight is None else as_weight(function, weight, ())[0] != 0
     return over_ranks(fun, lambda out: mean(function, out, weight, axis), counts, axis=axis)
 
 
 def mean(function: str, updates: PyTree, weight: Weight | None, axis: Axis = AXIS) -> PyTree:
-    """The mean over the ranks along an axis, weighted where there is a weight, in the dtypes of `updates`."""
+    """Return the mean over ranks, weighted if there is a weight, in the dtypes of `updates`."""
     means = weighted_mean(function, updates, weight, axis=axis)
     return means if weight is None else rounded(function, means, updates)
 
 
 def rounded(function: str, means: PyTree, like: PyTree) -> PyTree:
-    """The means in the dtypes of `like`."""
+    """Return the means in the dtypes of `like`."""
     return map_floats(function, lambda mean, x: mean.astype(x.dtype), means, like)

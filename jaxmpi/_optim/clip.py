@@ -1,4 +1,4 @@
-"""Clipping by the global norm, in 32 bits at least."""
+"""Gradient clipping by the global norm of whole arrays and of shards."""
 
 import jax
 import jax.numpy as jnp
@@ -8,28 +8,28 @@ from jaxmpi._axis import Axis, as_whole, with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats, sum_of, wide
-from jaxmpi._optim.sharded_array import check_ranks, is_sharded_array
-from jaxmpi._optim.shards import masked
+from jaxmpi._optim.sharded_array import check_sharded_arrays, is_sharded_array, mask_padding
 
 __all__ = ["clip_by_global_norm"]
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` with the norm of short floats in float32, where their squares fit.
+    """Clip gradients by their global norm: g ← g · min(1, max_norm / ‖g‖).
 
-    g ← g · min(1, max_norm / ‖g‖). Which gradient that is, depends on where it stands:
+    The norm is formed in float32 at least, in which the squares of short floats fit. The place in
+    the chain decides which gradient is clipped:
 
-        optax.chain(clip, jaxmpi.distributed(tx))               # this rank's own, before the mean
-        jaxmpi.distributed(optax.chain(clip, tx))               # the mean
-        jaxmpi.sharded(optax.chain(clip, tx))                   # the mean, of which each rank has a shard
-        optax.chain(clip, tx)                                   # the same, of the shards of `fully_shard`
+        optax.chain(clip, jaxmpi.distributed(tx))  # this rank's gradient, before the mean
+        jaxmpi.distributed(optax.chain(clip, tx))  # the mean
+        jaxmpi.sharded(optax.chain(clip, tx))      # the mean, of which each rank has a shard
+        optax.chain(clip, tx)                      # with `fully_shard`: the mean, in shards
 
-    All but the first are what one rank with the whole batch does. `optax.clip_by_global_norm` may
-    stand in the middle two.
+    All but the first clip as one rank with the whole batch does. In the second and third,
+    `optax.clip_by_global_norm` works, too.
 
-    **Collective:** inside of `sharded`, and on shards, where every rank is; elsewhere not.
-    **Communication:** one number for each array, inside of `sharded`; one number in all, on shards,
-    or for each of their axes.
+    **Collective:** inside of `sharded` and on shards, every rank calls `update`; elsewhere no.
+    **Communication:** inside of `sharded`, one number for each array; on shards, one number for
+    each axis over which there are shards.
 
     Args:
       max_norm: above 0.
@@ -52,30 +52,27 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def _sum_of_squares(tree: PyTree) -> jax.Array:
-    """That of all numbers, on whatever ranks they are."""
-    check_ranks("clip_by_global_norm", tree)
+    """Return the sum of the squares of all numbers, those in other ranks' shards included."""
+    check_sharded_arrays("clip_by_global_norm", tree)
     squares: list[jax.Array] = []
-    here: dict[Axis, list[jax.Array]] = {}  # of the shards over an axis
-    leaves = jax.tree.leaves(tree, is_leaf=is_sharded_array)
-    for x in leaves:
-        if is_sharded_array(x) and x.of:  # a scalar is whole on every rank
-            square = _square(masked(x.shard, x.of, 0, len(x.stack), axis=x.axis))
-            here.setdefault(x.axis, []).append(square)
-        elif is_sharded_array(x):
+    squares_along: dict[Axis, list[jax.Array]] = {}  # of this rank's shards, by their axis
+    for x in jax.tree.leaves(tree, is_leaf=is_sharded_array):
+        if is_sharded_array(x) and x.of:
+            square = _square(mask_padding(x.shard, x.of, 0, len(x.stack), axis=x.axis))
+            squares_along.setdefault(x.axis, []).append(square)
+        elif is_sharded_array(x):  # a scalar is whole on every rank
             squares.append(_square(as_whole(x.shard, x.axis)))
         elif x.dtype != jax.dtypes.float0:
             squares.append(_square(x))
-    for axis, of_shards in here.items():
-        squares.append(
-            as_whole(
-                Caller("clip_by_global_norm").allreduce(sum_of(of_shards), op="sum", axis=axis),
-                axis,
-            )
-        )
+    # one allreduce for each axis; its result is equal along the axis, which the mark says
+    for axis, of_shards in squares_along.items():
+        here = sum_of(of_shards)
+        total = Caller("clip_by_global_norm").allreduce(here, op="sum", axis=axis)
+        squares.append(as_whole(total, axis))
     return sum_of(squares)
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The sum of squares, in 32 bits at least."""
+    """Return the sum of the squared absolute values, in 32 bits at least."""
     size = jnp.abs(x)
     return jnp.sum(jnp.square(size.astype(wide(size.dtype))))

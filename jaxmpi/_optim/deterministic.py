@@ -1,21 +1,30 @@
-"""The same bits for any number of ranks: fixed micro-batches, and sums in one order.
+"""Deterministic sums: the same bits for any number of ranks, and of threads.
 
-A global batch is cut into M micro-batches, whatever the number of ranks. Each is differentiated by
-itself, in a loop with the same body everywhere, and the M gradients are added in one binary tree:
-neighbours first. Within a micro-batch and within the optimizer, sums have one order for any number
-of threads of a rank (`ordered`).
+Floating-point sums depend on their order, so three orders are fixed:
+
+1. Over micro-batches. A global batch is cut into M micro-batches, whatever the number of ranks.
+   Each is differentiated by itself, in a loop with the same body everywhere, and the M gradients
+   are added in one binary tree: neighbors first, then their sums (`canonical_mean`).
+2. Within a micro-batch and within the optimizer, for any number of threads. XLA's CPU backend gives
+   sums of arrays to a library that splits them among its threads, so the same program has other
+   bits with two threads than with one. It keeps a sum in one loop if the sum has to do arithmetic
+   on the way: here, a multiplication with a number that is always 1, which XLA cannot know
+   (`in_one_order`). Matrix products stay as they are.
+3. Between the two: XLA must not fuse the last sum with the optimizer's arithmetic on some numbers
+   of ranks only (`_fusion_barrier`).
 """
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
@@ -26,64 +35,73 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
-from jaxmpi._lowering.classify import BROADCASTS, communicates, subjaxprs
+from jaxmpi._lowering.classify import (
+    BROADCASTS,
+    CALLS,
+    LOOPS,
+    callee,
+    communicates,
+    map_subjaxprs,
+    subjaxprs,
+)
+from jaxmpi._lowering.trace import evaluate
 from jaxmpi._optim.float_leaves import map_floats, wide
-from jaxmpi._optim.ordered_sums import equations, in_one_order
 from jaxmpi._world import session
 
 __all__ = ["canonical_mean", "invariant_update", "micro_batch_grads"]
 
+# the order of the sums in these depends on the number of threads
 MATRIX_PRODUCTS = (
-    *(
-        "dot_general",
-        "ragged_dot_general",
-        "conv_general_dilated",
-        "cholesky",
-        "eig",
-        "eigh",
-        "geqrf",
-        "hessenberg",
-    ),
-    *(
-        "householder_product",
-        "lu",
-        "qr",
-        "schur",
-        "svd",
-        "triangular_solve",
-        "tridiagonal",
-        "tridiagonal_solve",
-    ),
+    "dot_general",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "cholesky",
+    "eig",
+    "eigh",
+    "geqrf",
+    "hessenberg",
+    "householder_product",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
+    "triangular_solve",
+    "tridiagonal",
+    "tridiagonal_solve",
 )
+
+
+# --- gradients of micro-batches ------------------------------------------------------------------
 
 
 def micro_batch_grads(
     fun: Callable[..., PyTree], micro_batches: int, *, axis: Axis = AXIS
 ) -> Callable[..., PyTree]:
-    """A gradient function that is applied to one micro-batch after the other.
+    """Apply a gradient function to one micro-batch after the other.
 
         grads = jaxmpi.micro_batch_grads(jax.grad(loss), 8)(params, batch)  # leaves [8 / size, ...]
-        updates, state = jaxmpi.distributed(optax.adam(1e-3), micro_batches=8).update(grads, state, params)
+        tx = jaxmpi.distributed(optax.adam(1e-3), micro_batches=8)
+        updates, state = tx.update(grads, state, params)
 
     Sums in `fun` have one order for any number of threads. Long matrix products on CPUs do not:
-    give the ranks of all runs as many threads, as `jaxmpi run --threads 1` does, or NPROC=1. On
-    GPUs, XLA has one order only with `--xla_gpu_deterministic_ops=true` in XLA_FLAGS.
+    give the ranks of all runs the same number of threads, with `jaxmpi run --threads 1` or NPROC=1.
+    On GPUs, XLA has one order only with `--xla_gpu_deterministic_ops=true` in XLA_FLAGS.
 
     **Collective:** no.
 
     Args:
       fun: (params, batch, *rest) -> any pytree, such as `jax.grad` of a loss that averages over its
-        batch. It does not communicate: the batch statistics of all ranks would depend on their
-        number.
-      micro_batches: M, of all ranks together, or of those of a group.
-      axis: as in `distributed`: the groups whose ranks share the micro-batches out.
+        batch. It does not communicate: batch statistics of all ranks, for example, would depend on
+        the number of ranks.
+      micro_batches: M, of all ranks together, or of the ranks of a group.
+      axis: as in `distributed`: the ranks of each group share the micro-batches.
 
     Returns:
-      A function of the same arguments. It cuts the leaves of `batch`, `[b, ...]`, into M/p parts
-      and returns the stacked results, `[M/p, ...]`.
+      A function of the same arguments. It cuts the leaves of `batch`, `[b, ...]`, into M/p
+      micro-batches and returns the stacked results, `[M/p, ...]`.
 
     Warns:
-      UserWarning: on a GPU, if XLA_FLAGS does not say so.
+      UserWarning: on a GPU, if XLA_FLAGS has no `--xla_gpu_deterministic_ops`.
 
     Raises:
       ValueError: when called, if the ranks do not divide M, or M/p does not divide the batch, with
@@ -91,14 +109,12 @@ def micro_batch_grads(
     """
 
     def grads(params: PyTree, batch: PyTree, *rest: PyTree) -> PyTree:
-        here = _mine("micro_batch_grads", micro_batches, axis)
-        if jax.default_backend() == "gpu" and "xla_gpu_deterministic_ops" not in os.environ.get(
-            "XLA_FLAGS", ""
-        ):
+        here = _micro_batches_here("micro_batch_grads", micro_batches, axis)
+        flags = os.environ.get("XLA_FLAGS", "")
+        if jax.default_backend() == "gpu" and "xla_gpu_deterministic_ops" not in flags:
             warnings.warn(
                 "micro_batch_grads: on a GPU, XLA adds in any order. Set "
-                "XLA_FLAGS=--xla_gpu_deterministic_ops=true for the "
-                "same bits in each run.",
+                "XLA_FLAGS=--xla_gpu_deterministic_ops=true for the same bits in each run.",
                 stacklevel=2,
             )
 
@@ -106,55 +122,73 @@ def micro_batch_grads(
             if jnp.ndim(x) == 0 or len(x) % here:
                 raise (RankCountError if jnp.ndim(x) else ValueError)(
                     f"micro_batch_grads: leaf {leaf_name(path)} of the batch has shape "
-                    f"{list(jnp.shape(x))}, which cannot "
-                    f"be cut into {here} micro-batches. Choose a batch size that {micro_batches} "
-                    "divides."
+                    f"{list(jnp.shape(x))}, which cannot be cut into {here} micro-batches. Choose "
+                    f"a batch size that {micro_batches} divides."
                 )
             return jnp.reshape(x, (here, len(x) // here, *jnp.shape(x)[1:]))
 
-        parts = jax.tree_util.tree_map_with_path(split, batch)
-        return lax.map(in_one_order(lambda part: fun(params, part, *rest), _check_silent), parts)
+        batches = jax.tree_util.tree_map_with_path(split, batch)
+        return lax.map(in_one_order(lambda one: fun(params, one, *rest), _check_silent), batches)
 
     return compiled(grads, "micro_batch_grads")
 
 
-def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
-    """The mean of the ranks' `[M/p, ...]` leaves over their first axes, in an order that the number of ranks does not change.
+def _check_silent(jaxpr: ClosedJaxpr) -> None:
+    """Raise a ValueError if a function of micro-batches communicates."""
+    for *callers, eqn in _equations(jaxpr):
+        is_collective = eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (
+            not list(subjaxprs(eqn)) and communicates(eqn)
+        )
+        if not is_collective:
+            continue
+        lines = map(_jaxcompat.source_place, (eqn, *reversed(callers)))
+        line = next(filter(None, lines), "a line of a library")
+        raise ValueError(
+            f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that its "
+            "results depend on the number of ranks. Use BatchNorm without axis_name, and reduce "
+            "what fun returns after the loop."
+        )
 
-    Each rank adds up what is a whole branch of the tree; the rest travels: a part of every array to
-    each rank (alltoall), which adds it to the end, and the result back (allgather).
+
+# --- their mean, in one binary tree --------------------------------------------------------------
+
+
+def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
+    """Return the mean of all ranks' leaves `[M/p, ...]` over their first axes.
+
+    mean = (1/M) · Σ_i g_i, added in a binary tree over i = 0 ... M-1 that does not depend on p.
     """
-    size, here = (
-        axis_size(axis, session.current("distributed")),
-        _mine("distributed", micro_batches, axis),
-    )
-    # the largest power of two that divides it: whole branches of the tree
+    size = axis_size(axis, session.current("distributed"))
+    here = _micro_batches_here("distributed", micro_batches, axis)
+    # This rank has the micro-batches from rank·here on. Blocks of `branch` of them, the largest
+    # power of two that divides `here`, are complete branches of the tree. On one rank that is the
+    # whole tree.
     branch = here & -here if size > 1 else here
 
     def check(path: KeyPath, x: jax.Array) -> None:
         if x.dtype != jax.dtypes.float0 and (x.ndim == 0 or len(x) != here):
             raise ValueError(
                 f"distributed: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first "
-                f"axis must be the {here} "
-                f"micro-batches of this rank. Make the gradients with jaxmpi.micro_batch_grads."
+                f"axis must be the {here} micro-batches of this rank. Make the gradients with "
+                "jaxmpi.micro_batch_grads."
             )
 
     jax.tree_util.tree_map_with_path(check, stacks)
+    named = with_parameters(stacks, f"distributed micro_batches={micro_batches}")
 
-    def branches(x: jax.Array) -> jax.Array:
+    # Each rank adds up its complete branches: [here / branch, numbers], or [numbers] on one rank.
+    def add_branches(x: jax.Array) -> jax.Array:
         x = x.astype(wide(x.dtype)).reshape(here // branch, branch, -1)
         return jax.vmap(_tree_sum)(x) if size > 1 else _tree_sum(x.reshape(here, -1))
 
-    sums = map_floats(
-        "distributed",
-        branches,
-        with_parameters(stacks, f"distributed micro_batches={micro_batches}"),
-    )
+    sums = map_floats("distributed", add_branches, named)
     if size > 1:
-        sums = Caller("micro_batch_grads").alltoall(
-            map_floats("distributed", lambda x: _rows(x, size), sums), axis=axis
-        )  # [p, here / branch, columns]
-        sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), sums)
+        # The rest of the tree spans ranks. Each rank gets one shard of the numbers, of all
+        # branches (alltoall: [size, here / branch, columns]), adds them in the order of the
+        # tree, and sends the sums to all (allgather).
+        shards = map_floats("distributed", lambda x: _shards_of_rows(x, size), sums)
+        shards = Caller("micro_batch_grads").alltoall(shards, axis=axis)
+        sums = map_floats("distributed", lambda x: _tree_sum(x.reshape(-1, x.shape[-1])), shards)
         sums = Caller("micro_batch_grads").allgather(sums, axis=axis)
 
     def finish(x: jax.Array, total: jax.Array) -> jax.Array:
@@ -164,14 +198,61 @@ def canonical_mean(stacks: PyTree, micro_batches: int, axis: Axis) -> PyTree:
     return _fusion_barrier(map_floats("distributed", finish, stacks, sums))
 
 
+def _micro_batches_here(function: str, micro_batches: int, axis: Axis) -> int:
+    """Return M/p, the number of micro-batches of each rank."""
+    size = axis_size(axis, session.current(function))
+    if micro_batches < 1 or micro_batches % size:
+        raise (RankCountError if micro_batches > 0 else ValueError)(
+            f"{function}: micro_batches is {micro_batches}, which {size} ranks cannot share "
+            f"equally. Use a multiple of {size}."
+        )
+    return micro_batches // size
+
+
+def _shards_of_rows(x: jax.Array, size: int) -> jax.Array:
+    """Cut each row of `[k, n]`: `[size, k, ⌈n/size⌉]`, padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
+    return x.reshape(len(x), size, -1).swapaxes(0, 1)
+
+
+def _tree_sum(x: jax.Array) -> jax.Array:
+    """Return the sum of `[k, ...]` over its first axis: of neighbors, then of their sums."""
+    while len(x) > 1:
+        even = len(x) // 2 * 2
+        x = jnp.concatenate([x[0:even:2] + x[1:even:2], x[even:]])
+    return x[0]
+
+
+def _fusion_barrier(tree: PyTree) -> PyTree:
+    """Return the same numbers, such that XLA does not fuse through them.
+
+    Without it, on one rank XLA fuses the sum with the optimizer's arithmetic, and rounds
+    differently: a product and a sum become one operation (FMA). XLA drops an `optimization_barrier`
+    before it fuses. But it does not know that n² + n is even, so it must keep this branch.
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if x.size and x.dtype != jax.dtypes.float0]
+    if not leaves:
+        return tree
+    n = leaves[0].reshape(-1)[0].real.astype(jnp.int32)
+    return lax.cond(
+        (n * n + n) % 2 == 0,
+        lambda tree: tree,
+        partial(map_floats, "distributed", jnp.negative),
+        tree,
+    )
+
+
+# --- sums in one order for any number of threads -------------------------------------------------
+
+
 def invariant_update(
     inner: optax.GradientTransformationExtraArgs,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`inner.update` with the same bits for any number of threads.
+    """Return `inner.update` with the same bits for any number of threads.
 
     Raises:
-      ValueError: `inner` multiplies matrices, which has no order that does not depend on the
-        threads of a rank.
+      ValueError: `inner` multiplies matrices: no order of those sums is independent of the threads
+        of a rank.
     """
 
     def update(
@@ -184,78 +265,107 @@ def invariant_update(
     return update
 
 
-def _check_silent(jaxpr: ClosedJaxpr) -> None:
-    for *callers, eqn in equations(jaxpr):
-        if eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (
-            not list(subjaxprs(eqn)) and communicates(eqn)
-        ):
-            line = next(
-                filter(None, map(_jaxcompat.source_place, (eqn, *reversed(callers)))),
-                "a line of a library",
-            )
-            raise ValueError(
-                f"micro_batch_grads: fun communicates ({eqn.primitive.name} at {line}), so that "
-                "its results depend on the "
-                "number of ranks. Use BatchNorm without axis_name, and reduce what fun returns "
-                "after the loop."
-            )
-
-
 def _check_orderable(jaxpr: ClosedJaxpr) -> None:
-    for path in equations(jaxpr):
-        if path[-1].primitive.name in MATRIX_PRODUCTS:
-            names = (name for eqn in reversed(path) for name in _jaxcompat.function_names(eqn))
-            transform = next(
-                (name.split(".<locals>")[0] for name in names if ".<locals>.update" in name),
-                "the optimizer",
-            )
-            raise ValueError(
-                "distributed: micro_batches gives the same bits on any number of ranks, and "
-                f"{transform} in inner multiplies "
-                f"matrices ({path[-1].primitive.name}), whose sums depend on the threads of a "
-                "rank. Use an optimizer without "
-                "matrix products, such as Adam, LAMB or Adafactor, or leave micro_batches out."
-            )
-
-
-def _mine(function: str, micro_batches: int, axis: Axis) -> int:
-    size = axis_size(axis, session.current(function))
-    if micro_batches < 1 or micro_batches % size:
-        raise (RankCountError if micro_batches > 0 else ValueError)(
-            f"{function}: micro_batches is {micro_batches}, which {size} ranks cannot share "
-            f"equally. Use a multiple of {size}."
+    """Raise a ValueError if an optimizer multiplies matrices."""
+    for path in _equations(jaxpr):
+        product = path[-1].primitive.name
+        if product not in MATRIX_PRODUCTS:
+            continue
+        # the innermost function `<transform>.<locals>.update` around the product
+        names: list[str] = []
+        for eqn in reversed(path):
+            names.extend(_jaxcompat.function_names(eqn))
+        updates = [name for name in names if ".<locals>.update" in name]
+        transform = updates[0].split(".<locals>")[0] if updates else "the optimizer"
+        raise ValueError(
+            "distributed: micro_batches gives the same bits on any number of ranks, and "
+            f"{transform} in inner multiplies matrices ({product}), whose sums depend on the "
+            "threads of a rank. Use an optimizer without matrix products, such as Adam, LAMB or "
+            "Adafactor, or leave micro_batches out."
         )
-    return micro_batches // size
 
 
-def _rows(x: jax.Array, size: int) -> jax.Array:
-    """`[k, n]` as `[size, k, ⌈n/size⌉]`, with zeros at the end."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
-    return x.reshape(len(x), size, -1).swapaxes(0, 1)
+def in_one_order(
+    fun: Callable[..., PyTree], check: Callable[[ClosedJaxpr], None]
+) -> Callable[..., PyTree]:
+    """Return a function of pytrees of arrays with its sums in one order.
 
-
-def _tree_sum(x: jax.Array) -> jax.Array:
-    """The sum of `[k, ...]` over its first axis: of neighbours, then of their sums."""
-    while len(x) > 1:
-        even = len(x) // 2 * 2
-        x = jnp.concatenate([x[0:even:2] + x[1:even:2], x[even:]])
-    return x[0]
-
-
-def _fusion_barrier(tree: PyTree) -> PyTree:
-    """The same numbers, behind what XLA cannot look through.
-
-    Where it can, as on one rank, it fuses the sum with the optimizer's arithmetic, and then rounds
-    elsewhere: a product and a sum become one operation. It drops an optimization_barrier before it
-    fuses; but it does not know that n² + n is even.
+    `check` gets the jaxpr of the function, and may raise.
     """
-    leaves = [x for x in jax.tree.leaves(tree) if x.size and x.dtype != jax.dtypes.float0]
-    if not leaves:
-        return tree
-    n = leaves[0].reshape(-1)[0].real.astype(jnp.int32)
-    return lax.cond(
-        (n * n + n) % 2 == 0,
-        lambda tree: tree,
-        partial(map_floats, "distributed", jnp.negative),
-        tree,
-    )
+
+    def run(*args: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(args)
+        tree: PyTree = None
+
+        def flat(*xs: jax.Array) -> list[jax.Array]:
+            nonlocal tree
+            outs, tree = jax.tree.flatten(fun(*treedef.unflatten(xs)))
+            return outs
+
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
+        check(jaxpr)
+        return tree.unflatten(evaluate(jaxpr, _InOrder(), *leaves))
+
+    return run
+
+
+class _InOrder:
+    """The rule by which each equation is evaluated: the operand of a sum is multiplied by 1.
+
+    Each sum has another 1: if two had the same, XLA would compute the product once and give it to
+    both sums.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def __call__(self, eqn: JaxprEqn, xs: list[jax.Array]) -> list[jax.Array]:
+        if _is_float_sum(eqn):
+            return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
+        # A loop or a call with a sum in it is evaluated by the same rule; all else as it is.
+        name = eqn.primitive.name
+        if name not in (*CALLS, *LOOPS) or not _contains_sum(eqn):
+            return _jaxcompat.bind(eqn, xs)
+        if name in LOOPS:
+            return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, self._inner))
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
+        with _jaxcompat.at_source(eqn):
+            jaxpr, operands = callee(eqn, xs)
+            return evaluate(jaxpr, self, *operands)
+
+    def _inner(self, jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+        avals = [v.aval for v in _jaxcompat.parts(jaxpr)[0].invars]
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        return jax.make_jaxpr(lambda *xs: evaluate(jaxpr, self, *xs))(*structs)
+
+
+def _is_float_sum(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "reduce_sum":
+        return False
+    operand = eqn.invars[0].aval
+    return jnp.issubdtype(operand.dtype, jnp.inexact) and bool(operand.size)
+
+
+def _contains_sum(eqn: JaxprEqn) -> bool:
+    for jaxpr in subjaxprs(eqn):
+        for path in _equations(jaxpr):
+            if path[-1].primitive.name == "reduce_sum":
+                return True
+    return False
+
+
+def _equations(
+    jaxpr: Jaxpr | ClosedJaxpr, callers: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Yield all equations, inner ones included, each behind the equations that contain it."""
+    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
+        yield (*callers, eqn)
+        for inner in subjaxprs(eqn):
+            yield from _equations(inner, (*callers, eqn))
+
+
+def _one(x: jax.Array, k: int) -> jax.Array:
+    """Return the number 1, which XLA cannot know: n² + n is even, for n = x[0] + k."""
+    n = x.reshape(-1)[0].real.astype(jnp.int32) + k
+    return jnp.where((n * n + n) % 2 == 0, 1, -1).astype(x.dtype)

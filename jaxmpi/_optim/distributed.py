@@ -1,4 +1,4 @@
-"""`distributed`: an optax transform that gets the gradients of all ranks.
+"""`distributed`: an optimizer that gets the gradients of all ranks.
 
 tx = jaxmpi.distributed(optax.adam(1e-3))
 """
@@ -18,10 +18,10 @@ from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PerRankState, PyTree
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.average import mean, mean_of_all, rounded
-from jaxmpi._optim.compression import Codec, check_codec
+from jaxmpi._optim.codec import Codec, check_codec
 from jaxmpi._optim.deterministic import canonical_mean, invariant_update
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, made_of
-from jaxmpi._optim.objective import Given, over_ranks
+from jaxmpi._optim.objective import ExtraArgs, over_ranks
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.weights import Weight, as_weight, check_total, divided, scaled
 from jaxmpi._world import session
@@ -34,7 +34,7 @@ class DistributedState(NamedTuple):
 
     Attributes:
       inner: the state of the inner transform, equal on all ranks.
-      codec: that of the codec, a `PerRankState`.
+      codec: the state of the codec, a `PerRankState`.
     """
 
     inner: PyTree
@@ -49,52 +49,51 @@ def distributed(
     micro_batches: int | None = None,
     axis: Axis = AXIS,
 ) -> optax.GradientTransformationExtraArgs:
-    """Feed `inner` the gradients of all ranks in place of this rank's own.
+    """Give `inner` the mean of the gradients of all ranks.
 
-    g ← (1/p) · Σ_r g_r for "mean"; then inner. The state is that of `inner`, unchanged, and stays
-    equal on all ranks as long as it and the parameters start equal: see `synchronize`. With a codec
-    the state is a `DistributedState`.
+    g ← (1/p) · Σ_r g_r for "mean"; then `inner`. The state is that of `inner`, and stays equal on
+    all ranks as long as it and the parameters start equal: see `synchronize`. With a codec the
+    state is a `DistributedState`.
 
     `update(grads, state, params, weight=w)` gives g ← Σ_r w_r·g_r / Σ_r w_r, where w_r is the
     number of samples, or tokens, that rank r has averaged its gradient over: the exact mean over
-    all samples, however unevenly they are spread. It is one finite number, 0 or more; all ranks
-    pass one, or none does. A rank with weight 0 does not count, whatever its gradients are; where
-    all weights are 0, so are the gradients. Short floats travel as float32 then.
+    all samples, however unevenly they are spread. A weight is one finite number, 0 or more; all
+    ranks pass one, or none does. A rank with weight 0 does not count, whatever its gradients are;
+    if all weights are 0, so are the gradients. With weights, short floats travel as float32.
 
-    `update` takes what optax's transforms take beside the gradients, as this rank has it: `value`,
-    the loss, and `grad` become means over the ranks, too; functions of the parameters, such as
-    `value_fn` of a line search, become `average_loss` of themselves. `inner` gets any other
-    argument as it is: equal on all ranks, or for `value_fn` only.
+    `update` takes the extra arguments of optax's transforms, with this rank's values: `value`, the
+    loss, and `grad` become means over the ranks, too; callables of the parameters, such as
+    `value_fn` of a line search, become their `average_loss`. `inner` gets any other argument as it
+    is: it must be equal on all ranks, or used by `value_fn` only.
 
     **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
-    **Communication:** that of `tree_allreduce`, in `update` alone; weights and `value` travel in
-    the same message. Or the codec's. A function communicates wherever `inner` calls it.
+    **Communication:** in `update` only, that of `tree_allreduce` or of the codec; weights and
+    `value` travel in the same message. A callable communicates each time `inner` calls it.
 
     Args:
       inner: any optax transform.
       op: "mean" for losses that average over the rank's batch, "sum" for losses that sum; also
         "max", "min", "prod", and "adasum" (Maleki et al. 2020, "Scaling distributed training with
         adaptive summation"), leaf by leaf.
-      codec: one of `jaxmpi.codecs`, which says what is sent for a mean; on one rank nothing is, and
-        it changes nothing.
-      micro_batches: M, for the same bits on any number of ranks: the gradients have another first
-        axis, of this rank's M/p micro-batches, as `jaxmpi.micro_batch_grads` returns them. Their
-        mean, and the sums of `inner`, are formed in one order; an `inner` that multiplies matrices,
-        such as Muon, is refused.
-      axis: as in `tree_allreduce`: the ranks of each group take the gradients of their group, and
-        stay equal within it. A codec has the same axis, and M is the number of a group. There is no
-        function for `update` then.
+      codec: one of `jaxmpi.codecs`, for a mean in fewer bytes. On one rank it changes nothing.
+      micro_batches: M, for the same bits on any number of ranks: the gradients have an additional
+        first axis, of this rank's M/p micro-batches, as `jaxmpi.micro_batch_grads` returns them.
+        Their mean, and the sums of `inner`, are formed in one order; an `inner` that multiplies
+        matrices, such as Muon, is refused.
+      axis: as in `tree_allreduce`: the ranks of each group use the gradients of their group, and
+        stay equal within it. A codec has the same axis, and M is the number of micro-batches of a
+        group. `update` then takes no callables such as `value_fn`.
 
     Raises:
       ValueError: an unknown op; a codec, a weight or micro-batches with another op than "mean", or
-        with each other; an axis with a function, or a codec for another one; a function with
+        with each other; an axis with a callable, or a codec for another axis; a callable with
         micro-batches or another op than "mean" and "sum"; an `inner` that takes the gradients of
         single samples; when called, an unknown axis; when called with micro-batches, an `inner`
         that multiplies matrices; when called eagerly, on all ranks, a weight of any rank that is
-        not one finite number of 0 or more. In a traced step it makes NaN of everything, on all
-        ranks.
-      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf that cannot be averaged,
-        with its path.
+        not one finite number of 0 or more. In a traced step, such a weight makes all updates NaN on
+        all ranks.
+      TypeError: `inner` is no optax transform, or `codec` no codec; a leaf cannot be averaged; with
+        its path.
 
     >>> import jax.numpy as jnp
     >>> tx = distributed(optax.sgd(0.5))
@@ -126,20 +125,20 @@ def distributed(
         extra_args: dict[str, object],
     ) -> tuple[PyTree, PyTree]:
         check_axis("distributed", axis, session.current("distributed"))
-        given = Given(extra_args, updates)
-        _check_given(given, weight, op, micro_batches)
-        given.check_axis("distributed", axis)
+        extra = ExtraArgs(extra_args, updates)
+        _check_extra(extra, weight, op, micro_batches)
+        extra.check_axis("distributed", axis)
         before, sent = (state.inner, state.codec.per_rank) if codec else (state, None)
         if codec:
             grads, sent = _coded(codec, updates, sent, weight)
-            local = mean("distributed", given.local, weight, axis) if given.local else {}
+            local = mean("distributed", extra.local, weight, axis) if extra.local else {}
         else:
-            grads, local = _reduced(op, updates, given.local, weight, micro_batches, axis)
+            grads, local = _reduced(op, updates, extra.local, weight, micro_batches, axis)
         apply = invariant_update(inner) if micro_batches else inner.update
         out, after = apply(
             grads,
-            *given.marked((before, params)),
-            **given.reduced(grads, local, lambda f: over_all(f, weight)),
+            *extra.marked((before, params)),
+            **extra.reduced(grads, local, lambda f: over_all(f, weight)),
         )
         check_shapes("distributed", grads, out)
         return out, DistributedState(after, PerRankState(sent)) if codec else after
@@ -166,7 +165,7 @@ def _check(
     micro_batches: int | None,
     axis: Axis,
 ) -> None:
-    """The arguments of `distributed`, one by one and together."""
+    """Raise an error for wrong arguments, or arguments that exclude each other."""
     if op not in (*OPS, "adasum"):
         raise ValueError(
             f"distributed: op {op!r} is unknown. Use one of {', '.join(OPS)} and adasum."
@@ -191,16 +190,18 @@ def _check(
         )
 
 
-def _check_given(given: Given, weight: Weight | None, op: str, micro_batches: int | None) -> None:
-    """What `update` got beside the gradients, with the options of `distributed`."""
+def _check_extra(
+    extra: ExtraArgs, weight: Weight | None, op: str, micro_batches: int | None
+) -> None:
+    """Raise a ValueError for arguments of `update` that an option of `distributed` excludes."""
     other = "micro_batches" if micro_batches else f"op {op!r}"
     if weight is not None and (micro_batches or op != "mean"):
         raise ValueError(
             f"distributed: weight does not go together with {other}. Leave one of them out."
         )
-    if given.functions and (micro_batches or op not in ("mean", "sum")):
+    if extra.functions and (micro_batches or op not in ("mean", "sum")):
         raise ValueError(
-            f"distributed: {' and '.join(given.functions)} does not go together with {other}. Use "
+            f"distributed: {' and '.join(extra.functions)} does not go together with {other}. Use "
             "op 'mean'."
         )
 
@@ -213,7 +214,7 @@ def _reduced(
     micro_batches: int | None,
     axis: Axis,
 ) -> tuple[PyTree, PyTree]:
-    """The gradients of all ranks, and the `value` and `grad`."""
+    """Return the gradients, and `value` and `grad`, reduced over the ranks."""
     if op not in ("mean", "sum"):
         grads = (
             adasum(updates, axis)
@@ -236,7 +237,10 @@ def _reduced(
 def _coded(
     codec: Codec, updates: PyTree, state: PyTree, weight: Weight | None
 ) -> tuple[PyTree, PyTree]:
-    """The mean that a codec finds; its state stays as it was where there is nothing to average."""
+    """Return the mean by a codec, and its state.
+
+    The state stays as it was on one rank, and if all weights are 0.
+    """
     if axis_size(codec.axis, session.current("distributed")) == 1:
         return mean("distributed", updates, weight, codec.axis), state
     check_in_step("distributed")

@@ -1,4 +1,4 @@
-"""The leaves that the transforms of this folder compute with."""
+"""Floats in trees, and what the transforms share: checks of arguments, branches, dtypes."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -20,7 +20,6 @@ __all__ = [
     "check_in_step",
     "check_shapes",
     "check_transform",
-    "computed_once",
     "either",
     "equal_types",
     "floats",
@@ -34,17 +33,19 @@ T = TypeVar("T")
 
 
 def check_in_step(function: str) -> None:
-    """Raise a RuntimeError where simulated ranks are to have something of their own outside of a step."""
+    """Raise a RuntimeError outside of a step under `simulate`.
+
+    Simulated ranks have different values only inside of a traced function.
+    """
     if session.current(function).simulates and not _jaxcompat.tracing():
         raise RuntimeError(
-            f"{function}: update was called outside of a step, where simulated ranks have no "
-            "arrays of their own. "
-            "Use jaxmpi.jit."
+            f"{function}: update was called outside of a step, where simulated ranks cannot have "
+            "different arrays. Call it in a function under jaxmpi.jit."
         )
 
 
 def check_transform(function: str, name: str, transform: object) -> None:
-    """Raise a TypeError unless `transform` is one of optax."""
+    """Raise a TypeError unless `transform` is an optax transform."""
     if not isinstance(transform, optax.GradientTransformation):
         raise TypeError(
             f"{function}: {name} is a {type(transform).__name__}. Pass an optax transform, such as "
@@ -53,18 +54,18 @@ def check_transform(function: str, name: str, transform: object) -> None:
 
 
 def made_of(params: PyTree, make: Callable[[PyTree], PyTree]) -> PyTree:
-    """Return `make(params)`, a part of a state that is no tree like the parameters, such as a list of arrays.
+    """Return `make(params)`, a field of a state that is not a tree like the parameters.
 
-    `optax.tree.map_params` calls `init` with a placeholder for all parameters, to see which parts
-    of a state are like them, and maps over the result as a prefix of the state. This part is one
-    leaf then.
+    `optax.tree.map_params` calls `init` with a placeholder for all parameters, to see which fields
+    of a state are trees like them, and maps over the result as a prefix of the state. For the
+    placeholder this returns one leaf, so the field, such as a list of arrays, is not one of them.
     """
     return jnp.zeros(()) if isinstance(params, _placeholder()) else make(params)
 
 
 @cache
 def _placeholder() -> type:
-    """The type of what `optax.tree.map_params` calls `init` with, which has no public name."""
+    """Return the type of the placeholder of `optax.tree.map_params`, which has no public name."""
     found: list[type] = []
 
     def init(params: PyTree) -> PyTree:
@@ -76,7 +77,15 @@ def _placeholder() -> type:
 
 
 def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:
-    """Raise a ValueError if the gradients have one axis more than `like`: the parameters, or what `inner` makes of them."""
+    """Raise a ValueError if the gradients have one axis more than the parameters or updates.
+
+    Such gradients are those of single samples: a mean over ranks would average different samples.
+
+    Args:
+      function: for the error.
+      gradients: the gradients.
+      like: the parameters, or the updates that `inner` makes of the gradients.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(gradients)
     if treedef != jax.tree.structure(like):
         return
@@ -84,17 +93,15 @@ def check_shapes(function: str, gradients: PyTree, like: PyTree) -> None:
         if jnp.ndim(x) > jnp.ndim(y) and jnp.shape(x)[1:] == jnp.shape(y):
             raise ValueError(
                 f"{function}: leaf {leaf_name(path)} of the gradients has shape "
-                f"{list(jnp.shape(x))}, and its update "
-                f"{list(jnp.shape(y))}: gradients of single samples, of which each rank has "
-                "others. Combine them first, with "
-                "optax.contrib.differentially_private_aggregate before jaxmpi.average_gradients() "
-                "in a chain; its "
-                "noise_multiplier divided by the number of ranks."
+                f"{list(jnp.shape(x))}, and its update {list(jnp.shape(y))}: these are gradients "
+                "of single samples, and each rank has other samples. Combine them first: chain "
+                "optax.contrib.differentially_private_aggregate, with noise_multiplier divided by "
+                "the number of ranks, before jaxmpi.average_gradients()."
             )
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
-    """The dtype that sums of numbers of this one are formed in: 32 bits at least."""
+    """Return the dtype in which numbers of `dtype` are added up: 32 bits at least."""
     with jax.numpy_dtype_promotion("standard"):  # as in `widest`
         return jnp.promote_types(dtype, jnp.float32)
 
@@ -109,7 +116,9 @@ def sum_of(squares: Iterable[jax.Array]) -> jax.Array:
 
 
 def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others: PyTree) -> PyTree:
-    """`jax.tree.map` over the leaves that hold real or complex numbers; float0, the gradient of an integer, stays as it is.
+    """Apply `work` to the leaves of real or complex numbers, as `jax.tree.map` does.
+
+    A leaf of float0, the gradient of an integer, stays as it is.
 
     Raises:
       TypeError: a leaf of integers or booleans, with its path.
@@ -121,9 +130,8 @@ def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others
             return x
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient to work "
-                "with. Take it out of the tree, "
-                "or hide it with optax.masked."
+                f"{function}: leaf {leaf_name(path)} is {dtype}, which has no gradient. Take it "
+                "out of the tree, or hide it with optax.masked."
             )
         return work(x, *ys)
 
@@ -133,10 +141,12 @@ def map_floats(function: str, work: Callable[..., PyTree], tree: PyTree, *others
 def floats(
     function: str, tree: PyTree
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
-    """The leaves of real numbers, and a function that puts others in their places.
+    """Return the leaves of real numbers, and a function that makes the tree of new ones.
+
+    Leaves of float0 are left out, and stay in the tree.
 
     Raises:
-      TypeError: a leaf of anything else, but float0, with its path.
+      TypeError: a leaf of anything else, with its path.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [x for _, x in paths]
@@ -147,7 +157,7 @@ def floats(
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"{function}: leaf {leaf_name(path)} is {x.dtype}, and must be of real numbers. "
-                "Leave it out."
+                "Leave it out of the tree."
             )
         chosen.append(i)
 
@@ -161,7 +171,7 @@ def floats(
 
 
 def equal_types(new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`, as both branches of a `cond` must have the same."""
+    """Return `new` in the dtypes of `old`: both branches of a `cond` must have the same."""
     return jax.tree.map(
         lambda x, y: x if isinstance(x, np.ndarray) else jnp.asarray(x, jnp.result_type(y)),
         new,
@@ -169,18 +179,11 @@ def equal_types(new: PyTree, old: PyTree) -> PyTree:
     )
 
 
-def computed_once(flag: jax.Array) -> jax.Array:
-    """A boolean that follows from all leaves, for use on every leaf: XLA computes it once.
-
-    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves
-    take n² instructions to compile. It does not fuse a sort; an `optimization_barrier` is gone
-    before it fuses.
-    """
-    return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
-
-
 def either(which: ArrayLike, yes: Callable[..., T], no: Callable[..., T], *args: PyTree) -> T:
-    """`lax.cond`; called eagerly, one of the two functions is called eagerly, as it may communicate."""
+    """Return `yes(*args)` or `no(*args)`: by `lax.cond` in traced code, else by a plain call.
+
+    The function may communicate, which an eager call must do outside of `lax.cond`.
+    """
     if isinstance(which, jax.core.Tracer):
         return lax.cond(which, yes, no, *args)
     return (yes if which else no)(*args)

@@ -1,8 +1,12 @@
-"""FSDP: each rank keeps its shards of the parameters, and makes them whole where they are needed.
+"""FSDP: each rank keeps its shards of the parameters, and gathers them where they are needed.
 
-θ = unshard(shards) is an allgather, and its derivative the mean reduce_scatter: ∂/∂shard_q of (1/p)
-Σ_r L_r. So the loss is written as ever, its gradients are shards, and the optimizer is plain optax
-on them.
+θ = unshard(shards) is an allgather. Its derivative is a mean reduce_scatter: rank q gets the
+gradient of the mean loss by its shard,
+
+    ∂/∂shard_q of (1/p) · Σ_r L_r(θ).
+
+So the loss is written as without shards, its gradients are shards, and the optimizer is plain optax
+on shards.
 """
 
 from collections.abc import Callable
@@ -20,7 +24,16 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
-from jaxmpi._optim.sharded_array import ShardedArray, check_ranks, cut, is_sharded_array
+from jaxmpi._optim.sharded_array import (
+    ShardedArray,
+    all_shards,
+    check_shard_axis,
+    check_sharded_arrays,
+    is_sharded_array,
+    join_shards,
+    make_sharded_array,
+    size_along,
+)
 from jaxmpi._optim.sharded_state import (
     check_equal,
     check_state_fits,
@@ -30,7 +43,6 @@ from jaxmpi._optim.sharded_state import (
     to_nnx_dicts,
     whole_state,
 )
-from jaxmpi._optim.shards import check_cut, joined, rows, size_along
 from jaxmpi._optim.weights import MeanOverRanks, Weight, weighted_mean
 from jaxmpi._world import session
 
@@ -40,12 +52,12 @@ __all__ = ["fully_shard", "unshard"]
 def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -> PyTree:
     """Keep 1/p of each array of a pytree on each rank: FSDP, or ZeRO stage 3.
 
-    Each array of floats becomes a `ShardedArray`, of which this rank keeps its shard.
-    `jaxmpi.unshard` makes them whole inside of a step. Integers, booleans and PRNG keys stay as
-    they are. (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
+    Each array of floats becomes a `ShardedArray`, with this rank's shard. `jaxmpi.unshard` makes it
+    whole inside of a step. Integers, booleans and PRNG keys stay as they are. (Rajbhandari et al.
+    2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
 
         shards = jaxmpi.fully_shard(params)
-        state = optax.adam(1e-3).init(shards)  # plain optax: elementwise transforms do with shards what they do with arrays
+        state = optax.adam(1e-3).init(shards)  # plain optax, elementwise on shards
 
         @jaxmpi.jit
         def step(shards, state, batch):
@@ -53,32 +65,32 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
             updates, state = optax.adam(1e-3).update(grads, state, shards)
             return optax.apply_updates(shards, updates), state
 
-    An optimizer that looks at more than one element, such as LAMB or Adafactor, is an error of
-    `jaxmpi.jit`; one that asks for the shape of an array gets that of the shard, of which only the
-    number of axes is right. `jaxmpi.clip_by_global_norm` and `skip_nonfinite` know shards, and
-    `accumulate` adds them up: its `weight` is then that of all ranks.
+    An optimizer that combines several elements of an array, such as LAMB or Adafactor, is an error
+    of `jaxmpi.jit`. One that asks for the shape of an array gets the shape of the shard, which has
+    the right number of axes only. `jaxmpi.clip_by_global_norm` and `skip_nonfinite` work on shards,
+    and `accumulate` adds them up: its `weight` is then that of all ranks.
 
     **Collective:** every rank calls it, with the same arrays. Called eagerly, it compares checksums
     of them first. **Communication:** 16 bytes.
 
     Args:
-      params: any pytree of arrays, equal on all ranks: see `synchronize`. A state of an optimizer
-        will do, too.
-      stacked: whether the first axis of the arrays counts layers, as that of `lax.scan` and Flax's
+      params: any pytree of arrays, equal on all ranks: see `synchronize`. It may also be the state
+        of an optimizer.
+      stacked: whether the first axis of the arrays counts layers, as in `lax.scan` and Flax's
         `nn.scan`: each layer is cut by itself. A bool, or a pytree of bools for the subtrees of
         `params`, as `in_axes` of `jax.vmap`.
       axis: as in `tree_allreduce`: each group of ranks along it has all shards. `unshard` gathers
-        within the group, and the gradients are means over the group: put `average_gradients` over
-        the other axes before the optimizer, and all ranks train one model (hybrid sharding).
+        within the group, and the gradients are means over the group. With `average_gradients` over
+        the other axes before the optimizer, all ranks train one model (hybrid sharding).
 
     Raises:
-      TypeError: a leaf that is no array, with its path.
-      ValueError: a scalar that is to be a stack, with its path; a leaf that is a `ShardedArray`
-        already; an unknown axis.
-      RankMismatchError: on every rank, a leaf that is not equal on the ranks along the axis, with
-        its path and the ranks.
+      TypeError: a leaf is no array; with its path.
+      ValueError: a scalar in a stack, with its path; a leaf is a `ShardedArray` already; an unknown
+        axis.
+      RankMismatchError: on every rank, a leaf is not equal on the ranks along the axis; with its
+        path and the ranks.
     """
-    check_cut("fully_shard", axis)
+    check_shard_axis("fully_shard", axis)
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)
     flags = jax.tree.leaves(jax.tree.broadcast(stacked, params, is_leaf=_is_leaf))
     for (path, x), flag in zip(paths, flags, strict=True):
@@ -91,25 +103,26 @@ def fully_shard(params: PyTree, *, stacked: PyTree = False, axis: Axis = AXIS) -
             continue
         if as_array("fully_shard", path, x, None).ndim == 0 and flag and _is_float(x):
             raise ValueError(
-                f"fully_shard: leaf {leaf_name(path)} is a scalar, no stack of layers. Leave it "
-                "out of stacked."
+                f"fully_shard: leaf {leaf_name(path)} is a scalar, no stack of layers. Pass False "
+                "for it in stacked."
             )
     check_equal("fully_shard", params, axis)
-    return _cut(tuple(map(bool, flags)), axis)(params)
+    return _shard_tree(tuple(map(bool, flags)), axis)(params)
 
 
 def unshard(
     tree: PyTree, *, dtype: DTypeLike | None = None, weight: Weight | None = None
 ) -> PyTree:
-    """Make what is sharded whole, on every rank: parameters inside of a step, and states of optimizers, to look at them.
+    """Gather shards: make each `ShardedArray` and `ShardedState` of a tree whole, on every rank.
 
-    Each `ShardedArray` becomes its array; a `ShardedState`, of `sharded`, becomes that of one rank.
-    Anything else stays as it is. The tree may be an `nnx.Optimizer`, or the `nnx.state` of one. The
-    derivative with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of
-    all ranks, or of those along its axis.
+    Call it on parameters inside of a step, and on states of optimizers to look at them. Each
+    `ShardedArray` becomes its array; a `ShardedState` becomes the state of one rank. Anything else
+    stays as it is. The tree may be an `nnx.Optimizer`, or the `nnx.state` of one. The derivative
+    with respect to a `ShardedArray` is this rank's shard of the mean of the gradients of all ranks,
+    or of the ranks along its axis.
 
-    What is whole stays in memory until the backward pass has used it. In a `jax.checkpoint` it is
-    gathered again there, so that in a scan over stacked layers one layer at a time is whole:
+    Whole arrays stay in memory until the backward pass has used them. In a `jax.checkpoint` they
+    are gathered again there, so that in a scan over stacked layers one layer at a time is whole:
 
         @jax.checkpoint
         def layer(x, shards):
@@ -118,32 +131,33 @@ def unshard(
         x, _ = jax.lax.scan(layer, x, shards["layers"])
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes. Called eagerly,
-    it first compares checksums of what is no shard and must be equal on the ranks that share an
-    array. **Communication:** (p-1)/p of the bytes of the arrays, as often in the backward pass, and
-    once more in a `jax.checkpoint`; 16 bytes where it is called eagerly.
+    it first compares checksums of the leaves that are not shards and must be equal on the ranks
+    that share an array. **Communication:** (p-1)/p of the bytes of the arrays; as much again in the
+    backward pass, and in a `jax.checkpoint`; 16 bytes more if it is called eagerly.
 
     Args:
       tree: any pytree.
-      dtype: in which floats are sent and computed with, such as bfloat16; the gradients travel in
-        it, too, and are summed in 32 bits at least. The shards and their gradients keep their own.
-      weight: this rank's number of samples, or tokens, if the ranks have different ones: the
+      dtype: the dtype in which floats are sent and computed with, such as bfloat16; the gradients
+        travel in it, too, and are summed in 32 bits at least. The shards and their gradients keep
+        their dtype.
+      weight: this rank's number of samples, or tokens, if the ranks have different numbers: the
         derivative becomes Σ_r w_r·g_r / Σ_r w_r, as in `distributed`, over the ranks along the axis
         of the array.
 
     Returns:
-      A pytree of whole arrays. Of a `ShardedState`, `reshard` makes one for any number of ranks.
+      A pytree of whole arrays. `reshard` shards a whole `ShardedState` for any number of ranks.
 
     Raises:
-      ValueError: a leaf that was cut for another number of ranks or an axis that they do not have,
-        with its path; weights as in `distributed`.
-      RankMismatchError: on every rank, a leaf that is no shard and not equal on the ranks, with its
-        path and the ranks.
-      RuntimeError: under `jax.jit` in the place of `jaxmpi.jit`, on the xla backend and on
+      ValueError: a leaf was sharded for another number of ranks, or over an axis that they do not
+        have, with its path; weights as in `distributed`.
+      RankMismatchError: on every rank, a leaf is no shard and not equal on the ranks; with its path
+        and the ranks.
+      RuntimeError: called under `jax.jit` instead of `jaxmpi.jit`, on the xla backend and on
         simulated ranks.
     """
     given, treedef = jax.tree.flatten(tree, is_leaf=is_sharded)
     nodes = [from_nnx_dicts(x) for x in given]
-    check_ranks("unshard", treedef.unflatten(nodes))
+    check_sharded_arrays("unshard", treedef.unflatten(nodes))
     for x in nodes:
         if is_sharded_state(x):
             check_state_fits("unshard", x)
@@ -152,9 +166,9 @@ def unshard(
     if chosen:
         # an nnx variable may be around the shard: it is put around the whole array again
         shards, around = zip(*(_bare(nodes[i]) for i in chosen), strict=True)
-        wholes = _wholes(None if dtype is None else jnp.dtype(dtype))([*shards], weight)
-        for i, whole, variable in zip(chosen, wholes, around, strict=True):
-            nodes[i] = variable.unflatten([whole])
+        gather = _unshard_arrays(None if dtype is None else jnp.dtype(dtype))
+        for i, array, variable in zip(chosen, gather([*shards], weight), around, strict=True):
+            nodes[i] = variable.unflatten([array])
     for i, x in enumerate(nodes):
         if is_sharded_state(x):
             nodes[i] = (
@@ -164,47 +178,51 @@ def unshard(
 
 
 def _bare(x: ShardedArray) -> tuple[ShardedArray, PyTreeDef]:
-    """A `ShardedArray` of the array alone, and the structure that was around it."""
+    """Return a `ShardedArray` of the array alone, and the structure that was around it."""
     (shard,), around = jax.tree.flatten(x.shard, is_leaf=is_per_rank)
     return ShardedArray(shard, x.of, x.ranks, x.axis), around
 
 
 @cache
-def _cut(stacked: tuple[bool, ...], axis: Axis) -> Callable[[PyTree], PyTree]:
+def _shard_tree(stacked: tuple[bool, ...], axis: Axis) -> Callable[[PyTree], PyTree]:
+    """Return a function that shards the float leaves of a tree; `stacked` has a flag for each."""
+
     def each(params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
-        pairs = zip(leaves, stacked, strict=True)
-        return treedef.unflatten(
-            [cut(x, flag, axis=axis) if _is_float(x) else x for x, flag in pairs]
-        )
+        for i, flag in enumerate(stacked):
+            if _is_float(leaves[i]):
+                stack_axes = 1 if flag else 0
+                leaves[i] = make_sharded_array(leaves[i], stack_axes, axis=axis)
+        return treedef.unflatten(leaves)
 
     return anywhere(each, "fully_shard")
 
 
 @cache
-def _wholes(
+def _unshard_arrays(
     dtype: np.dtype | None,
 ) -> Callable[[list[ShardedArray], Weight | None], list[jax.Array]]:
+    """Return a function that makes arrays whole: one allgather for each axis."""
+
     def whole(shards: list[ShardedArray], weight: Weight | None) -> list[jax.Array]:
         layouts = [Layout(len(x.stack), x.of, x.dtype, _cast(x, dtype), x.axis) for x in shards]
         if session.size() == 1 and weight is None:
             return [x.shard.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-        wholes: dict[int, jax.Array] = {}
+        gathered: dict[int, jax.Array] = {}
         for axis in dict.fromkeys(x.axis for x in shards):
             along = [i for i, x in enumerate(shards) if x.axis == axis]
-            arrays = _gather(
-                axis, tuple(layouts[i] for i in along), [shards[i].shard for i in along], weight
-            )
-            wholes.update(zip(along, arrays, strict=True))
-        return [wholes[i] for i in range(len(shards))]
+            of_axis = tuple(layouts[i] for i in along)
+            arrays = _gather(axis, of_axis, [shards[i].shard for i in along], weight)
+            gathered.update(zip(along, arrays, strict=True))
+        return [gathered[i] for i in range(len(shards))]
 
     return anywhere(whole, "unshard", sends=True)
 
 
 class Layout(NamedTuple):
-    """Of a `ShardedArray`."""
+    """Shapes and dtypes of a `ShardedArray` and its whole array."""
 
-    stacked: int  # how many axes there are before those of one array
+    stack_axes: int  # the number of axes before those of one array
     of: tuple[int, ...]  # the shape of one array
     dtype: np.dtype  # of the shard
     to: np.dtype  # of the whole array
@@ -212,7 +230,7 @@ class Layout(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the ranks have different parts."""
+        """True if the ranks have different shards; a scalar is whole on each of them."""
         return bool(self.of) and size_along(self.axis) > 1
 
 
@@ -220,14 +238,15 @@ class Layout(NamedTuple):
 def _gather(
     axis: Axis, layouts: tuple[Layout, ...], shards: list[jax.Array], weight: Weight | None
 ) -> list[jax.Array]:
-    """The whole arrays, all of one axis."""
-    parts = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
-    cuts = {i: x for i, (x, layout) in enumerate(zip(parts, layouts, strict=True)) if layout.is_cut}
-    wholes = [as_whole(x, axis) for x in parts]
+    """Return the whole arrays, all over one axis; its derivative is `_gather_bwd`."""
+    values = [x.astype(layout.to) for x, layout in zip(shards, layouts, strict=True)]
+    # the mark says that the arrays are whole, and that their elements may be combined
+    gathered = [as_whole(x, axis) for x in values]
+    cuts = {i: values[i] for i, layout in enumerate(layouts) if layout.is_cut}
     for i, x in Caller("unshard").allgather(cuts, axis=axis).items():
-        stacked, of, *_ = layouts[i]
-        wholes[i] = joined(x, (*parts[i].shape[:stacked], *of), stacked)
-    return wholes
+        stack_axes, of, *_ = layouts[i]
+        gathered[i] = join_shards(x, (*values[i].shape[:stack_axes], *of), stack_axes)
+    return gathered
 
 
 def _gather_fwd(
@@ -239,36 +258,45 @@ def _gather_fwd(
 def _gather_bwd(
     axis: Axis, layouts: tuple[Layout, ...], weight: Weight | None, cts: list[jax.Array]
 ) -> tuple[list[jax.Array], None]:
-    """This rank's shards of the mean of the cotangents."""
-    size, pairs = size_along(axis), list(zip(cts, layouts, strict=True))
-    stacks = [rows(ct, size, layout.stacked) for ct, layout in pairs if layout.is_cut]
-    wholes_here = [ct for ct, layout in pairs if not layout.is_cut]
-    means = weighted_mean("unshard", (stacks, wholes_here), weight, _mean_shards(axis), axis=axis)
-    shards, wholes = map(iter, means)
-    found = [next(shards if layout.is_cut else wholes) for layout in layouts]
-    return [
-        as_shard(x.astype(layout.dtype), axis) for x, layout in zip(found, layouts, strict=True)
-    ], None
+    """Return this rank's shards of the mean of the cotangents."""
+    size = size_along(axis)
+    stacks, uncut = [], []  # cotangents of sharded arrays, cut into all shards; of other arrays
+    for ct, layout in zip(cts, layouts, strict=True):
+        if layout.is_cut:
+            stacks.append(all_shards(ct, size, layout.stack_axes))
+        else:
+            uncut.append(ct)
+    means = weighted_mean("unshard", (stacks, uncut), weight, _mean_shards(axis), axis=axis)
+    of_stacks, of_uncut = map(iter, means)
+    shards = []
+    for layout in layouts:
+        mean = next(of_stacks if layout.is_cut else of_uncut)
+        shards.append(as_shard(mean.astype(layout.dtype), axis))
+    return shards, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-@cache  # as what a mean has compiled is kept with this
+# Cached: the compiled programs of a mean are kept by the identity of this function.
+@cache
 def _mean_shards(axis: Axis) -> MeanOverRanks:
-    """The means of what is cut into rows, in the row of this rank, and of the rest; before them that of weights, if any."""
+    """Return a mean of (stacks of shards, other arrays), or of (weight, that).
+
+    It gives this rank's shards of the means, and the means of the weight and the other arrays.
+    """
 
     def means_of(function: str, tree: PyTree) -> PyTree:
-        weight, (stacks, wholes) = tree if isinstance(tree[1], tuple) else (None, tree)
+        weight, (stacks, uncut) = tree if isinstance(tree[1], tuple) else (None, tree)
         shards = Caller("unshard").reduce_scatter(stacks, op="mean", axis=axis)
-        weight, wholes = Caller("unshard").allreduce((weight, wholes), op="mean", axis=axis)
-        return (shards, wholes) if weight is None else (weight, (shards, wholes))
+        weight, uncut = Caller("unshard").allreduce((weight, uncut), op="mean", axis=axis)
+        return (shards, uncut) if weight is None else (weight, (shards, uncut))
 
     return means_of
 
 
 def _cast(x: ShardedArray, dtype: np.dtype | None) -> np.dtype:
-    """The dtype of the whole array."""
+    """Return the dtype of the whole array."""
     return dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together, on what one of them has seen."""
+"""Non-finite gradients: votes of the ranks, skipped steps, dynamic loss scaling for float16."""
 
 from functools import partial
 from typing import NamedTuple
@@ -14,18 +14,17 @@ from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
-from jaxmpi._optim.float_leaves import check_transform, computed_once, equal_types, map_floats, wide
+from jaxmpi._optim.float_leaves import check_transform, equal_types, map_floats, wide
 from jaxmpi._optim.weights import Weight, as_weight
 
 __all__ = ["LossScaleState", "SkipState", "any_rank", "dynamic_loss_scale", "skip_nonfinite"]
 
 
 def any_rank(flag: ArrayLike) -> jax.Array:
-    """Whether a condition holds on any rank: a bool that is equal on all of them.
+    """Return whether a condition holds on any rank: a bool that is equal on all of them.
 
-    For votes: a rank that wants to stop, to save, or that has seen something wrong. In a
-    `jaxmpi.jit` it travels with the means of the step that do not depend on it, and costs no
-    message of its own.
+    For votes: a rank that wants to stop or to save, or that has seen an error. In a `jaxmpi.jit` it
+    travels with the means of the step that do not depend on it, and takes no extra message.
 
     **Collective:** every rank calls it.
     **Communication:** 4 bytes.
@@ -33,7 +32,7 @@ def any_rank(flag: ArrayLike) -> jax.Array:
     >>> any_rank(False)
     Array(False, dtype=bool)
     """
-    # JAX might make 0 of a number that it cannot hold
+    # JAX might turn a number that is too small for its dtype into 0
     if isinstance(flag, np.ndarray | np.generic | int | float):
         flag = np.asarray(flag, np.bool_)
     return _vote(flag)
@@ -41,12 +40,9 @@ def any_rank(flag: ArrayLike) -> jax.Array:
 
 @partial(anywhere, name="any_rank", sends=True)
 def _vote(flag: ArrayLike) -> jax.Array:
-    return (
-        Caller("any_rank").allreduce(
-            jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32), op="mean"
-        )
-        > 0
-    )
+    # as a float mean, it can share the message of the means of gradients
+    vote = jnp.asarray(flag).astype(jnp.bool_).astype(jnp.float32)
+    return Caller("any_rank").allreduce(vote, op="mean") > 0
 
 
 class SkipState(NamedTuple):
@@ -55,7 +51,7 @@ class SkipState(NamedTuple):
     Attributes:
       inner: the state of the inner transform.
       skipped: how many steps were skipped, an int32 that is equal on all ranks.
-      last: whether the last step was.
+      last: whether the last step was skipped.
     """
 
     inner: PyTree
@@ -64,12 +60,12 @@ class SkipState(NamedTuple):
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Skip a step on all ranks where the gradient of any rank has a NaN or an infinity.
+    """Skip a step on all ranks if the gradient of any rank has a NaN or an infinity.
 
-    The updates are zero then, and the state of `inner` stays as it was; `skipped` counts. Put it
-    outside of what communicates:
+    In a skipped step the updates are zero, the state of `inner` stays as it was, and `skipped` goes
+    up by one. Put it around the transform that communicates:
 
-    tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(1e-3)))
+        tx = jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(1e-3)))
 
     **Collective:** every rank calls `update`.
     **Communication:** 4 bytes, which in a `jaxmpi.jit` travel with the mean of the gradients, and
@@ -87,7 +83,9 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, SkipState]:
-        bad = computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
+        bad = _computed_once(any_rank(~_finite(updates, extra_args.get("weight"))))
+        # The step is always computed, and then kept or not: the vote travels in one message with
+        # the mean of the gradients, so the mean cannot wait for it.
         out, after = inner.update(updates, state.inner, params, **extra_args)
         out, after = _unless(bad, out, after, state.inner)
         return out, SkipState(after, state.skipped + bad.astype(jnp.int32), bad)
@@ -100,8 +98,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       inner: the state of the inner transform.
-      scale: what the next loss is to be multiplied by, a float32.
-      good: steps since the scale last changed.
+      scale: the factor for the next loss, a float32.
+      good: the number of finite steps since the scale last changed.
       skipped: how many steps were skipped.
     """
 
@@ -114,24 +112,24 @@ class LossScaleState(NamedTuple):
 def dynamic_loss_scale(
     inner: optax.GradientTransformation, *, initial: float = 2.0**15, growth_every: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide gradients by the scale of the loss, and find the largest scale at which they are finite on all ranks.
+    """Divide gradients by the scale of the loss, and adapt the scale on all ranks alike.
 
-    For float16, whose small gradients would be zero: multiply the loss by `state.scale` before you
-    differentiate it. Where the gradient of any rank is not finite, all skip the step and halve the
-    scale; after `growth_every` good steps they double it (Micikevicius et al. 2018, "Mixed
-    precision training"). `inner` gets float32 for short floats, or they would be zero again.
+    For float16, in which small gradients become zero: multiply the loss by `state.scale` before you
+    differentiate it. If the gradient of any rank is not finite, all ranks skip the step and halve
+    the scale; after `growth_every` finite steps they double it (Micikevicius et al. 2018, "Mixed
+    precision training"). `inner` gets short floats as float32, or they would become zero again.
 
     **Collective:** every rank calls `update`.
-    **Communication:** that of `skip_nonfinite`.
+    **Communication:** as in `skip_nonfinite`.
 
     Args:
       inner: any optax transform, such as `distributed(...)`.
       initial: the first scale, above 0.
-      growth_every: good steps before it doubles.
+      growth_every: the number of finite steps after which the scale doubles.
 
     Raises:
       ValueError: `initial` is not above 0, or `growth_every` is below 1.
-      TypeError: as `skip_nonfinite`.
+      TypeError: as in `skip_nonfinite`.
     """
     if not initial > 0:
         raise ValueError(f"dynamic_loss_scale: initial is {initial}. It must be above 0.")
@@ -153,11 +151,11 @@ def dynamic_loss_scale(
         updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, LossScaleState]:
         updates = with_parameters(updates, f"dynamic_loss_scale growth_every={growth_every}")
-        plain = map_floats(
-            "dynamic_loss_scale",
-            lambda x: x.astype(wide(x.dtype)) / state.scale.astype(wide(x.dtype)),
-            updates,
-        )
+
+        def unscale(x: jax.Array) -> jax.Array:
+            return x.astype(wide(x.dtype)) / state.scale.astype(wide(x.dtype))
+
+        plain = map_floats("dynamic_loss_scale", unscale, updates)
         before = SkipState(state.inner, state.skipped, jnp.zeros((), jnp.bool_))
         out, (after, skipped, bad) = guarded.update(plain, before, params, **extra_args)
         good = jnp.where(bad, 0, state.good + 1)
@@ -174,21 +172,30 @@ def dynamic_loss_scale(
 
 
 def _finite(updates: PyTree, weight: Weight | None) -> jax.Array:
-    """Whether all numbers are; those of a rank without samples do not count."""
-    leaves = [x for x in jax.tree.leaves(updates) if x.dtype != jax.dtypes.float0]
-    finite = (
-        jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
-        if leaves
-        else jnp.array(True)
-    )
+    """Return whether all numbers are finite; a rank without samples does not count."""
+    finite_leaves = []
+    for x in jax.tree.leaves(updates):
+        if x.dtype != jax.dtypes.float0:
+            finite_leaves.append(jnp.all(jnp.isfinite(x)))
+    finite = jnp.all(jnp.stack(finite_leaves)) if finite_leaves else jnp.array(True)
     if weight is None:
         return finite
     w, _ = as_weight("skip_nonfinite", weight, updates)
     return (finite & jnp.isfinite(w)) | (w == 0)
 
 
+def _computed_once(flag: jax.Array) -> jax.Array:
+    """Return a boolean that depends on all leaves, for use on every leaf: XLA computes it once.
+
+    Otherwise XLA fuses the whole computation of the flag into the loop of every leaf, and n leaves
+    take n² instructions to compile. It does not fuse a sort; an `optimization_barrier` is gone
+    before it fuses.
+    """
+    return lax.sort(jnp.stack([flag, flag]).astype(jnp.uint8))[0] > 0
+
+
 def _unless(bad: jax.Array, out: PyTree, after: PyTree, before: PyTree) -> tuple[PyTree, PyTree]:
-    """The updates and the state after a step, or zero and the state before it."""
+    """Return updates and state of a step, or zero updates and the state before it."""
     still = map_floats("skip_nonfinite", lambda x: lax.select(bad, jnp.zeros_like(x), x), out)
     return still, jax.tree.map(
         lambda new, old: lax.select(bad, jnp.asarray(old), jnp.asarray(new)),

@@ -1,4 +1,7 @@
-"""What `update` gets beside the gradients: the loss, its gradient, and functions that evaluate them, as this rank has them."""
+"""Extra arguments of `update`: the loss, its gradient and functions that evaluate them.
+
+Each rank passes the loss of its samples; the inner transform needs the loss of all samples.
+"""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -12,24 +15,24 @@ from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.float_leaves import map_floats
-from jaxmpi._optim.shards import Shard, is_shard
+from jaxmpi._optim.sharded_array import Shard, is_shard
 from jaxmpi._world import session
 
-__all__ = ["Given", "over_ranks"]
+__all__ = ["ExtraArgs", "over_ranks"]
 
 LOCAL = ("value", "grad")
 
-Function: TypeAlias = Callable[..., PyTree]  # of parameters, which come first
+Function: TypeAlias = Callable[..., PyTree]  # its first argument is the parameters
 
 
-class Given:
-    """The extra arguments of an `update`, told apart.
+class ExtraArgs:
+    """The extra arguments of an `update`, by how they are reduced over the ranks.
 
     Attributes:
-      local: `value` and `grad`, to be reduced over the ranks; without a `grad` that is the
-        gradients themselves.
-      functions: those of the parameters and of this rank's samples, such as `value_fn`.
-      others: what is passed on as it is.
+      local: `value` and `grad`, which are averaged over the ranks; without `grad` if it is the same
+        arrays as the gradients.
+      functions: functions of the parameters and of this rank's samples, such as `value_fn`.
+      others: all other arguments, which are passed on as they are.
     """
 
     def __init__(self, extra_args: dict[str, object], updates: PyTree) -> None:
@@ -47,7 +50,10 @@ class Given:
             del self.local["grad"]
 
     def check_axis(self, function: str, axis: Axis) -> None:
-        """Raise a ValueError that names `function` where there are functions, and an axis: their loops are of all ranks."""
+        """Raise a ValueError if there are functions and an axis.
+
+        The loops of a line search must be the same on all ranks, not only along the axis.
+        """
         if self.functions and axis != AXIS:
             raise ValueError(
                 f"{function}: {' and '.join(self.functions)} does not go together with axis "
@@ -57,12 +63,12 @@ class Given:
     def reduced(
         self, mean: PyTree, local: dict[str, PyTree], over: Callable[[Function], Function]
     ) -> dict[str, object]:
-        """The extra arguments for the inner transform.
+        """Return the extra arguments for the inner transform.
 
         Args:
-          mean: of the gradients.
-          local: `self.local`, reduced over the ranks.
-          over: makes a function of all ranks of one of this rank.
+          mean: the mean of the gradients.
+          local: `self.local`, averaged over the ranks.
+          over: returns the mean over ranks of a function.
         """
         grad = {"grad": mean} if self._grad_is_updates else {}
         return (
@@ -70,7 +76,10 @@ class Given:
         )
 
     def marked(self, trees: PyTree) -> PyTree:
-        """State and parameters, which are equal on all ranks: the loop of a line search, around `value_fn`, depends on them."""
+        """Mark state and parameters as equal on all ranks.
+
+        The loop of a line search, which calls `value_fn`, depends on them.
+        """
         if not self.functions or session.size() == 1:
             return trees
         mark = lambda x: (
@@ -88,13 +97,13 @@ def over_ranks(
     *,
     axis: Axis = AXIS,
 ) -> Function:
-    """A function of parameters whose result is reduced over the ranks along an axis, and so are its derivatives.
+    """Return a function of parameters with its result and derivatives reduced over ranks.
 
     Args:
-      fun: (params, ...) -> any pytree; params are equal on these ranks.
-      reduce: a linear function that gives them the same.
-      counts: whether this rank's result counts; None where all do. The derivatives of one that
-        doesn't may be NaN.
+      fun: (params, ...) -> any pytree; params are equal on the ranks along the axis.
+      reduce: a linear function whose result is equal on them.
+      counts: whether this rank's result counts; None if all ranks count. The derivatives of a
+        result that does not count may be NaN.
       axis: all ranks by default.
     """
 
@@ -109,7 +118,10 @@ def over_ranks(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _equal(axis: Axis, params: PyTree, counts: ArrayLike | None) -> PyTree:
-    """`params`. They are equal on the ranks and so are their tangents, so the transpose is the mean of the cotangents."""
+    """Return `params`, which are equal on the ranks, as their tangents are.
+
+    So the transpose is the mean of the cotangents.
+    """
     return _marked(axis, params)
 
 
@@ -129,7 +141,7 @@ def _equal_jvp(
 
 
 def _float(x: ArrayLike) -> ArrayLike:
-    """An array of floats, as the mean of integers is rounded; float0 stays as it is."""
+    """Return x as floats: a mean of integers would be rounded. float0 stays as it is."""
     dtype = jnp.result_type(x)
     return (
         x
@@ -139,7 +151,7 @@ def _float(x: ArrayLike) -> ArrayLike:
 
 
 def _same(tree: PyTree, other: PyTree) -> bool:
-    """Whether two trees have the same arrays at their leaves."""
+    """Return whether two trees have the identical arrays as leaves."""
     one, two = jax.tree.flatten(tree), jax.tree.flatten(other)
     return (
         tree is not None

@@ -1,19 +1,18 @@
-"""SPMD partitioning: a function of whole arrays, evaluated on this rank's shards of them.
+"""SPMD partitioning: evaluate a function of whole arrays on this rank's shards of them.
 
 The function is traced on the shapes of the whole arrays, so what it decides in Python (a mask by
 `ndim`, a factor that depends on `size`) it decides as without shards. Then each equation of its
 jaxpr is evaluated:
 
-| equation | on shards |
-|---|---|
-| no operand is a shard | as it is, on every rank |
-| elementwise; a reshape | on this rank's shards |
-| a reduction to one number; an inner product | on this rank's shards, and an allreduce |
-| anything else | as it is, on the whole arrays: an allgather of the operands that are shards |
+| equation | evaluated | communication |
+|---|---|---|
+| no operand is a shard | as it is, on every rank | none |
+| elementwise; a reshape | on this rank's shards | none |
+| a reduction to one number; an inner product | on this rank's shards | allreduce of a number |
+| anything else | as it is, on whole arrays | allgather of the operands that are shards |
 
-So the result is that of the function, whatever it does; the last row costs the bytes of the
-operands. Over an axis, groups of ranks may take different branches of a `cond`, so all are
-evaluated.
+So the result is the function's, whatever it does. Over an axis, groups of ranks may take different
+branches of a `cond`, so all branches are evaluated.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,15 @@ from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.across_elements import ELEMENTWISE
 from jaxmpi._lowering.classify import CALLS, callee
-from jaxmpi._optim.shards import Shard, gathered, is_shard, masked, part, shard_shape, size_along
+from jaxmpi._optim.sharded_array import (
+    Shard,
+    gather_shards,
+    is_shard,
+    mask_padding,
+    shard_shape,
+    shard_value,
+    size_along,
+)
 
 __all__ = ["on_shards"]
 
@@ -48,7 +55,7 @@ REDUCTIONS = {
 
 
 class _Splat:
-    """A scalar that was broadcast: an array of which every rank makes the part that it needs."""
+    """A scalar broadcast to a shape: each rank makes the shard, or the array, that it needs."""
 
     def __init__(self, number: Any, shape: tuple[int, ...]) -> None:
         self.number, self.shape = number, shape
@@ -58,13 +65,13 @@ Operand: TypeAlias = jax.Array | Shard | _Splat  # of an equation, or its result
 
 
 def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> PyTree:
-    """`fun(*args)`, where leaves of `args` may be shards, and leaves of the result are, where they are computed on shards.
+    """Return `fun(*args)`, with leaves of `args` and of the result that may be shards.
 
-    `fun` gets tracers of the whole arrays in the place of arrays and shards, and anything else as
-    it is. All shards are over one axis.
+    `fun` gets tracers of whole arrays for arrays and shards, and anything else as it
+    is. All shards are over one axis.
 
-    Collective: every rank calls it, with the same structure and shapes, and equal arrays where they
-    are no shards. Communication: see the table above.
+    **Collective:** every rank calls it, with the same structure and shapes; arrays that are not
+    shards are equal. **Communication:** see the table above.
     """
     if size_along(axis) == 1:
         return fun(*args)
@@ -79,13 +86,11 @@ def on_shards(fun: Callable[..., PyTree], *args: PyTree, axis: Axis = AXIS) -> P
 
     jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*(_type(leaves[i]) for i in traced))
     outs = _run(jaxpr, *(leaves[i] for i in traced))
-    return jax.tree.structure(out).unflatten(
-        [_full(x) if isinstance(x, _Splat) else x for x in outs]
-    )
+    return jax.tree.structure(out).unflatten(_without_splats(outs))
 
 
 def _run(jaxpr: Jaxpr | ClosedJaxpr, *args: Operand) -> list[Operand]:
-    """The outputs of a jaxpr: arrays, shards or splats."""
+    """Evaluate a jaxpr; its outputs are arrays, shards or splats."""
     inner, consts = _jaxcompat.parts(jaxpr)
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
 
@@ -98,13 +103,15 @@ def _run(jaxpr: Jaxpr | ClosedJaxpr, *args: Operand) -> list[Operand]:
 
 
 def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
+    """Evaluate one equation, by the rows of the table in the module's docstring."""
     name, shape = eqn.primitive.name, _shape(eqn.outvars[0].aval) if eqn.outvars else ()
     if name == "broadcast_in_dim" and shape and _shape(xs[0]) == ():
         return [_Splat(xs[0], shape)]
     shards = [x for x in xs if is_shard(x)]
     if not shards:
-        return _on_wholes(eqn, xs)
+        return _on_whole_arrays(eqn, xs)
     axis = shards[0].axis
+    # calls, branches and identities
     if name in CALLS:
         jaxpr, operands = callee(eqn, xs)
         return _run(jaxpr, *operands)
@@ -112,74 +119,63 @@ def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
         return _cond(eqn, xs, axis)
     if name == "optimization_barrier":
         return _barrier(eqn, xs)
-    if name == "name" and eqn.params["name"] == EQUAL:  # a function of this rank's samples follows
-        return _on_wholes(eqn, xs)
+    if name == "name" and eqn.params["name"] == EQUAL:
+        # `value_fn` or another function of the user's: it needs whole parameters
+        return _on_whole_arrays(eqn, xs)
+    # on this rank's shards
     if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
-        return [
-            _shard(
-                _jaxcompat.bind(eqn, [_part(x, axis) for x in xs])[0], shape, axis, _known(eqn, xs)
-            )
-        ]
-    if (
-        name in RESHAPES
-        and shape
-        and prod(shape) == prod(shards[0].shape)
-        and not eqn.params.get("dimensions")
-    ):
-        return [
-            _shard(
-                shards[0].value.reshape(shard_shape(shape, size_along(axis))),
-                shape,
-                axis,
-                _known(eqn, xs),
-            )
-        ]
+        value = _jaxcompat.bind(eqn, [_shard_value(x, axis) for x in xs])[0]
+        return [Shard(value, shape, _known_whole(eqn, xs), axis=axis)]
+    keeps_order = name in RESHAPES and not eqn.params.get("dimensions")
+    if keeps_order and shape and prod(shape) == prod(shards[0].shape):
+        value = shards[0].value.reshape(shard_shape(shape, size_along(axis)))
+        return [Shard(value, shape, _known_whole(eqn, xs), axis=axis)]
+    # Whole arrays that are known take no message; a reduction on shards would.
     if all(x.whole is not None for x in shards):
-        return _on_wholes(eqn, xs)
+        return _on_whole_arrays(eqn, xs)
+    # on this rank's shards, and an allreduce
     if name in REDUCTIONS and prod(shape) == 1:
         return [_reduced(eqn, shards[0]).reshape(shape)]
     if name == "dot_general" and _is_inner_product(eqn, xs):
         return [_inner_product(eqn, xs, axis)]
-    return _on_wholes(eqn, xs)
+    return _on_whole_arrays(eqn, xs)
 
 
-def _on_wholes(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
-    """The equation as it is; what is a shard is gathered first."""
-    gathered([x for x in xs if is_shard(x)])
+def _on_whole_arrays(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
+    """Evaluate the equation as it is; operands that are shards are gathered first."""
+    gather_shards([x for x in xs if is_shard(x)])
     return [*_jaxcompat.bind(eqn, [_full(x) for x in xs])]
 
 
-def _known(eqn: JaxprEqn, xs: list[Operand]) -> jax.Array | None:
-    """The whole result of an equation with one output, if all whole operands are known without communication."""
+def _known_whole(eqn: JaxprEqn, xs: list[Operand]) -> jax.Array | None:
+    """Return the whole result of an equation with one output; None if it takes communication."""
     if any(is_shard(x) and x.whole is None for x in xs):
         return None
     return _jaxcompat.bind(eqn, [_full(x) for x in xs])[0]
 
 
 def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
-    """The reduction of all numbers of x."""
+    """Reduce all numbers of an array, those in other ranks' shards included."""
     name = eqn.primitive.name
-    numbers = masked(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
+    numbers = mask_padding(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
     return Caller("sharded").allreduce(here, op=REDUCTIONS[name], axis=x.axis)
 
 
 def _neutral(name: str, dtype: np.dtype) -> float:
-    """The number that does not change a reduction."""
+    """Return the number that does not change the result of a reduction, for the padding."""
     if name in ("reduce_max", "reduce_min"):
-        low = name == "reduce_max"
+        is_max = name == "reduce_max"
         if jnp.issubdtype(dtype, jnp.floating):
-            return -jnp.inf if low else jnp.inf
-        return (
-            (jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max)
-            if dtype != jnp.bool_
-            else not low
-        )
+            return -jnp.inf if is_max else jnp.inf
+        if dtype == jnp.bool_:
+            return not is_max
+        return jnp.iinfo(dtype).min if is_max else jnp.iinfo(dtype).max
     return name in ("reduce_prod", "reduce_and")
 
 
 def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
-    """Whether an equation multiplies two arrays of one shape, number by number, and adds up."""
+    """Return whether a dot_general multiplies two arrays of one shape elementwise and adds up."""
     (left, right), (batch, _) = eqn.params["dimension_numbers"]
     shape = _shape(xs[0])
     return (
@@ -192,7 +188,7 @@ def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:
 
 def _inner_product(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> jax.Array:
     shape = _shape(xs[0])
-    flat = [masked(_part(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
+    flat = [mask_padding(_shard_value(x, axis), shape, 0, axis=axis).reshape(-1) for x in xs]
     (here,) = _jaxcompat.bind(eqn, flat, dimension_numbers=(((0,), (0,)), ((), ())))
     return Caller("sharded").allreduce(here, op="sum", axis=axis)
 
@@ -205,30 +201,33 @@ def _barrier(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
 
 
 def _cond(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> list[Operand]:
-    """A branch, with shards as operands and as results; a result that is a shard in one branch is one in all."""
+    """Evaluate a cond or switch with shards as operands and results.
+
+    A result that is a shard in one branch is made a shard in all of them.
+    """
     index: Any  # a scalar, and no shard
     index, *operands = (_full(x) if isinstance(x, _Splat) else x for x in xs)
+    # Groups along an axis may take different branches, and a branch may communicate: evaluate all.
     if axis != AXIS:
-        return _selected(
-            index, [_settled(branch, *operands) for branch in eqn.params["branches"]], axis
-        )
+        branches = [_run_branch(branch, *operands) for branch in eqn.params["branches"]]
+        return _select(index, branches, axis)
     if not isinstance(index, jax.core.Tracer):  # called eagerly
         return _run(eqn.params["branches"][int(index)], *operands)
+    # Trace all branches first, to see which results are shards in any of them.
     traced = [
-        jax.make_jaxpr(partial(_settled, branch), return_shape=True)(*operands)
+        jax.make_jaxpr(partial(_run_branch, branch), return_shape=True)(*operands)
         for branch in eqn.params["branches"]
     ]
-    kinds = [any(map(is_shard, outs)) for outs in zip(*(out for _, out in traced), strict=True)]
+    is_sharded = [any(map(is_shard, xs)) for xs in zip(*(outs for _, outs in traced), strict=True)]
 
     def branch(jaxpr: ClosedJaxpr, out: list[Operand]) -> Callable[..., list[Operand]]:
         def run(*operands: Operand) -> list[Operand]:
-            outs = jax.tree.structure(out).unflatten(
-                _jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands))
-            )
-            return [
-                _shard(_part(x, axis), _shape(x), axis) if kind else x
-                for x, kind in zip(outs, kinds, strict=True)
-            ]
+            flat = _jaxcompat.as_function(jaxpr)(*jax.tree.leaves(operands))
+            outs = jax.tree.structure(out).unflatten(flat)
+            for i, x in enumerate(outs):
+                if is_sharded[i]:
+                    outs[i] = Shard(_shard_value(x, axis), _shape(x), axis=axis)
+            return outs
 
         return run
 
@@ -238,37 +237,35 @@ def _cond(eqn: JaxprEqn, xs: list[Operand], axis: Axis) -> list[Operand]:
         )
 
 
-def _selected(index: jax.Array, branches: list[list[Operand]], axis: Axis) -> list[Operand]:
-    """The results of one of some branches; one that is a shard in one of them is one."""
+def _select(index: jax.Array, branches: list[list[Operand]], axis: Axis) -> list[Operand]:
+    """Return the results of the branch with this index, all branches having been evaluated."""
     outs: list[Operand] = []
     for xs in zip(*branches, strict=True):
         if any(map(is_shard, xs)):
-            outs.append(
-                _shard(jax.lax.select_n(index, *(_part(x, axis) for x in xs)), _shape(xs[0]), axis)
-            )
+            value = jax.lax.select_n(index, *(_shard_value(x, axis) for x in xs))
+            outs.append(Shard(value, _shape(xs[0]), axis=axis))
         else:
             outs.append(jax.lax.select_n(index, *xs))
     return outs
 
 
-def _settled(jaxpr: ClosedJaxpr, *args: Operand) -> list[Operand]:
-    return [_full(x) if isinstance(x, _Splat) else x for x in _run(jaxpr, *args)]
+def _run_branch(jaxpr: ClosedJaxpr, *args: Operand) -> list[Operand]:
+    return _without_splats(_run(jaxpr, *args))
 
 
-def _shard(
-    value: jax.Array, shape: tuple[int, ...], axis: Axis, whole: jax.Array | None = None
-) -> Shard:
-    return Shard(value, shape, whole, axis=axis)
+def _without_splats(xs: list[Operand]) -> list[Operand]:
+    return [_full(x) if isinstance(x, _Splat) else x for x in xs]
 
 
-def _part(x: Operand, axis: Axis) -> jax.Array:
+def _shard_value(x: Operand, axis: Axis) -> jax.Array:
+    """Return this rank's shard of an operand."""
     if isinstance(x, _Splat):
         return jnp.broadcast_to(x.number, shard_shape(x.shape, size_along(axis)))
-    return part(x, axis)
+    return shard_value(x, axis)
 
 
 def _full(x: Operand) -> jax.Array:
-    """The whole array, which is known."""
+    """Return the whole array of an operand, which is known."""
     if isinstance(x, _Splat):
         return jnp.broadcast_to(x.number, x.shape)
     return x.whole if isinstance(x, Shard) else x
@@ -279,6 +276,6 @@ def _shape(x: object) -> tuple[int, ...]:
 
 
 def _type(x: Shard | jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the whole array."""
+    """Return the shape and dtype of the whole array."""
     of = x.value if is_shard(x) else x
     return jax.ShapeDtypeStruct(x.shape, of.dtype, weak_type=getattr(of, "weak_type", False))

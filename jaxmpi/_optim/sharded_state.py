@@ -1,4 +1,8 @@
-"""`ShardedState`, the state of `sharded`, gathered to the state of one rank by `unshard` and sharded again by `reshard`."""
+"""`ShardedState`: the optimizer's state of `sharded`, in shards.
+
+`unshard` gathers it to the state of one rank, and `reshard` shards that again, for any number of
+ranks. `check_equal` compares the leaves that are not shards.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,8 +30,17 @@ from jaxmpi._leaves import (
     is_variable,
     leaf_name,
 )
-from jaxmpi._optim.sharded_array import ShardedArray, is_sharded_array
-from jaxmpi._optim.shards import check_cut, gathered, is_shard, joined, own, part, size_along
+from jaxmpi._optim.sharded_array import (
+    ShardedArray,
+    check_shard_axis,
+    gather_shards,
+    is_shard,
+    is_sharded_array,
+    join_shards,
+    local_shard,
+    shard_value,
+    size_along,
+)
 from jaxmpi._world import session
 
 __all__ = [
@@ -47,6 +60,7 @@ __all__ = [
 ]
 
 
+# the types of leaves that are compared
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, PerRank)
 
 
@@ -54,8 +68,7 @@ class StateLayout(NamedTuple):
     """The ranks that have the shards of a state.
 
     Attributes:
-      ranks: the number of shards of each array; 1 where the arrays are whole, as `unshard` leaves
-        them.
+      ranks: the number of shards of each array; 1 if the arrays are whole, as after `unshard`.
       axis: the axis over whose ranks they are sharded.
     """
 
@@ -67,13 +80,12 @@ class StateLayout(NamedTuple):
 class ShardedState:
     """The state of `sharded`.
 
-    A `ShardedArray` stands for each array that has the shape of a parameter; all others are equal
-    on the ranks that have the shards.
+    Each array with the shape of a parameter is a `ShardedArray`; all other arrays are equal on the
+    ranks that have the shards.
 
     Attributes:
-      parts: the two children of this pytree node, of which every array that is sharded is a
-        `ShardedArray`: the state of the inner transform; and the parameters in `master_dtype`, ()
-        without.
+      parts: the two children of this pytree node, with a `ShardedArray` for each sharded array: the
+        state of the inner transform, and the parameters in `master_dtype` (() without).
       layout: the number of shards, and their axis.
 
     >>> import jax.numpy as jnp, jaxmpi, optax
@@ -87,18 +99,21 @@ class ShardedState:
 
     @property
     def inner(self) -> PyTree:
-        """The state of the inner transform; after `unshard` with arrays in the place of each `ShardedArray`."""
+        """State of the inner transform; after `unshard`, with a plain array per `ShardedArray`."""
         # the arrays of one rank are whole, and may be computed with
         return shards_of(self.parts[0]) if self.layout.ranks == 1 else self.parts[0]
 
     @property
     def master(self) -> PyTree:
-        """The parameters in `master_dtype`, with arrays after `unshard` as in `inner`; () without."""
+        """Parameters in `master_dtype`, with arrays as in `inner`; () without `master_dtype`."""
         return shards_of(self.parts[1]) if self.layout.ranks == 1 else self.parts[1]
 
     def __repr__(self) -> str:
         over = f", axis={self.layout.axis!r}" if self.layout.axis != AXIS else ""
-        return f"ShardedState(inner={self.inner!r}, master={self.master!r}, ranks={self.layout.ranks}{over})"
+        return (
+            f"ShardedState(inner={self.inner!r}, master={self.master!r}, "
+            f"ranks={self.layout.ranks}{over})"
+        )
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[MarkKey, PyTree], ...], StateLayout]:
         inner, master = (MarkKey(mark) for mark in _marks(self.layout))
@@ -114,29 +129,32 @@ class ShardedState:
 
 
 def _marks(layout: StateLayout) -> tuple[Mark, Mark]:
-    """The names of the fields in a path."""
+    """Return the keys of the fields `inner` and `master` in a path."""
     return Mark.of_state("inner", *layout), Mark.of_state("master", *layout)
 
 
 def is_sharded_state(x: object) -> TypeGuard[ShardedState]:
-    """Whether x is a `ShardedState`; for `is_leaf`."""
+    """Return whether x is a `ShardedState`; for `is_leaf`."""
     return isinstance(x, ShardedState)
 
 
 def is_sharded(x: object) -> bool:
-    """Whether x is a `ShardedState`, a `ShardedArray`, or a dict that nnx has made of one; for `is_leaf`."""
+    """Return whether x is a `ShardedState`, `ShardedArray` or nnx dict of one; for `is_leaf`."""
     return is_sharded_state(x) or is_sharded_array(x) or _is_nnx_dict(x)
 
 
 def _is_nnx_dict(x: object) -> bool:
-    """Whether x is a dict, or an `nnx.State`, of the fields of a `ShardedState` or a `ShardedArray`."""
+    """Return whether x has the fields of a `ShardedState` or `ShardedArray` as keys.
+
+    `nnx.state` and `nnx.split` make such dicts, or an `nnx.State`, of all pytree nodes.
+    """
     if not isinstance(x, Mapping) or not x:
         return False
     return all(isinstance(key, Mark) and (key.state or key.of is not None) for key in x)
 
 
 def from_nnx_dicts(tree: PyTree) -> PyTree:
-    """Make a `ShardedState` or `ShardedArray` of each dict that `nnx.state` has made of one."""
+    """Return the tree with a `ShardedState` or `ShardedArray` for each of nnx's dicts of one."""
     if is_sharded_array(tree) or is_sharded_state(tree):
         return tree
     if not _is_nnx_dict(tree):
@@ -152,10 +170,9 @@ def from_nnx_dicts(tree: PyTree) -> PyTree:
 
 
 def to_nnx_dicts(x: PyTree) -> PyTree:
-    """Return a `ShardedState` as the dicts that `nnx.state` makes of one; return anything else as it is.
+    """Return a `ShardedState` as the dicts that `nnx.state` makes of it; else x as it is.
 
-    nnx keeps no node without arrays, so `from_nnx_dicts` has () for an `optax.EmptyState()` of the
-    user's.
+    nnx drops nodes without arrays, so `from_nnx_dicts` returns () for an `optax.EmptyState()`.
     """
     if not is_sharded_state(x):
         return x
@@ -163,23 +180,22 @@ def to_nnx_dicts(x: PyTree) -> PyTree:
     def each(y: PyTree) -> PyTree:
         return {Mark.of_shard(y.of, y.ranks, y.axis): y.shard} if is_sharded_array(y) else y
 
-    fields = zip(_marks(x.layout), x.parts, strict=True)
-    return {
-        mark: jax.tree.map(each, field, is_leaf=is_sharded_array)
-        for mark, field in fields
-        if jax.tree.leaves(field)
-    }
+    fields = {}
+    for mark, field in zip(_marks(x.layout), x.parts, strict=True):
+        if jax.tree.leaves(field):
+            fields[mark] = jax.tree.map(each, field, is_leaf=is_sharded_array)
+    return fields
 
 
 def shards_of(tree: PyTree) -> PyTree:
-    """Return the tree with this rank's shards in the place of its `ShardedArray`s."""
+    """Return the tree with this rank's shard for each `ShardedArray`."""
     return jax.tree.map(
         lambda x: x.shard if is_sharded_array(x) else x, tree, is_leaf=is_sharded_array
     )
 
 
 def whole_state(state: ShardedState) -> ShardedState:
-    """Return the state that one rank would have, on every rank.
+    """Gather a state: return the state that one rank would have, on every rank.
 
     **Collective:** every rank calls it, with a state that has passed `check_state_fits`.
     **Communication:** an all-gather of the shards: (p-1)/p of the bytes of the sharded arrays.
@@ -188,25 +204,24 @@ def whole_state(state: ShardedState) -> ShardedState:
 
 
 def reshard(tree: PyTree) -> PyTree:
-    """Cut states of one rank, from `unshard`, for the ranks that there are now along the axis of each state.
+    """Shard states that `unshard` has made whole, for the present number of ranks.
 
-    The state of an `nnx.Optimizer` is cut where it stands: `optimizer = jaxmpi.reshard(optimizer)`,
-    or an `nnx.state` of it. An `nnx.state` of an optimizer without arrays, such as `optax.sgd`,
-    stays as it is.
+    The tree may be an `nnx.Optimizer`, `optimizer = jaxmpi.reshard(optimizer)`, or an `nnx.state`
+    of one. An `nnx.state` of an optimizer without arrays, such as `optax.sgd`, stays as it is.
 
     **Collective:** every rank calls it, with states that are equal on all ranks, or along their
     axes. Called eagerly, it compares checksums of each state first.
     **Communication:** 16 bytes for a state.
 
     Args:
-      tree: the state of `sharded`, or any pytree with some in it.
+      tree: a whole state of `sharded`, or any pytree that contains such states.
 
     Returns:
-      The same pytree with states of the ranks that there are.
+      The pytree with each state in shards, one on each rank along its axis.
 
     Raises:
       TypeError: there is no state of `sharded` in the tree.
-      ValueError: a state is that of several ranks; the ranks do not have its axis.
+      ValueError: a state is still in shards; the ranks do not have its axis.
       RankMismatchError: on every rank, a leaf that is not equal on the ranks, with its path and the
         ranks.
     """
@@ -214,27 +229,28 @@ def reshard(tree: PyTree) -> PyTree:
     found = [i for i, x in enumerate(nodes) if is_sharded_state(from_nnx_dicts(x))]
     if not found and not _is_of_optimizer_without_arrays(tree):
         raise TypeError(
-            f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass what "
-            "jaxmpi.unshard has made of "
-            "one, or of a pytree with one in it."
+            f"reshard: there is no state of jaxmpi.sharded in the {type(tree).__name__}. Pass the "
+            "result of jaxmpi.unshard(state), or a pytree that contains it."
         )
     for i in found:
-        apart, state = _is_nnx_dict(nodes[i]), from_nnx_dicts(nodes[i])
-        check_cut("reshard", state.layout.axis)
+        is_nnx_dict, state = _is_nnx_dict(nodes[i]), from_nnx_dicts(nodes[i])
+        check_shard_axis("reshard", state.layout.axis)
         if state.layout.ranks != 1:
             raise RankCountError(
                 f"reshard: the state is one of {state.layout.ranks} ranks. Call jaxmpi.unshard on "
-                "those "
-                "ranks, then reshard on these."
+                "those ranks, then reshard on these."
             )
         check_equal("reshard", state, state.layout.axis)
-        nodes[i] = to_nnx_dicts(_shard(state)) if apart else _shard(state)
+        nodes[i] = to_nnx_dicts(_shard(state)) if is_nnx_dict else _shard(state)
     return treedef.unflatten(nodes)
 
 
 def _is_of_optimizer_without_arrays(tree: PyTree) -> bool:
-    """Whether a tree has the `nnx.state` of an optimizer whose transform has no arrays: nnx has only its step count then."""
-    nnx = sys.modules.get("flax.nnx")  # who has a variable has imported it
+    """Return whether a tree has the `nnx.state` of an optimizer whose transform has no arrays.
+
+    Of such an optimizer nnx keeps the step count only.
+    """
+    nnx = sys.modules.get("flax.nnx")  # imported, if there is a variable in the tree
     if nnx is None:
         return False
     kinds = {type(x) for x in jax.tree.leaves(tree, is_leaf=is_variable)}
@@ -245,18 +261,21 @@ def _is_of_optimizer_without_arrays(tree: PyTree) -> bool:
 
 
 def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
-    """Raise a RankMismatchError on all ranks unless what is whole in a tree is equal on the ranks that share its arrays.
+    """Raise a RankMismatchError on all ranks if leaves that must be equal on ranks are not.
 
-    Whole are all arrays but shards and what is in a `PerRankState`. Those of a `ShardedArray` or
-    `ShardedState` must be equal along its axis, all others along `axis`.
+    All arrays are compared but shards and the leaves of a `PerRankState`. The scalars of a
+    `ShardedArray` and the whole arrays of a `ShardedState` must be equal along its axis, all other
+    arrays along `axis`.
 
     Args:
       function: for the error.
       tree: any pytree.
-      axis: None for the axis of the shards in the tree. If they have several, or there are none,
-        only what is part of them is compared.
+      axis: None for the axis of the shards in the tree. If they have several axes, or there are no
+        shards, only arrays in a `ShardedArray` or `ShardedState` are compared.
     """
-    paths, _ = flatten_with_path(from_nnx_dicts(tree), is_leaf=_is_unit)
+    paths, _ = flatten_with_path(
+        from_nnx_dicts(tree), is_leaf=lambda x: _is_shards(x) or isinstance(x, PerRank)
+    )
     axes = {x.axis if is_sharded_array(x) else x.layout.axis for _, x in paths if _is_shards(x)}
     if axis is None and len(axes) == 1:
         (axis,) = axes
@@ -265,6 +284,7 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
         if is_own(path):
             continue
         if is_sharded_state(x):
+            # its arrays that are not shards, or have been made whole by `unshard` (ranks == 1)
             for inner, y in flatten_with_path(x.parts, is_leaf=is_sharded_array)[0]:
                 if is_own(inner):
                     continue
@@ -273,24 +293,19 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
                 elif y.ranks == 1:
                     found.append(((*path, *inner), *jax.tree.leaves(y.shard), x.layout.axis))
         elif is_sharded_array(x):
-            if not x.of:
+            if not x.of:  # a scalar is whole on every rank
                 found.append((path, *jax.tree.leaves(x.shard), x.axis))
         elif axis is not None:
             found.append((path, x, axis))
-    equal = [
-        EqualLeaf(leaf_name(path), x, along)
-        for path, x, along in found
-        if isinstance(x, NUMBERS) and getattr(x, "dtype", None) != np.dtype(object)
-    ]
+    equal = []
+    for path, x, along in found:
+        if isinstance(x, NUMBERS) and getattr(x, "dtype", None) != np.dtype(object):
+            equal.append(EqualLeaf(leaf_name(path), x, along))
     check_equal_leaves(session.current(function), function, equal)
 
 
 def _is_shards(x: object) -> bool:
     return is_sharded_array(x) or is_sharded_state(x)
-
-
-def _is_unit(x: object) -> bool:
-    return _is_shards(x) or isinstance(x, PerRank)
 
 
 @partial(anywhere, name="unshard", sends=True)
@@ -301,7 +316,7 @@ def _gather(state: ShardedState) -> ShardedState:
         {i: x.shard for i, x in cuts.items()}, axis=state.layout.axis
     )
     for i, x in cuts.items():
-        whole = jax.tree.map(partial(joined, shape=x.of), stacks[i])
+        whole = jax.tree.map(partial(join_shards, shape=x.of), stacks[i])
         nodes[i] = ShardedArray(whole, x.of, 1, x.axis)
     return ShardedState(treedef.unflatten(nodes), state.layout._replace(ranks=1))
 
@@ -314,39 +329,41 @@ def _shard(state: ShardedState) -> ShardedState:
     def each(x: PyTree) -> PyTree:
         if not is_sharded_array(x):
             return x
-        return ShardedArray(jax.tree.map(partial(own, axis=axis), x.shard), x.of, ranks, axis)
+        return ShardedArray(
+            jax.tree.map(partial(local_shard, axis=axis), x.shard), x.of, ranks, axis
+        )
 
     parts = jax.tree.map(each, state.parts, is_leaf=is_sharded_array)
     return ShardedState(parts, state.layout._replace(ranks=ranks))
 
 
 def with_shards(state: PyTree, params: PyTree, axis: Axis) -> PyTree:
-    """Return a state as a `ShardedState` holds it, with a `ShardedArray` for each array that has the shape of a parameter.
+    """Return a state with a `ShardedArray` for each array that has the shape of a parameter.
 
     Args:
-      state: the state of the inner transform, which has computed with a `Shard` for each array.
+      state: the state of the inner transform, which may have a `Shard` for any array.
       params: the whole parameters.
       axis: the axis over whose ranks the state is sharded.
     """
     shapes = {jnp.shape(x) for x in jax.tree.leaves(params)} - {()}
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_shard)
     is_cut = [tuple(getattr(x, "shape", ())) in shapes and not is_key(x) for x in leaves]
-    wholes = iter(
-        gathered([x for x, cut in zip(leaves, is_cut, strict=True) if is_shard(x) and not cut])
-    )
-    for i, (x, cut) in enumerate(zip(leaves, is_cut, strict=True)):
-        if cut:
-            leaves[i] = ShardedArray(part(x, axis), tuple(x.shape), size_along(axis), axis)
-        elif is_shard(x):
-            leaves[i] = next(wholes)
+    # a shard of an array of another shape is gathered
+    missing = [i for i, x in enumerate(leaves) if is_shard(x) and not is_cut[i]]
+    for i, whole in zip(missing, gather_shards([leaves[i] for i in missing]), strict=True):
+        leaves[i] = whole
+    for i, x in enumerate(leaves):
+        if is_cut[i]:
+            leaves[i] = ShardedArray(shard_value(x, axis), tuple(x.shape), size_along(axis), axis)
     return jax.tree.map(_around_variable, treedef.unflatten(leaves), is_leaf=is_variable)
 
 
 def _around_variable(x: PyTree) -> PyTree:
-    """Return a `ShardedArray` of an nnx variable for a variable of a `ShardedArray`, and anything else as it is.
+    """Return a `ShardedArray` of an nnx variable for a variable of a `ShardedArray`.
 
-    An `nnx.Optimizer` updates its state with what `nnx.state` makes of the new one, which has no
-    variables. There, a `ShardedArray` is a dict, and would become the value of the variable.
+    Anything else is returned as it is. An `nnx.Optimizer` updates its state with the `nnx.state` of
+    the new one, which has no variables. There, a `ShardedArray` inside of a variable is a dict, and
+    would become the value of the variable.
     """
     if not is_variable(x):
         return x
@@ -359,24 +376,23 @@ def _around_variable(x: PyTree) -> PyTree:
 
 
 def check_state_fits(function: str, state: ShardedState) -> None:
-    """Raise a ValueError that names `function` unless the ranks have the axis of a state, and as many as it has shards."""
-    check_cut(function, state.layout.axis)
+    """Raise a ValueError unless the ranks have the axis of a state, and its number of shards."""
+    check_shard_axis(function, state.layout.axis)
     check_state_ranks(function, state, state.layout.axis)
 
 
 def check_state_ranks(function: str, state: ShardedState, axis: Axis) -> None:
-    """Raise a ValueError that names `function` where a state was made for another axis, or another number of ranks."""
+    """Raise a ValueError if a state was made for another axis, or another number of ranks."""
     made, size = state.layout, size_along(axis)
     if names(made.axis) != names(axis):
         raise ValueError(
             f"{function}: the state was made for axis {made.axis!r}, and this is axis {axis!r}. "
-            "Make a new one with init, or "
-            f"use axis={made.axis!r}."
+            f"Make a new one with init, or use axis={made.axis!r}."
         )
     if made.ranks != size:
         along = "" if axis == AXIS else f" along axis {axis!r}"
         raise RankCountError(
             f"{function}: the state was made for {made.ranks} ranks, and there are {size}{along}. "
-            f"On {made.ranks} ranks call "
-            "jaxmpi.unshard(state) and save that; then call jaxmpi.reshard on it here."
+            f"On {made.ranks} ranks, call jaxmpi.unshard(state) and save the result; restore it "
+            "here, and call jaxmpi.reshard on it."
         )

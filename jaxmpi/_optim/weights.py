@@ -1,15 +1,15 @@
 """Weighted means over the ranks: one rule for every function that takes a weight.
 
-out = Σ_r w_r·x_r / Σ_r w_r
+    out = Σ_r w_r·x_r / Σ_r w_r
 
-A weight is what the values of this rank count: its number of samples or tokens.
+The weight of a rank is its number of samples or tokens.
 
 - It is one real number of Python, NumPy or JAX: an integer, a float or a boolean; finite, and 0 or
-  more. Called eagerly, a weight of any rank that is something else is a ValueError on every rank.
-  In traced code the values of a weight are not known: one that is negative, infinite or NaN makes
-  NaN of everything, on every rank.
+  more. Called eagerly, any other weight of any rank is a ValueError on every rank. In traced code
+  the value of a weight is not known: a negative, infinite or NaN weight makes all results NaN, on
+  every rank.
 - A rank with weight 0 does not count, whatever its values are, NaN included.
-- Where all weights are 0 there is no mean. Gradients are 0 then, and metrics are NaN.
+- If all weights are 0 there is no mean. Gradients are then 0, and metrics NaN.
 - All ranks pass a weight, or none does.
 - Products and sums are formed in 32 bits at least, the weight in the widest dtype among the values.
 """
@@ -45,14 +45,15 @@ __all__ = [
     "weighted_mean",
 ]
 
-# what the values of a rank count; a `PerRank` of simulated ranks
+# the weight of one rank; of simulated ranks, a `PerRank`
 Weight: TypeAlias = ArrayLike | PerRank
 MeanOverRanks = Callable[[str, PyTree], PyTree]  # of a function's name and a tree
 
 
-@cache  # as what a mean has compiled is kept with this
+# Cached: the compiled programs of a mean are kept by the identity of this function.
+@cache
 def mean_over(axis: Axis) -> MeanOverRanks:
-    """The mean of every leaf along an axis of the ranks, on each of them."""
+    """Return the function that averages every leaf along an axis, for all ranks."""
     return lambda function, tree: Caller(function).allreduce(tree, op="mean", axis=axis)
 
 
@@ -65,16 +66,18 @@ def weighted_mean(
     empty: float = 0.0,
     axis: Axis = AXIS,
 ) -> PyTree:
-    """The mean over the ranks; with a weight, in 32 bits at least, in one message that has the weight, too.
+    """Return the mean over the ranks; with a weight, the weighted mean in one message.
+
+    A weighted mean is formed and returned in 32 bits at least.
 
     Args:
-      function: for errors.
-      tree: this rank's values; with a weight, real or complex ones.
-      weight: of this rank, or None for a plain mean.
-      over_ranks: forms the means of the weights and the products; it may return this rank's part of
-        them only. `mean_over` by default.
-      empty: the result where all weights are 0.
-      axis: of the ranks, that `over_ranks` is along.
+      function: the name in errors.
+      tree: this rank's values; with a weight, real or complex numbers.
+      weight: the weight of this rank, or None for a plain mean.
+      over_ranks: forms the means of weights and products; it may return this rank's shards of them.
+        `mean_over` by default.
+      empty: the result if all weights are 0.
+      axis: the axis of `over_ranks`.
     """
     over_ranks = over_ranks or mean_over(axis)
     if weight is None:
@@ -89,7 +92,7 @@ def weighted_mean(
 def _mean_of(
     function: str, over_ranks: MeanOverRanks, empty: float
 ) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
-    """The mean of the weights, and that of a tree: called eagerly, one program."""
+    """Return a function for the mean weight and the weighted mean: one program if eager."""
 
     def mean(w: jax.Array, tree: PyTree) -> tuple[jax.Array, PyTree]:
         total, means = over_ranks(function, (w, scaled(function, tree, w)))
@@ -99,10 +102,13 @@ def _mean_of(
 
 
 def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, str]:
-    """A weight in the dtype of the sums of `tree`, NaN where it is no weight; and what is wrong with it, as far as known.
+    """Return a weight in the dtype of the sums of `tree`, and the problem with it ("" if none).
+
+    A wrong weight is returned as NaN, which reaches the other ranks in the mean of the weights.
 
     Raises:
-      ValueError: it is wrong, where no other rank has to be told: on one rank, and in traced code.
+      ValueError: the weight is wrong, and no other rank has to know: on one rank, or in traced
+        code, where all ranks trace the same.
     """
     dtype = widest(*(jnp.finfo(x.dtype).dtype for x in map(_array, _leaves(tree)) if _inexact(x)))
     problem = _problem(weight)
@@ -113,19 +119,19 @@ def as_weight(function: str, weight: Weight, tree: PyTree) -> tuple[jax.Array, s
     if isinstance(weight, jax.core.Tracer):
         w = weight.astype(dtype)
         return jnp.where((w >= 0) & (w < jnp.inf), w, jnp.nan), ""
-    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would make integers of 32 bits
-    # of them first. may be a PerRank
+    # Numbers of Python and NumPy are rounded once, from 64 bits: JAX would first convert them to 32
+    # bits. A PerRank is a tree of such numbers.
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64).astype(dtype)), weight), ""
 
 
 def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS) -> None:
-    """Raise on all ranks if the weight of one of them was no weight, now that `total` has told them.
+    """Raise a ValueError on all ranks if the weight of any rank was wrong: `total` is then NaN.
 
     Args:
-      function: for the error.
+      function: the name in the error.
       total: the mean of the weights; nothing is raised in traced code.
-      problem: what is wrong with the weight of this rank, of `as_weight`.
-      axis: that the mean is along; the ranks of other groups are told, too.
+      problem: the problem with the weight of this rank, from `as_weight`.
+      axis: the axis of the mean; the ranks of all groups raise.
     """
     if isinstance(total, jax.core.Tracer):
         return
@@ -142,7 +148,7 @@ def check_total(function: str, total: ArrayLike, problem: str, axis: Axis = AXIS
 
 
 def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
-    """`tree` times a weight, in 32 bits at least; zero for weight zero, whatever is in it."""
+    """Return `tree` times a weight, in 32 bits at least; zero for weight zero, even of NaN."""
     return map_floats(
         function,
         lambda x: jnp.where(w == 0, 0, x.astype(wide(x.dtype)) * w.astype(wide(x.dtype))),
@@ -151,19 +157,21 @@ def scaled(function: str, tree: PyTree, w: jax.Array) -> PyTree:
 
 
 def divided(function: str, means: PyTree, total: jax.Array, empty: float = 0.0) -> PyTree:
-    """Means of products / mean of weights; `empty` where that is zero, and NaN where it is not finite."""
+    """Return means of products / mean of weights; `empty` if it is zero, NaN if not finite."""
     some = total != 0
     safe = jnp.where(some & jnp.isfinite(total), total, jnp.where(some, jnp.nan, 1))
     return map_floats(function, lambda x: jnp.where(some, x / safe.astype(x.dtype), empty), means)
 
 
 def _problem(weight: Weight) -> str:
-    """What is wrong with a weight, in words; "" if nothing is, or it is not known yet."""
+    """Return the problem with a weight in words; "" if there is none, or it is not known yet."""
     x = weight.stack if isinstance(weight, PerRank) else weight
     if isinstance(x, int):
         return "" if 0 <= x < 2**1023 else f"is {x}"[:80]
     try:
-        shape, dtype = jnp.shape(x)[is_per_rank(weight) :], jnp.result_type(x)
+        shape, dtype = jnp.shape(x), jnp.result_type(x)
+        if is_per_rank(weight):  # the first axis of the stack counts the ranks
+            shape = shape[1:]
     except (TypeError, ValueError):
         return f"is a {type(weight).__name__}"
     if shape != () or not (
@@ -181,7 +189,10 @@ def _problem(weight: Weight) -> str:
 
 def _message(function: str, problem: str, ranks: list[int] | None = None) -> str:
     where = f"; {in_words(ranks)} did not" if ranks else ""
-    return f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number of 0 or more{where}."
+    return (
+        f"{function}: weight {problem}. Pass the number of samples of this rank, one finite number "
+        f"of 0 or more{where}."
+    )
 
 
 def _leaves(tree: PyTree) -> list[ArrayLike | PerRank]:

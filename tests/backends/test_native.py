@@ -690,7 +690,7 @@ extension.load = load
         (
             "",
             "neither",
-            f"neither is available. jaxmpi's own: rank 0: the extension is not built ({HALTED}). "
+            f"neither is available. Native: rank 0: the extension is not built ({HALTED}). "
             "Build it with a C++ compiler, and have pip show why a build fails: pip install -v "
             f"--no-deps --no-build-isolation -e {extension.ROOT}. mpi4jax: ",
         ),

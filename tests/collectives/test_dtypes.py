@@ -256,7 +256,7 @@ def refusal(dtype, name):
     op, of_lax = USES[name].op, name.startswith("lax.")
     function = {"lax.pshuffle": "ppermute"}.get(name, name.split()[0])
     if dtype == "float0" and of_lax:
-        return TypeError, function, "float0", "Take them out of the tree"
+        return TypeError, function, "float0", "Take it out of the tree"
     if dtype == "float8_e8m0fnu" and name == "lax.ppermute to some":
         return (
             TypeError,

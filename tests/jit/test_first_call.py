@@ -261,7 +261,7 @@ def mean_of(params, x):
 def check_values():
     rank, evaluate = jaxmpi.rank(), jaxmpi.jit(mean_of, replicated_argnums=0)
     wrong = {"w": jnp.ones(2) * (1 + (rank == 1)), "b": jnp.zeros(())}
-    who = "rank 1 has other values than the rest"
+    who = "rank 1 has other values than the other ranks"
     with pytest.raises(
         jaxmpi.RankMismatchError,
         match=rf"mean_of: argument 0\['w'\]: float32\[2\] is named in .*, and {who}",

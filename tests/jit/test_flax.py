@@ -206,7 +206,7 @@ def test_a_reference_as_an_argument_is_refused_in_a_sentence():
 def check_cast():
     with pytest.raises(
         NotImplementedError,
-        match=r"^jaxmpi.jit: pcast at test_flax.py:\d+ is not supported. Leave it out: .*types\.",
+        match=r"^pcast at test_flax.py:\d+ is not supported. Leave it out: .*types\.",
     ):
         jaxmpi.jit(lambda x: mean(jax.lax.pcast(x, jaxmpi.AXIS, to="varying")))(jnp.ones(3))
 

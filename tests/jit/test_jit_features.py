@@ -509,7 +509,7 @@ def test_before_init():
 
 @run_ranks(2, backend="xla")
 def test_xla_under_plain_jit_says_what_to_use():
-    with pytest.raises(RuntimeError, match=r"Put jaxmpi\.jit in the place of jax\.jit"):
+    with pytest.raises(RuntimeError, match=r"Use jaxmpi\.jit instead of jax\.jit"):
         jax.jit(jaxmpi.tree_allreduce)(X)
     with pytest.raises(RuntimeError, match=r"Put the transformation inside of the jaxmpi\.jit"):
         jax.grad(jaxmpi.jit(lambda x: jnp.sum(lax.psum(x, R))))(X)
@@ -588,7 +588,7 @@ def test_xla_refuses_what_jax_does_on_one_device_only():
     for function in (prints_in_order, prints_in_a_loop):
         with pytest.raises(
             NotImplementedError,
-            match=r"ordered=True stands at test_jit_features\.py:\d+.*Pass ordered=False",
+            match=r"ordered=True at test_jit_features\.py:\d+.*Pass ordered=False",
         ):
             jaxmpi.jit(function)(X)
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(X, "sum"), X * 2)

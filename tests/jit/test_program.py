@@ -192,7 +192,7 @@ def test_static_arguments_are_told_apart_as_in_jax():
         "int32",
     ]
     with pytest.raises(
-        ValueError, match=r"static argument 1 of <lambda> is a list, which has no hash"
+        ValueError, match=r"static argument 1 of <lambda> is a list, which is not hashable"
     ):
         step(X, [2])
 

@@ -347,7 +347,7 @@ def normalized_over(axis):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-MIXES = r"is a shard, and depends on .* which looks at more than one element"
+MIXES = r"is a shard, and depends on .* which combines several elements"
 UNSHARDED = r"is a ShardedArray, of which each rank has another part"
 
 

@@ -293,7 +293,7 @@ def test_outside_of_a_step():
 def test_outside_of_a_step_on_xla():
     shards = jaxmpi.fully_shard({"w": jnp.arange(5.0)})
     np.testing.assert_array_equal(jaxmpi.unshard(shards)["w"], np.arange(5.0))
-    with pytest.raises(RuntimeError, match=r"Put jaxmpi.jit in the place of jax.jit"):
+    with pytest.raises(RuntimeError, match=r"Use jaxmpi.jit instead of jax.jit"):
         jax.jit(jaxmpi.unshard)(shards)
 
 

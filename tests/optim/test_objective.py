@@ -339,7 +339,7 @@ def searched(tx, mean, x, jit):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:jaxmpi.jit. what is summed or averaged")  # of a mean of means
+@pytest.mark.filterwarnings("ignore:jaxmpi.jit. the value summed or averaged")  # of a mean of means
 @pytest.mark.parametrize(
     "make", [optax.lbfgs, lambda: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(9))]
 )
@@ -360,7 +360,7 @@ def test_a_line_search_is_right_or_refused(make, mean, wrap):
         )
         if wrap == "plain" and mean in ("pmean", "tree_allreduce"):
             with pytest.raises(
-                ValueError, match=r"in a line search take jaxmpi\.average_loss for its value_fn"
+                ValueError, match=r"in a line search, use jaxmpi\.average_loss for its value_fn"
             ):
                 run()
             return

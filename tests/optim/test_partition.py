@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._optim.partition import on_shards
-from jaxmpi._optim.shards import gathered, is_shard, own, shard
+from jaxmpi._optim.sharded_array import gather_shards, is_shard, local_shard, make_shard
 from jaxmpi.testing import run_ranks
 
 SHAPE = (5, 3)  # no number of ranks divides it
@@ -107,9 +107,14 @@ def on_ranks(function):
     """Run the function on shards and gather its results; two operands are known whole, too."""
 
     def run(x, y, v, s):
-        parts = [shard(own(x), x.shape), shard(own(y), y.shape), shard(own(v), v.shape), s]
+        parts = [
+            make_shard(local_shard(x), x.shape),
+            make_shard(local_shard(y), y.shape),
+            make_shard(local_shard(v), v.shape),
+            s,
+        ]
         leaves, treedef = jax.tree.flatten(on_shards(function, *parts), is_leaf=is_shard)
-        wholes = iter(gathered([x for x in leaves if is_shard(x)]))
+        wholes = iter(gather_shards([x for x in leaves if is_shard(x)]))
         return treedef.unflatten([next(wholes) if is_shard(x) else x for x in leaves])
 
     return run
@@ -163,7 +168,7 @@ def test_what_is_sent(name):
         args = inputs()
 
         def parts(x, y, v, s):
-            outs = on_shards(function, *(shard(own(a), a.shape) for a in (x, y, v)), s)
+            outs = on_shards(function, *(make_shard(local_shard(a), a.shape) for a in (x, y, v)), s)
             return jax.tree.map(lambda x: x.value if is_shard(x) else x, outs, is_leaf=is_shard)
 
         jaxpr = jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)

@@ -41,7 +41,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_per_rank_is_no_number(use):
     with pytest.raises(
-        TypeError, match=r"^PerRank: .* is not defined where each .*x\[0\], .*np.asarray\(x\)"
+        TypeError, match=r"^PerRank: .* is not defined: each .*x\[0\], .*np.asarray\(x\)"
     ) as caught:
         USES[use](jaxmpi.PerRank(jnp.arange(3.0)))
     assert str(caught.value).count(". ") == 1

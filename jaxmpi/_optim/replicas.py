@@ -1,4 +1,4 @@
-"""Replicas that drift apart are found, before they are a mystery in a loss curve."""
+"""Detect parameters that should be equal on all ranks and are not."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -25,10 +25,10 @@ class ReplicaState(NamedTuple):
     Attributes:
       inner: the state of the inner transform.
       step: calls of `update`.
-      found: since which step parameters were found to differ; -1 if they were equal when they were
-        last compared.
-      leaf: which one, in the order of `jax.tree.leaves`.
-      rank: on which rank.
+      found: the step at which parameters were first found to differ; -1 if they were equal at the
+        last comparison.
+      leaf: the index of the first leaf that differs, in the order of `jax.tree.leaves`.
+      rank: the rank on which it differs.
     """
 
     inner: PyTree
@@ -41,10 +41,10 @@ class ReplicaState(NamedTuple):
 def watch_replicas(
     inner: optax.GradientTransformation, every: int = 100
 ) -> optax.GradientTransformationExtraArgs:
-    """Compare the ranks' parameters at every `every`-th call of `update`, bit by bit, by checksums.
+    """Compare the ranks' parameters by checksums of their bits, at every `every`-th `update`.
 
-    The first difference goes into the state: which array, and which rank, that of the fewest with
-    its bits. `check_replicas` makes an error of it. What is in a `PerRankState` may differ, and is
+    The first difference goes into the state: the leaf, and the rank whose bits the fewest ranks
+    have. `check_replicas` raises an error for it. Leaves in a `PerRankState` may differ, and are
     not compared.
 
     **Collective:** every rank calls `update` equally often, with the parameters.
@@ -52,7 +52,7 @@ def watch_replicas(
     `inner` sends.
 
     Args:
-      inner: any optax transform; the parameters must be meant to be equal on all ranks.
+      inner: any optax transform whose parameters should be equal on all ranks.
       every: calls of `update` for one comparison.
 
     Raises:
@@ -69,7 +69,10 @@ def watch_replicas(
 
     def init(params: PyTree) -> ReplicaState:
         return ReplicaState(
-            inner.init(params), jnp.zeros((), jnp.int32), *_nothing(), jnp.full((), -1, jnp.int32)
+            inner.init(params),
+            jnp.zeros((), jnp.int32),
+            *_none_found(),
+            jnp.full((), -1, jnp.int32),
         )
 
     def update(
@@ -81,19 +84,25 @@ def watch_replicas(
             )
         out, after = inner.update(updates, state.inner, params, **extra_args)
         step = equal_on_all_ranks(state.step)
-        leaf, rank = either(step % every == 0, lambda: _compare(params), _nothing)
+        leaf, rank = either(step % every == 0, lambda: _compare(params), _none_found)
+        # keep the step of the first difference, until a comparison finds none
         compared, differs = step % every == 0, leaf >= 0
-        since = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)
-        last = ((since, state.found), (leaf, state.leaf), (rank, state.rank))
+        found = jnp.where(differs, jnp.where(state.found < 0, step, state.found), -1)
         return out, ReplicaState(
-            after, step + 1, *(jnp.where(compared, new, old) for new, old in last)
+            after,
+            step + 1,
+            jnp.where(compared, found, state.found),
+            jnp.where(compared, leaf, state.leaf),
+            jnp.where(compared, rank, state.rank),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def check_replicas(state: PyTree, params: PyTree) -> None:
-    """Raise an error if `watch_replicas` has found a difference; call it now and then, outside of the step.
+    """Raise an error if `watch_replicas` has found a difference.
+
+    Call it outside of the step, for example once in an epoch.
 
     **Collective:** no; but every rank has the same state, and raises.
 
@@ -103,9 +112,9 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
       params: the parameters, for the name of the array.
 
     Raises:
-      RankMismatchError: with the array, the rank and the step.
-      TypeError: no state of `watch_replicas` in `state`.
-      ValueError: `params` are others than those of `update`.
+      RankMismatchError: a difference was found; with the leaf, the rank and the step.
+      TypeError: there is no state of `watch_replicas` in `state`.
+      ValueError: `params` are not the parameters of `update`.
       RuntimeError: called in traced code.
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
@@ -113,19 +122,23 @@ def check_replicas(state: PyTree, params: PyTree) -> None:
             "check_replicas was called inside a traced function, where nothing runs yet. Call it "
             "outside."
         )
-    found = [_as_state(x) for x in jax.tree.leaves(state, is_leaf=_is_watched) if _is_watched(x)]
+    nodes = jax.tree.leaves(state, is_leaf=_is_watched)
+    found = [_as_state(x) for x in filter(_is_watched, nodes)]
     if not found:
         raise TypeError(
             f"check_replicas: state is a {type(state).__name__} without a state of "
-            "jaxmpi.watch_replicas. Wrap the optimizer, "
-            "tx = jaxmpi.watch_replicas(tx), and pass its state."
+            "jaxmpi.watch_replicas. Wrap the optimizer, tx = jaxmpi.watch_replicas(tx), and pass "
+            "its state."
         )
     for watched in found:
         _check(watched, params)
 
 
 def _is_watched(x: object) -> bool:
-    """Whether x is a `ReplicaState`, or what nnx makes of one: a dict of its fields, without an `inner` that has no arrays."""
+    """Return whether x is a `ReplicaState`, or the dict of its fields that nnx makes of one.
+
+    nnx leaves out an `inner` that has no arrays.
+    """
     if isinstance(x, Mapping):
         return {*x, "inner"} == {*ReplicaState._fields}
     return isinstance(x, ReplicaState)
@@ -144,45 +157,50 @@ def _check(state: ReplicaState, params: PyTree) -> None:
     paths = jax.tree_util.tree_leaves_with_path(params)
     if leaf >= len(paths):
         raise ValueError(
-            f"check_replicas: params has {len(paths)} leaves, and leaf number {leaf} differs "
-            "between the ranks. Pass the "
-            "parameters that update gets."
+            f"check_replicas: params has {len(paths)} leaves, and leaf {leaf} differs between the "
+            "ranks. Pass the parameters that update gets."
         )
     raise RankMismatchError(
         f"check_replicas: leaf {leaf_name(paths[leaf][0])} of the parameters on rank {rank} was "
-        "found to differ from that of "
-        f"the others at step {step}. Make them equal with params = jaxmpi.synchronize(params), and "
-        "look for what is not "
-        "reduced over the ranks, or for memory that fails."
+        f"found to differ from the other ranks at step {step}. Make the parameters equal with "
+        "params = jaxmpi.synchronize(params), and look for an update that is not reduced over the "
+        "ranks, or for failing memory."
     )
 
 
-def _nothing() -> tuple[jax.Array, jax.Array]:
+def _none_found() -> tuple[jax.Array, jax.Array]:
     return jnp.full((), -1, jnp.int32), jnp.full((), -1, jnp.int32)
 
 
 def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
-    """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
-    leaves = {i: x for i, (path, x) in enumerate(flatten_with_path(params)[0]) if not is_own(path)}
+    """Return the first leaf that differs between ranks, and a rank that differs from most.
+
+    Both are -1 if no leaf differs.
+    """
+    leaves: dict[int, ArrayLike] = {}
+    for i, (path, x) in enumerate(flatten_with_path(params)[0]):
+        if not is_own(path):
+            leaves[i] = x
     if not leaves:
-        return _nothing()
-    # [ranks, arrays]
-    sums = Caller("watch_replicas").allgather(jnp.stack([_checksum(x) for x in leaves.values()]))
-    alike = jnp.sum(sums[:, None] == sums[None], axis=1)  # how many ranks have these bits
-    size = len(sums)
-    which = jnp.argmax(jnp.any(alike < size, axis=0))
-    rank = size - 1 - jnp.argmin(alike[::-1, which])  # the last of the fewest
+        return _none_found()
+    checksums = jnp.stack([_checksum(x) for x in leaves.values()])
+    gathered = Caller("watch_replicas").allgather(checksums)  # [size, leaves]
+    # the number of ranks that have the same bits as this one, [size, leaves]
+    alike = jnp.sum(gathered[:, None] == gathered[None], axis=1)
+    size = len(gathered)
+    first = jnp.argmax(jnp.any(alike < size, axis=0))
+    # of the ranks whose bits the fewest have, the last one: with two ranks, rank 1
+    rank = size - 1 - jnp.argmin(alike[::-1, first])
     differs = jnp.any(alike < size)
-    leaf = jnp.array([*leaves])[which]
-    return jnp.where(differs, leaf, -1).astype(jnp.int32), jnp.where(differs, rank, -1).astype(
-        jnp.int32
-    )
+    leaf = jnp.where(differs, jnp.array([*leaves])[first], -1)
+    return leaf.astype(jnp.int32), jnp.where(differs, rank, -1).astype(jnp.int32)
 
 
 def _checksum(x: ArrayLike) -> jax.Array:
-    """A uint32 that differs where the bits do, but for one case in 2³²."""
+    """Return a uint32 that differs if the bits differ, except in one case in 2³²."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # it holds no numbers
         return jnp.uint32(0)
+    # any dtype as a vector of uint32
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -194,6 +212,7 @@ def _checksum(x: ArrayLike) -> jax.Array:
         x, jnp.uint32 if x.dtype.itemsize >= 4 else f"uint{8 * x.dtype.itemsize}"
     )
     flat = words.reshape(-1).astype(jnp.uint32)
+    # A sum alone would not notice two numbers that change places, so each is mixed with its index.
     mixed = flat ^ (jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the finalizer of MurmurHash3
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)

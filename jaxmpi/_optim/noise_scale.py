@@ -1,0 +1,122 @@
+"""The gradient noise scale, measured in the message of the mean."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmpi._collectives.trees import Caller
+from jaxmpi._leaves import PyTree
+from jaxmpi._optim.float_leaves import sum_of, wide
+from jaxmpi._optim.weights import Weight
+from jaxmpi._world import session
+
+__all__ = ["NoiseScaleState", "measure_noise_scale"]
+
+
+class NoiseScaleState(NamedTuple):
+    """The state of `measure_noise_scale`.
+
+    Attributes:
+      signal: |G|², the squared norm of the true gradient, averaged over steps.
+      noise: tr Σ of one rank's batch, averaged over steps.
+      steps: the number of steps measured; 0 on one rank, where nothing is measured.
+      decay: the decay of the two averages.
+    """
+
+    signal: jax.Array
+    noise: jax.Array
+    steps: jax.Array
+    decay: jax.Array
+
+    def scale(self, batch_size: int = 1) -> jax.Array:
+        """Return B = tr Σ / |G|² in samples, a float32.
+
+        It is infinite while no gradient is found in the noise, and NaN before the first
+        measurement.
+
+        Args:
+          batch_size: the number of samples in one rank's batch; 1 gives B in batches of a rank.
+        """
+        scale = batch_size * self.noise / jnp.where(self.signal > 0, self.signal, 1)
+        return jnp.where(self.signal > 0, scale, jnp.where(self.steps > 0, jnp.inf, jnp.nan))
+
+
+def measure_noise_scale(decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
+    """Average gradients as `average_gradients` does, and measure how much they differ.
+
+    With g_r the gradient of rank r's batch and ḡ their mean over p ranks:
+
+        |G|² ≈ (p·|ḡ|² - mean |g_r|²) / (p - 1)
+        tr Σ ≈ (mean |g_r|² - |ḡ|²) · p / (p - 1)
+        B = tr Σ / |G|²
+
+    More samples in a step than about B stop helping (McCandlish et al. 2018, "An empirical model of
+    large-batch training", appendix A.1). The batches of all ranks must be equally large. On one
+    rank there is nothing to compare: the updates stay as they are, and the scale is NaN.
+
+        tx = optax.chain(jaxmpi.measure_noise_scale(), optax.adam(1e-3))
+        state[0].scale(batch_size_of_a_rank)
+
+    **Collective:** every rank calls `update`, with the same structure, shapes and dtypes.
+    **Communication:** that of `tree_allreduce`; the squared norms travel in the same message.
+
+    Args:
+      decay: the decay of the averages of |G|² and tr Σ over steps: at least 0, below 1.
+
+    Raises:
+      ValueError: decay is not in this range; when called, a weight.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"measure_noise_scale: decay is {decay}. It must be at least 0 and below 1."
+        )
+
+    def init(params: PyTree) -> NoiseScaleState:
+        return NoiseScaleState(
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.int32),
+            jnp.full((), decay, jnp.float32),
+        )
+
+    def update(
+        updates: PyTree,
+        state: NoiseScaleState,
+        params: PyTree = None,
+        *,
+        weight: Weight | None = None,
+        **extra_args: object,
+    ) -> tuple[PyTree, NoiseScaleState]:
+        if weight is not None:
+            raise ValueError(
+                "measure_noise_scale: update got a weight, and the batches must be equally large. "
+                "Leave it out, or use average_gradients."
+            )
+        size = session.size()
+        if size == 1:
+            return updates, state
+        mean, small = Caller("measure_noise_scale").allreduce(
+            (updates, _square(updates)), op="mean"
+        )
+        large = _square(mean)
+        signal = (size * large - small) / (size - 1)
+        noise = (small - large) * size / (size - 1)
+        # averages over steps: a plain mean at first, until `decay` takes over
+        rate = jnp.maximum(1 - state.decay, 1 / (state.steps.astype(jnp.float32) + 1))
+        signal = state.signal + rate * (signal - state.signal)
+        noise = state.noise + rate * (noise - state.noise)
+        return mean, NoiseScaleState(signal, noise, state.steps + 1, state.decay)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _square(tree: PyTree) -> jax.Array:
+    """Return the squared norm of all numbers of a tree, a float32."""
+    squares = []
+    for x in jax.tree.leaves(tree):
+        if x.dtype != jax.dtypes.float0:
+            size = jnp.abs(x)  # of complex numbers
+            squares.append(jnp.sum(jnp.square(size.astype(wide(size.dtype)))))
+    return sum_of(squares).astype(jnp.float32)
