@@ -686,8 +686,8 @@ def test_the_same_rows_on_all_ranks_are_noticed():
     if r == 0:
         (text,) = found
         assert (
-            f"train: all {n} ranks have called this pmap with equal arguments, such as argument 1['x']: "
-            "float32[1, 4, 2]" in text
+            f"train: all {n} ranks have called this pmap with equal arguments, "
+            "such as argument 1['x']: float32[1, 4, 2]" in text
         )
     for fun, *args in (
         (train, state, mine),
