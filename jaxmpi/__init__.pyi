@@ -32,7 +32,6 @@ from ._jit.api import jit, local
 from ._jit.pmap import pmap
 from ._job.launch.notebook import launch
 from ._job.process.busy import busy
-from ._leaves import PerRankState
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss
 from ._optim.clip import clip_by_global_norm
@@ -46,6 +45,7 @@ from ._optim.nonfinite import any_rank, dynamic_loss_scale, skip_nonfinite
 from ._optim.sharded_array import ShardedArray
 from ._optim.sharded_state import reshard
 from ._optim.zero1 import sharded
+from ._per_rank_state import PerRankState
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size
 from ._world.simulate import simulate

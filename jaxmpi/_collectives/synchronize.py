@@ -14,7 +14,8 @@ from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.identity import identity, same, structure_of
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, flatten_with_path, is_key, is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_key, leaf_name
+from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 from jaxmpi._world import session
 
 __all__ = ["synchronize"]
@@ -71,7 +72,7 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
     _agree_on_structure(backend, spec, structure_of(treedef), root)
-    sent = [i for i, (path, _) in enumerate(paths) if not is_own(path)]
+    sent = [i for i, (path, _) in enumerate(paths) if not is_per_rank_leaf(path)]
     if backend.simulates:
         for i in sent:
             leaves[i] = leaves[i][root] if isinstance(leaves[i], PerRank) else leaves[i]

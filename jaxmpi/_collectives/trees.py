@@ -25,7 +25,8 @@ from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency.compare import raising_on_all
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
-from jaxmpi._leaves import PyTree, as_array, check_fits, check_rows, is_key, leaf_name, shard_axis
+from jaxmpi._leaves import PyTree, as_array, check_fits, check_rows, is_key, leaf_name
+from jaxmpi._per_rank_state import shard_axis
 from jaxmpi._world import session
 
 __all__ = [

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxmpi._data.sampler import Cursor
 from jaxmpi._data.state_text import from_text, to_text
-from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._leaves import PyTree
+from jaxmpi._per_rank_state import PerRankState
 
 __all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read"]
 

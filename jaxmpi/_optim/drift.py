@@ -13,8 +13,9 @@ from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, flatten_with_path, is_own, leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._optim.float_leaves import check_transform, either
+from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
 
@@ -163,7 +164,11 @@ def _nothing() -> tuple[jax.Array, jax.Array]:
 
 def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     """The first array that is not equal on all ranks, and a rank that differs from most; -1 and -1 if there is none."""
-    leaves = {i: x for i, (path, x) in enumerate(flatten_with_path(params)[0]) if not is_own(path)}
+    leaves = {
+        i: x
+        for i, (path, x) in enumerate(flatten_with_path(params)[0])
+        if not is_per_rank_leaf(path)
+    }
     if not leaves:
         return _nothing()
     # [ranks, arrays]

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxmpi._axis import AXIS, Axis, names, overlap
 from jaxmpi._errors import RankCountError
-from jaxmpi._leaves import Mark, MarkKey, PyTree, leaf_name, marks_of
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._optim.shards import own, size_along
+from jaxmpi._per_rank_state import Mark, MarkKey, marks_of
 from jaxmpi._world import session
 
 __all__ = ["ShardedArray", "check_ranks", "cut", "is_sharded_array", "refuse_shards"]
