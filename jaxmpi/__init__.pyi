@@ -8,8 +8,7 @@ from ._axis import AXIS
 from ._backends.simulate import PerRank
 from ._collectives.merge_metrics import merge_metrics
 from ._collectives.metrics_log import MetricsLog
-from ._collectives.objects import allgather_object, barrier, broadcast_object
-from ._collectives.preempted import preempted
+from ._collectives.objects import allgather_object, barrier, broadcast_object, preempted
 from ._collectives.synchronize import synchronize
 from ._collectives.throughput import Rate, Throughput
 from ._collectives.trees import (

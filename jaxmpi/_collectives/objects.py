@@ -1,4 +1,4 @@
-"""Collectives on Python objects, outside of traced code."""
+"""Collectives outside of traced code: on Python objects, a barrier, and a common end."""
 
 from typing import Any, TypeVar
 
@@ -9,9 +9,10 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency import compare
+from jaxmpi._job.process import stderr
 from jaxmpi._world import session
 
-__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "untraced"]
+__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "preempted", "untraced"]
 
 T = TypeVar("T")
 
@@ -71,6 +72,42 @@ def barrier() -> None:
     # programs run in the order in which they are called
     jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))
     backend.barrier()
+
+
+def preempted() -> bool:
+    """Whether a rank was told to end (SIGTERM): true on all ranks at the same call, and from then on.
+
+    Call it once a step, in training and in evaluation alike; save and leave where it is true:
+
+        if jaxmpi.preempted():
+            jaxmpi.save(directory, step, state)
+            sys.exit(0)
+
+    The first call takes SIGTERM over, unless the script has a handler of its own. `jaxmpi run`
+    passes on the SIGTERM that it gets and waits for the ranks; schedulers send it some time before
+    they kill (Slurm: `--signal=TERM@60`).
+
+    **Collective:** every rank calls it equally often.
+    **Communication:** none until there was a signal, and three short messages between threads then.
+    Where MPI allows no
+      threads, an allgather of a flag at each call.
+
+    Raises:
+      RuntimeError: called in traced code.
+
+    >>> preempted()
+    False
+    """
+    backend = untraced("preempted")
+    if watch := session.monitor():
+        watch.stop.watch()
+        return watch.stop.now()
+    alone = session.preemption()
+    alone.watch()
+    stops = any(agreed("preempted").allgather_object(alone.signalled))
+    if stops and backend.place.rank == 0:
+        stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
+    return stops
 
 
 def agreed(function: str) -> Backend:

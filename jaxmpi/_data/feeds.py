@@ -11,16 +11,21 @@ mark of the last item that was used follows the state, a small dict that goes in
 the other is wanted.
 """
 
+import base64
+import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from jaxmpi._data.sampler import Cursor
-from jaxmpi._data.state_text import from_text, to_text
 from jaxmpi._leaves import PyTree
 from jaxmpi._per_rank_state import PerRankState
 
-__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read"]
+__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read", "from_text", "to_text"]
 
 State = Mapping[str, Any]
 
@@ -331,3 +336,82 @@ def _close(iterator: object) -> None:
     close = getattr(iterator, "close", None)
     if callable(close):
         close()
+
+
+# the state of a loader as text
+
+
+def to_text(state: object) -> str:
+    """Return a state as text; `from_text` gives it back, with types.
+
+    Raises:
+        TypeError: It holds something that is no number, text, bytes, array or container, with its
+          path.
+    """
+    return json.dumps(_encoded(state, "the state"), separators=(",", ":"))
+
+
+def from_text(text: str) -> Any:
+    """Return the state that `to_text` has written."""
+    return _decoded(json.loads(text))
+
+
+def _encoded(x: object, path: str) -> Any:
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if isinstance(x, bytes):
+        return {"$bytes": base64.b64encode(x).decode()}
+    if type(x) is list:
+        return [_encoded(item, f"{path}[{i}]") for i, item in enumerate(x)]
+    if type(x) is tuple:
+        return {"$tuple": [_encoded(item, f"{path}[{i}]") for i, item in enumerate(x)]}
+    if isinstance(x, dict):
+        # pairs, where a key is no text or could be taken for one of ours
+        if all(type(key) is str and not key.startswith("$") for key in x):
+            return {key: _encoded(item, f"{path}[{key!r}]") for key, item in x.items()}
+        pairs = [[_encoded(key, path), _encoded(x[key], f"{path}[{key!r}]")] for key in x]
+        return {"$dict": pairs}
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
+        return {"$array": _array(np.asarray(x)), "scalar": isinstance(x, np.generic)}
+    # a tensor is only there where torch was imported by somebody else
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return {"$tensor": _array(x.detach().cpu().numpy())}
+    raise TypeError(
+        f"prefetch: {path} is a {type(x).__name__}, and a state that goes into a checkpoint holds "
+        "numbers, text, "
+        "bytes, arrays, lists and dicts. Have the loader's state hold these."
+    )
+
+
+def _array(x: np.ndarray) -> list[Any]:
+    return [
+        x.dtype.str,
+        list(x.shape),
+        base64.b64encode(np.ascontiguousarray(x).tobytes()).decode(),
+    ]
+
+
+def _decoded(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_decoded(item) for item in x]
+    if not isinstance(x, dict):
+        return x
+    if "$bytes" in x:
+        return base64.b64decode(x["$bytes"])
+    if "$tuple" in x:
+        return tuple(_decoded(item) for item in x["$tuple"])
+    if "$dict" in x:
+        return {_decoded(key): _decoded(item) for key, item in x["$dict"]}
+    if "$array" in x:
+        array = _numbers(x["$array"])
+        return array[()] if x["scalar"] else array
+    if "$tensor" in x:
+        # whose loader has written it, and is to read it
+        return import_module("torch").from_numpy(_numbers(x["$tensor"]))
+    return {key: _decoded(item) for key, item in x.items()}
+
+
+def _numbers(fields: list[Any]) -> np.ndarray:
+    dtype, shape, data = fields
+    return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller
-from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
+from jaxmpi._consistency.values import EqualLeaf, check_equal_leaves
 from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree, is_key, leaf_name

@@ -19,9 +19,8 @@ from jaxmpi._job.process.compiled_files import CompiledFiles
 from jaxmpi._job.process.init_failure import joining
 from jaxmpi._job.process.refused_count import note_at_exceptions
 from jaxmpi._world import session
-from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps
-from jaxmpi._world.world import World
+from jaxmpi._world.world import World, checked_axes, sized_axes
 
 __all__ = ["init", "launched_ranks"]
 

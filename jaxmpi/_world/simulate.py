@@ -6,9 +6,8 @@ from functools import cache
 
 from jaxmpi._backends.simulate import Simulated
 from jaxmpi._world import session
-from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps
-from jaxmpi._world.world import World
+from jaxmpi._world.world import World, checked_axes, sized_axes
 
 __all__ = ["simulate"]
 
