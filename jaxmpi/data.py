@@ -25,6 +25,7 @@ from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
 from jaxmpi._data.per_rank import Layout, PerRankBatches, Ranks
 from jaxmpi._data.prefetch import Prefetched, prefetch
@@ -240,7 +241,7 @@ def per_rank_batches(
         lines = [f"per_rank_batches {name}={value}" for name, value in arguments.items()]
         title = "per_rank_batches"
         compare.check_consistent(
-            backend, compare.Statement.of(title, "\n".join(lines)), lambda: {"given": lines}
+            backend, Call.of(title, "\n".join(lines)), lambda: {"given": lines}
         )
 
     def layouts(mine: Layout | None) -> list[Layout | None]:
@@ -361,5 +362,5 @@ def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> 
         at = {"epoch": made.epoch, "start": made.position}
         lines = [f"batches {name}={value}" for name, value in {**arguments, **at}.items()]
         compare.check_consistent(
-            backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines}
+            backend, Call.of("batches", "\n".join(lines)), lambda: {"given": lines}
         )

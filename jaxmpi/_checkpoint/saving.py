@@ -23,7 +23,7 @@ from jaxmpi._checkpoint import array_files, folders
 from jaxmpi._checkpoint.agreement import Side, ranks_here, text_of
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_plain
 from jaxmpi._checkpoint.tree_leaves import leaves_of, to_host
-from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import CheckpointError, RankMismatchError
 from jaxmpi._jit.api import local
 from jaxmpi._job.process.at_exit import Step, at_exit, start_thread
@@ -130,15 +130,19 @@ def check_sides(prepared: Prepared, sides: Sequence[Side]) -> None:
     if not differ:
         return
     leaf, of_ranks = differ[0]
-    others, who_have = compare.outliers(of_ranks)
+    others = outliers(of_ranks)
     usual = next(one for rank, one in enumerate(of_ranks) if rank not in others)
     values = f" ({of_ranks[others[0]]}, and {usual} elsewhere)" if leaf.plain else ""
     more = f", and {len(differ) - 1} more leaves" if len(differ) > 1 else ""
     raise RankMismatchError(
-        f"save: leaf {leaf.name} is not equal on all ranks: {who_have} other values{values}{more}. "
-        "If each rank has its own (a key, an environment, BatchNorm statistics), wrap it in a "
+        f"save: leaf {leaf.name} is not equal on all ranks: {ranks_have(others)} other "
+        f"values{values}{more}.",
+        advice="If each rank has its own (a key, an environment, BatchNorm statistics), wrap it in a "
         "jaxmpi.PerRankState, or in nnx make it an nnx.BatchStat; if not, make it equal with "
-        "jaxmpi.synchronize."
+        "jaxmpi.synchronize.",
+        function="save",
+        leaf=leaf.name,
+        ranks=others,
     )
 
 

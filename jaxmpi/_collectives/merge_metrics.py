@@ -15,8 +15,8 @@ import numpy as np
 from jaxmpi import _jaxcompat
 from jaxmpi._collectives.objects import agreed
 from jaxmpi._collectives.trees import Caller, refuse_stray
-from jaxmpi._consistency.compare import outliers
 from jaxmpi._consistency.identity import structure_of
+from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, widest
@@ -112,11 +112,14 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
     mine = [np.asarray(backend.unwrap(x) if isinstance(x, jax.Array) else x) for x in leaves]
     structures, values = zip(*backend.allgather_object((structure_of(treedef), mine)), strict=True)
     if len(set(structures)) > 1:
-        others, subject = outliers(structures)
+        others = outliers(structures)
         usual = next(x for r, x in enumerate(structures) if r not in others)
         raise RankMismatchError(
-            f"{FUNCTION}: {subject} other metrics than most: {structures[others[0]][:200]} in the "
-            f"place of {usual[:200]}. Build and update the same metrics on every rank."
+            f"{FUNCTION}: {ranks_have(others)} other metrics than most: "
+            f"{structures[others[0]][:200]} in the place of {usual[:200]}.",
+            advice="Build and update the same metrics on every rank.",
+            function=FUNCTION,
+            ranks=others,
         )
     copies = []
     for of_rank in values:

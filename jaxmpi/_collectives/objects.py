@@ -9,6 +9,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._job.process import stderr
 from jaxmpi._world import session
 
@@ -119,7 +120,7 @@ def agreed(function: str) -> Backend:
       RuntimeError: called in traced code.
     """
     backend = untraced(function)
-    compare.check_consistent(backend, compare.Statement.of(function))
+    compare.check_consistent(backend, Call.of(function))
     return backend
 
 

@@ -1,6 +1,11 @@
-"""JAXMPI_CHECK=1: what should be equal on all ranks is compared, bit by bit, before and after every call of a step.
+"""Comparison of values that must be equal on all ranks, by checksums of their bytes.
 
-A step is many times slower with it: it is for finding out when, and where, replicas part.
+With JAXMPI_CHECK=1, the arguments and outputs of every call of a step are compared, which makes a
+step many times slower: it finds out when and where replicas diverge.
+
+Arrays are also compared before each rank keeps its shard of them. If the ranks held two different
+models, the shards would form a third one, which is equal on all ranks, so that nothing finds the
+difference later.
 """
 
 import zlib
@@ -16,7 +21,8 @@ from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._backends.groups import groups_along
 from jaxmpi._backends.simulate import PerRank
-from jaxmpi._consistency.compare import Statement, gather_sides, in_words, mismatch_of, outliers
+from jaxmpi._consistency.compare import gather_reports
+from jaxmpi._consistency.mismatch import Call, in_words, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
@@ -24,8 +30,23 @@ from jaxmpi._leaves import is_key
 __all__ = ["EqualLeaf", "check_equal_leaves", "checksum", "compare", "wanted"]
 
 
+def checksum(x: ArrayLike) -> int:
+    """Return the CRC-32 of the bytes of an array."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
+        x = x.addressable_data(0)
+    if isinstance(x, jax.Array) and is_key(x):
+        x = jax.random.key_data(x)
+    # the gradient of integers holds no numbers
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return 0
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+# JAXMPI_CHECK=1
+
+
 def wanted() -> bool:
-    """Whether JAXMPI_CHECK asks for it."""
+    """Return whether JAXMPI_CHECK asks for the comparison of every call."""
     return bool(settings.get("JAXMPI_CHECK"))
 
 
@@ -36,38 +57,35 @@ def compare(
     leaves: Sequence[ArrayLike],
     equal: Sequence[bool],
 ) -> None:
-    """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
+    """Raise a RankMismatchError on all ranks for the first array that should be equal and is not.
 
     Args:
       backend: the ranks.
-      title: of the step.
-      names: of the arrays.
+      title: the name of the step.
+      names: the names of the arrays.
       leaves: the arrays.
-      equal: which of them are to be equal.
+      equal: which of them should be equal on all ranks.
     """
-    sums = {name: checksum(x) for name, x, same in zip(names, leaves, equal, strict=True) if same}
+    sums = {}
+    for name, x, same in zip(names, leaves, equal, strict=True):
+        if same:
+            sums[name] = checksum(x)
     everyone = backend.allgather_object(sums)
     for name in sums:
-        differs, who_has = outliers([of_rank.get(name) for of_rank in everyone])
-        if differs:
+        differ = outliers([of_rank.get(name) for of_rank in everyone])
+        if differ:
             raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: {who_has} other values "
-                "(JAXMPI_CHECK). Synchronize what is "
-                "different from the start with jaxmpi.synchronize, and look for what changes it on "
-                "one rank alone."
+                f"{title}: {name} is not equal on all ranks: {ranks_have(differ)} other values "
+                "(JAXMPI_CHECK).",
+                advice="Synchronize what is different from the start with jaxmpi.synchronize, and look "
+                "for what changes it on one rank alone.",
+                function=title,
+                leaf=name,
+                ranks=differ,
             )
 
 
-def checksum(x: ArrayLike) -> int:
-    """That of an array's bytes."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
-        x = x.addressable_data(0)
-    if isinstance(x, jax.Array) and is_key(x):
-        x = jax.random.key_data(x)
-    # the gradient of integers, which holds no numbers
-    if getattr(x, "dtype", None) == jax.dtypes.float0:
-        return 0
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+# before each rank keeps its shard
 
 
 class EqualLeaf(NamedTuple):
@@ -79,7 +97,7 @@ class EqualLeaf(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """What is compared of a leaf."""
+    """One leaf as the ranks compare it."""
 
     name: str
     dtype: str
@@ -91,9 +109,10 @@ class _Sum(NamedTuple):
 
 
 def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLeaf]) -> None:
-    """Raise a RankMismatchError on all ranks, with the leaf and the ranks, unless every leaf is equal on its groups.
+    """Raise a RankMismatchError on all ranks unless every leaf is equal within its groups.
 
-    In traced code there are no values to compare, and nothing happens.
+    It names the leaf and the ranks. In traced code there are no values to compare, and nothing
+    happens.
 
     **Collective:** every rank calls it, with leaves of the same names, shapes, dtypes and axes.
     **Communication:** 16 bytes; where the ranks differ, a checksum for each leaf.
@@ -106,31 +125,27 @@ def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLe
         each = [[_sum(leaf, rank) for leaf in leaves] for rank in range(backend.place.size)]
         _refuse_difference(backend, function, leaves, each)
         return
+    # One fingerprint of all checksums: mostly, that is all that is sent.
     mine = [_sum(leaf, 0) for leaf in leaves]
-    statement = Statement(fingerprint_of(f"{function} {[tuple(one) for one in mine]}"), function)
-    smallest, largest = backend.extremes(*statement)
+    call = Call(fingerprint_of(f"{function} {[tuple(one) for one in mine]}"), function)
+    smallest, largest = backend.extremes(*call)
     if smallest == largest:
         return
-    # All ranks get here, those that have called something else with their own sides.
-    details = {"given": [*map(str, mine)], "checksums": [str(one.checksum) for one in mine]}
-    sides = gather_sides(cast(ProcessGroup, backend), statement, details)
-    if (
-        len(
-            {
-                (title, tuple(lines["given"]))
-                for (_, title, *_), lines, _ in sides
-                if "given" in lines
-            }
-        )
-        > 1
-    ):
-        raise mismatch_of(sides)
-    if any("checksums" not in lines for _, lines, _ in sides):
-        raise mismatch_of(sides)
-    of_ranks = [[int(number) for number in lines["checksums"]] for _, lines, _ in sides]
-    each = [
-        [one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)] for sums in of_ranks
-    ]
+    # All ranks get here; those that have called something else report that.
+    details = {"given": [str(one) for one in mine], "checksums": [one.checksum for one in mine]}
+    reports = gather_reports(cast(ProcessGroup, backend), call, details)
+    calls = set()
+    for report in reports:
+        if "checksums" not in report.details:
+            raise mismatch_of(reports)
+        calls.add((report.call.title, tuple(report.details["given"])))
+    if len(calls) > 1:
+        raise mismatch_of(reports)
+    # All ranks compare the same leaves, whose values differ.
+    each = []
+    for report in reports:
+        sums = report.details["checksums"]
+        each.append([one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)])
     _refuse_difference(backend, function, leaves, each)
 
 
@@ -143,20 +158,21 @@ def _sum(leaf: EqualLeaf, rank: int) -> _Sum:
 def _refuse_difference(
     backend: Backend, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]
 ) -> None:
-    """Raise for the first leaf that differs within a group of its axis."""
+    """Raise for the first leaf that differs within a group along its axis."""
     for i, leaf in enumerate(leaves):
         for group in groups_along(backend.axes, names(leaf.axis)):
-            sums = [each[rank][i].checksum for rank in group]
-            if len(set(sums)) == 1:
+            differ = [group[k] for k in outliers([each[rank][i].checksum for rank in group])]
+            if not differ:
                 continue
-            usual = max(sums, key=sums.count)
-            others = [rank for rank, number in zip(group, sums, strict=True) if number != usual]
-            rest = [rank for rank in group if rank not in others]
+            rest = [rank for rank in group if rank not in differ]
             along = "" if leaf.axis == AXIS else f" along axis {leaf.axis!r}"
             raise RankMismatchError(
                 f"{function}: leaf {leaf.name} ({each[group[0]][i].dtype} "
-                f"{list(each[group[0]][i].shape)}) has other values on "
-                f"{in_words(others)} than on {in_words(rest)}{along}, and each rank would keep its "
-                "part of another array. Make "
-                "it equal before the call, with jaxmpi.synchronize, or restore it on every rank."
+                f"{list(each[group[0]][i].shape)}) has other values on {in_words(differ)} than on "
+                f"{in_words(rest)}{along}, and each rank would keep its part of another array.",
+                advice="Make it equal before the call, with jaxmpi.synchronize, or restore it on every "
+                "rank.",
+                function=function,
+                leaf=leaf.name,
+                ranks=differ,
             )

@@ -165,9 +165,11 @@ class PerRankBatches(Iterator[PyTree]):
                 if here != there:
                     raise RankMismatchError(
                         f"per_rank_batches: leaf {name} of the first batch is {_words(here)} on "
-                        f"rank {first_rank} and "
-                        f"{_words(there)} on rank {rank}, their rows aside. Give all ranks batches "
-                        "of one structure."
+                        f"rank {first_rank} and {_words(there)} on rank {rank}, their rows aside.",
+                        advice="Give all ranks batches of one structure.",
+                        function="per_rank_batches",
+                        leaf=name,
+                        ranks=[first_rank, rank],
                     )
         self._rows = max(layout.rows for _, layout in having)
         self._padding = jax.tree.map(

@@ -14,7 +14,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.forgotten_mean import Carried
@@ -57,7 +57,7 @@ class Program:
     lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)
 
     @property
-    def statement(self) -> compare.Statement | None:
+    def statement(self) -> Call | None:
         """What this rank is about to do; None where the ranks have nothing to agree on."""
         return self.signature.statement
 

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller, refuse_stray
-from jaxmpi._consistency.compare import in_words
+from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name, widest

@@ -187,12 +187,15 @@ def _check_settings(
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
         show = str if name == "axes" else repr
-        values = [
-            show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)
-        ]
+        values = []
+        for value in (everyone[0][name], everyone[rank][name]):
+            values.append("unset" if value is None else show(value))
+        same = "argument and the same JAXMPI_BACKEND" if name == "backend" else "value"
         raise RankMismatchError(
-            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
-            f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
+            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}.",
+            advice=f"Give every rank the same {same}.",
+            function="init",
+            ranks=[0, rank],
         )
     return backend, sized_axes("init", checked_axes("init", axes), len(everyone))
 

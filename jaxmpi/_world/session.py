@@ -15,6 +15,7 @@ from jaxmpi import _axis
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._errors import NotInitializedError, RankCountError
 from jaxmpi._job.monitor.monitor import Monitor
 from jaxmpi._job.monitor.preemption import Preemption
@@ -124,7 +125,7 @@ def finalize() -> None:
     """
     global _session
     if _session is not None and not _session.backend.forked:
-        compare.check_consistent(_session.backend, compare.Statement.of("finalize"))
+        compare.check_consistent(_session.backend, Call.of("finalize"))
         _close(_session)
         if _session.monitor is not None:
             _session.monitor.leave()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
-from jaxmpi._consistency.compare import in_words
+from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.flight_recorder import Recorder, where
 from jaxmpi._job.monitor.watching import Watching
 from jaxmpi._job.process import run_dir, settings
