@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._collectives.objects import agreed
-from jaxmpi._collectives.trees import Caller, refuse_stray
+from jaxmpi._collectives.tree_calls import refuse_stray
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.identity import structure_of
 from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError

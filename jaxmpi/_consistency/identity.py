@@ -9,7 +9,7 @@ from types import CodeType
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-__all__ = ["identity", "same", "structure_of"]
+__all__ = ["identity", "same", "structure_of", "without_addresses"]
 
 
 def structure_of(treedef: PyTreeDef) -> str:
@@ -36,7 +36,7 @@ def _plain(static: object) -> str:
         )
     if isinstance(static, np.ndarray):
         return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
-    return _without_addresses(repr(static))
+    return without_addresses(repr(static))
 
 
 def identity(obj: object) -> tuple[object, str]:
@@ -47,7 +47,7 @@ def identity(obj: object) -> tuple[object, str]:
     try:
         return pickle.dumps(obj), repr(obj)
     except (pickle.PicklingError, TypeError, AttributeError):
-        return _without_addresses(repr(obj)), repr(obj)
+        return without_addresses(repr(obj)), repr(obj)
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
@@ -63,7 +63,7 @@ def _code(code: CodeType) -> tuple[object, ...]:
     return code.co_code, code.co_names, consts
 
 
-def _without_addresses(text: str) -> str:
+def without_addresses(text: str) -> str:
     return re.sub("0x[0-9a-f]+", "", text)
 
 

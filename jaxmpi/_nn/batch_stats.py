@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxmpi._collectives.trees import Caller, refuse_stray
+from jaxmpi._collectives.tree_calls import refuse_stray
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank

@@ -13,7 +13,8 @@ import optax
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size, check_axis
-from jaxmpi._collectives.trees import OPS, Caller, tree_allreduce
+from jaxmpi._collectives.tree_calls import OPS
+from jaxmpi._collectives.trees import Caller, tree_allreduce
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree
 from jaxmpi._optim.adasum import adasum
