@@ -1,7 +1,6 @@
-"""Metrics of all ranks as one, whatever they compute: their states are gathered and merged.
+"""Metrics of all ranks as one: their states are gathered, merged, and computed once.
 
-A metric that is no mean, such as F1 or a standard deviation, cannot be averaged: what it has
-accumulated is put together first, and computed once.
+A metric that is no mean, such as F1 or a standard deviation, cannot be averaged over the ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +95,7 @@ def _is_metric(x: object) -> bool:
 
 
 def _gathered(metrics: PyTree) -> list[PyTree]:
-    """The metrics of each rank, as new objects."""
+    """Return the metrics of each rank, as new objects."""
     backend = session.current(FUNCTION)
     refuse_stray(FUNCTION, metrics, backend)
     leaves, treedef = jax.tree.flatten(metrics, is_leaf=is_per_rank)
@@ -108,7 +107,7 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
         return [treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]) for r in ranks]
     if len(ranks) == 1:
         return [treedef.unflatten(leaves)]
-    # as objects, and not as arrays: lists of predictions may have other lengths on other ranks
+    # They are sent as objects: lists of predictions may have other lengths on other ranks.
     agreed(FUNCTION)
     mine = [np.asarray(backend.unwrap(x) if isinstance(x, jax.Array) else x) for x in leaves]
     structures, values = zip(*backend.allgather_object((structure_of(treedef), mine)), strict=True)
@@ -130,7 +129,7 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
 
 
 def _merged(copies: list[Metric], where: str) -> Metric:
-    """One metric of those of all ranks."""
+    """Return one metric for those of all ranks."""
     from flax import nnx
 
     first = copies[0]
@@ -157,13 +156,13 @@ def _merge_two(metric: Metric, other: Metric) -> Metric:
 
 
 def _alike(copies: Sequence[Metric]) -> bool:
-    """Whether the states can be stacked."""
+    """Return whether the states have equal shapes, and can be stacked."""
     shapes = [[np.shape(x) for x in jax.tree.leaves(copy)] for copy in copies]
     return all(shape == shapes[0] for shape in shapes)
 
 
 def _merged_variables(copies: list["nnx.Metric"], where: str) -> "nnx.Metric":
-    """The first of some metrics of nnx, with what all have accumulated in its variables."""
+    """Return the first of some nnx metrics, with the accumulated variables of all."""
     from flax import nnx
 
     def stop(x: object) -> bool:
@@ -198,7 +197,7 @@ def _merged_variables(copies: list["nnx.Metric"], where: str) -> "nnx.Metric":
 
 
 def _op(metric: "nnx.Metric", name: str, variable: "nnx.Variable[Any]", text: str) -> str:
-    """How a variable of a metric is merged."""
+    """Return how a variable of a metric is merged: a name in OPS."""
     from flax import nnx
 
     known = isinstance(metric, nnx.metrics.Average) and name in ("total", "count")
@@ -216,7 +215,7 @@ def _op(metric: "nnx.Metric", name: str, variable: "nnx.Variable[Any]", text: st
 
 
 def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> jax.Array:
-    """The sum, maximum or minimum of all ranks' values, in their dtype."""
+    """Return the sum, maximum or minimum of all ranks' values, in their dtype."""
     stack = jnp.stack(values)
     if op == "sum" and jnp.issubdtype(stack.dtype, jnp.inexact):
         wide = widest(stack.dtype)
@@ -234,7 +233,7 @@ def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> ja
 
 
 def _merge_welford(copies: list[Any], where: str) -> None:
-    """Merge by Chan's formula, in the first of the metrics.
+    """Merge by Chan's formula, into the first of the metrics.
 
     n = Σ n_r, μ = Σ n_r μ_r / n, m2 = Σ (m2_r + n_r (μ_r - μ)²)
     """
@@ -256,7 +255,7 @@ def _check_constant(
     values: Sequence[jax.Array | np.ndarray],
     text: str,
 ) -> None:
-    """Raise unless an array of a metric that is no variable is equal on all ranks: thresholds."""
+    """Raise unless an array that is no variable, such as thresholds, is equal on all ranks."""
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return
     first = np.asarray(values[0])

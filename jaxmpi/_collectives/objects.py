@@ -44,7 +44,7 @@ def broadcast_object(obj: object, root: int = 0) -> Any:
 
 
 def allgather_object(obj: T) -> list[T]:
-    """All ranks' objects, whatever can be pickled, in the order of the ranks.
+    """Return all ranks' objects, whatever can be pickled, in the order of the ranks.
 
     **Collective:** every rank calls it.
     **Communication:** every rank's pickled bytes to every other.
@@ -70,13 +70,13 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = agreed("barrier")
-    # programs run in the order in which they are called
+    # Programs run in the order of their calls, so this one ends after all others.
     jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))
     backend.barrier()
 
 
 def preempted() -> bool:
-    """Whether a rank was told to end (SIGTERM): true on all ranks at the same call, and from then on.
+    """Return whether a rank was told to end (SIGTERM): true on all ranks from the same call on.
 
     Call it once a step, in training and in evaluation alike; save and leave where it is true:
 
@@ -112,7 +112,7 @@ def preempted() -> bool:
 
 
 def agreed(function: str) -> Backend:
-    """The backend, for a function that talks at once, once all ranks have called it: with the options that must be equal.
+    """Return the backend once all ranks have called `function`, a text with its parameters.
 
     Raises:
       RankMismatchError: on every rank, if one of them has called another function, or with other
@@ -125,11 +125,13 @@ def agreed(function: str) -> Backend:
 
 
 def untraced(function: str) -> Backend:
-    """The backend, for a function that talks at once: inside a traced one it would talk while tracing, and never again."""
+    """Return the backend, or raise a RuntimeError in traced code.
+
+    A function that communicates at once would do so while tracing, and never again.
+    """
     if _jaxcompat.tracing():
         raise RuntimeError(
             f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing "
-            "runs yet. "
-            "Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
+            "runs yet. Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
         )
     return session.current(function)

@@ -45,7 +45,7 @@ class _Difference(NamedTuple):
 
 
 def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
-    """Give every rank the pytree of rank `root`: parameters, optimizer state, model state, PRNG keys.
+    """Give every rank the pytree of rank `root`: parameters, optimizer and model state, PRNG keys.
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep
     their dtype, device and kind (JAX or NumPy), numbers stay Python numbers. A leaf that is neither

@@ -1,7 +1,7 @@
 """One call of a collective on a pytree: eager, under `simulate`, or in traced code.
 
-An eager call on several ranks checks its arguments on all of them, and runs a compiled program. The
-program traces the same call again, in traced code, which hands the leaves to a function of `arrays`.
+An eager call on several ranks checks its arguments on all of them, and runs a compiled program.
+That program traces the same call in traced code, which hands the leaves to a function of `arrays`.
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""Whether what cannot be sent is the same in two processes: structures of trees, functions, any other objects."""
+"""Identities that compare across processes: of tree structures, functions and other objects.
+
+They stand for objects that cannot be sent.
+"""
 
 import hashlib
 import inspect
@@ -13,7 +16,7 @@ __all__ = ["identity", "same", "structure_of", "without_addresses"]
 
 
 def structure_of(treedef: PyTreeDef) -> str:
-    """The same text in every process for the same structure, static fields included."""
+    """Return a text that is the same in every process for one structure, static fields included."""
     node = treedef.node_data()
     if node is None:
         return "*"
@@ -23,7 +26,7 @@ def structure_of(treedef: PyTreeDef) -> str:
 
 
 def _plain(static: object) -> str:
-    """`repr` without what differs between processes: addresses, and the order of a set."""
+    """Return the `repr` of a static field without addresses and the order of a set."""
     if isinstance(static, set | frozenset):
         return "{" + ", ".join(sorted(map(_plain, static))) + "}"
     if isinstance(static, tuple | list):
@@ -40,7 +43,7 @@ def _plain(static: object) -> str:
 
 
 def identity(obj: object) -> tuple[object, str]:
-    """What can be compared in another process, and how to call it in an error."""
+    """Return (identity to compare in another process, text for errors) of an object."""
     function = inspect.unwrap(obj) if callable(obj) else obj
     if isinstance(code := getattr(function, "__code__", None), CodeType):
         return _code(code), f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
@@ -51,7 +54,7 @@ def identity(obj: object) -> tuple[object, str]:
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
-    """A function's code without the addresses that differ between processes."""
+    """Return the code of a function without addresses."""
     consts = [
         _code(c)
         if isinstance(c, CodeType)
@@ -64,11 +67,15 @@ def _code(code: CodeType) -> tuple[object, ...]:
 
 
 def without_addresses(text: str) -> str:
+    """Return a text without the addresses in it, which differ between processes."""
     return re.sub("0x[0-9a-f]+", "", text)
 
 
 def same(here: object, there: object) -> bool:
-    """Equal as they were pickled, or, for sets and the like, as they are unpickled again."""
+    """Return whether two identities are equal.
+
+    Sets and the like may be equal even if their pickles are not.
+    """
     if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
         return bool(here == there)
     return bool(pickle.loads(here) == pickle.loads(there))

@@ -1,4 +1,4 @@
-"""A World of simulated ranks, for as long as a `with` block."""
+"""Simulated ranks: a World of several ranks in one process, for a `with` block."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,5 +54,5 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
         yield world
 
 
-# the same for every such block, so that what a step has compiled serves them all
+# the same backend for every such block, so that a step compiles once for all of them
 _ranks = cache(Simulated)

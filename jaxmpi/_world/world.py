@@ -15,7 +15,7 @@ __all__ = ["World", "checked_axes", "sized_axes"]
 
 @dataclass(frozen=True)
 class World:
-    """What `init` found out: this process's place among the ranks.
+    """Result of `init`: this process's place among the ranks.
 
     Attributes:
       rank: 0 to size - 1, over all nodes.
@@ -37,17 +37,17 @@ class World:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's number along each of `axes`: the last axis is the fastest."""
+        """Return this rank's number along each of `axes`: the last axis is the fastest."""
         return coordinates(self.axes, self.rank)
 
     @property
     def device(self) -> jax.Device:
-        """The device that this rank computes on."""
+        """Return the device that this rank computes on."""
         return jax.local_devices()[0]
 
 
 def checked_axes(function: str, axes: object) -> dict[str, int]:
-    """The axes as they are asked for, or an error.
+    """Return the axes that `init` or `simulate` was given, or raise an error.
 
     Raises:
       TypeError: no mapping from names to ints.
@@ -91,10 +91,10 @@ def checked_axes(function: str, axes: object) -> dict[str, int]:
 
 
 def sized_axes(function: str, axes: Mapping[str, int], size: int) -> dict[str, int]:
-    """The same on `size` ranks, with a number in the place of -1.
+    """Return the axes for `size` ranks, with a number in the place of -1.
 
     Raises:
-      RankCountError: the product of the sizes is not that of the ranks.
+      RankCountError: the product of the sizes is not the number of ranks.
     """
     known = prod(length for length in axes.values() if length != -1)
     if axes and (size % known or (-1 not in axes.values() and known != size)):
