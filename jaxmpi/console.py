@@ -42,11 +42,11 @@ def print(
     file: TextIO | None = None,
     flush: bool = False,
 ) -> None:
-    """Print on behalf of every rank that calls it, in the order of the ranks, each line with its time and `[rank/size]`.
+    """Print on behalf of every rank that calls it, each line with its time and `[rank/size]`.
 
     It never blocks a rank and never hangs: the ranks send their lines to rank 0, which prints those
-    of one call together. Ranks that do not call it are waited for at most 0.2 s, on rank 0 only.
-    Before `init` the line is printed as it is, with the time.
+    of one call together, in the order of the ranks. Rank 0 waits at most 0.2 s for ranks that do
+    not call it. Before `init` the line is printed as it is, with the time.
 
     **Communication:** one message from each rank to rank 0; nobody waits for an answer. None for a
     file of the rank's own.
@@ -175,7 +175,7 @@ class _Nowhere(io.TextIOBase):
 
 
 def average_metrics(metrics: PyTree, weight: Weight = 1.0) -> PyTree:
-    """Average metrics over all ranks, each rank's counting `weight`: its number of samples or tokens.
+    """Average metrics over all ranks, weighted by each rank's number of samples or tokens.
 
     out = Σ_r w_r · m_r / Σ_r w_r, leaf by leaf; NaN where all weights are zero. A rank of weight
     zero may hold NaN.

@@ -81,7 +81,8 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
 
     >>> import jax, jaxmpi, numpy as np
     >>> with jaxmpi.simulate(4):
-    ...     plan = jaxmpi.explain(jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS)), np.ones(1000, np.float32))
+    ...     step = jaxmpi.jit(lambda x: jax.lax.pmean(x, jaxmpi.AXIS))
+    ...     plan = jaxmpi.explain(step, np.ones(1000, np.float32))
     <lambda> on 4 ranks (simulate):
       collective     arrays         sent per rank  messages  times  where
       allreduce sum  float32[1000]  6 KB           1         1      <doctest

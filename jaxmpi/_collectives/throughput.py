@@ -48,8 +48,8 @@ class Rate(NamedTuple):
 class Throughput:
     """Samples per second, and the share of the time for which ranks wait for collectives.
 
-    Computation beside a message on its way counts as computation. The native transport of `mpi` counts
-    this share; on `xla` and mpi4jax it is not known.
+    Computation beside a message on its way counts as computation. The native transport of `mpi`
+    counts this share; on `xla` and mpi4jax it is not known.
 
     >>> meter = Throughput()
     >>> meter.add(32)

@@ -77,8 +77,8 @@ def compare(
             raise RankMismatchError(
                 f"{title}: {name} is not equal on all ranks: {ranks_have(differ)} other values "
                 "(JAXMPI_CHECK).",
-                advice="Synchronize what is different from the start with jaxmpi.synchronize, and look "
-                "for what changes it on one rank alone.",
+                advice="Synchronize what is different from the start with jaxmpi.synchronize, and "
+                "look for what changes it on one rank alone.",
                 function=title,
                 leaf=name,
                 ranks=differ,
@@ -170,8 +170,8 @@ def _refuse_difference(
                 f"{function}: leaf {leaf.name} ({each[group[0]][i].dtype} "
                 f"{list(each[group[0]][i].shape)}) has other values on {in_words(differ)} than on "
                 f"{in_words(rest)}{along}, and each rank would keep its part of another array.",
-                advice="Make it equal before the call, with jaxmpi.synchronize, or restore it on every "
-                "rank.",
+                advice="Make it equal before the call, with jaxmpi.synchronize, or restore it on "
+                "every rank.",
                 function=function,
                 leaf=leaf.name,
                 ranks=differ,

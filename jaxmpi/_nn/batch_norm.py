@@ -167,7 +167,7 @@ def normalized(
     epsilon: float,
     dtype: DTypeLike | None,
 ) -> jax.Array:
-    """Return y = (x - μ) / √(σ² + ε) · scale + bias, computed in the precision of the statistics."""
+    """Return y = (x - μ) / √(σ² + ε) · scale + bias, in the precision of the statistics."""
     shape = [x.shape[i] if i in features else 1 for i in range(x.ndim)]
     factor = lax.rsqrt(now.var.reshape(shape) + epsilon)
     given = [p for p in (x, scale, bias) if p is not None]

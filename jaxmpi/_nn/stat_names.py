@@ -1,4 +1,4 @@
-"""Statistics of a model by the names of their leaves: which mean, spreads and count belong together.
+"""Statistics by the names of their leaves: which mean, spreads and count belong together.
 
 The arrays alone do not tell a mean from a variance, so a leaf is recognized by its name: "mean" and
 "var" of Flax, "mean_ema" and "var_ema" of Haiku, "running_mean" and "running_var" of torch,
@@ -132,7 +132,7 @@ def named_leaves(stats: PyTree, leaves: Sequence[PyTree]) -> Iterator[StatLeaf]:
         for key, value in zip(keys, values, strict=True):
             mode = _mode_of_equinox(key, value, before)
             for inner, _ in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_per_rank)[0]:
-                # The key is such as "BatchNorm.ema_state_index"; then comes the position in the pair.
+                # The key, such as "BatchNorm.ema_state_index", then the position in the pair.
                 name = (
                     *_name(path),
                     *_parts(key if isinstance(key, str) else "state"),

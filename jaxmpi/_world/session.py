@@ -1,4 +1,4 @@
-"""Session: the state of a job from `init` to `finalize`, and this process's place among the ranks."""
+"""Session: the state of a job from `init` to `finalize`, and the place of this process in it."""
 
 import copy
 import os

@@ -14,7 +14,7 @@ __all__ = ["simulate"]
 
 @contextmanager
 def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
-    """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
+    """Run a `with` block on n ranks in one process, without MPI: to try a program in a notebook.
 
         with jaxmpi.simulate(8):
             params, state, loss = step(params, state, batch)
@@ -34,7 +34,8 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
 
     >>> import jax, jaxmpi, numpy as np
     >>> with jaxmpi.simulate(3):
-    ...     print(jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))(jaxmpi.PerRank(np.arange(3.0))))
+    ...     step = jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))
+    ...     print(step(jaxmpi.PerRank(np.arange(3.0))))
     3.0
     """
     if n < 1:
