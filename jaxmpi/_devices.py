@@ -172,12 +172,12 @@ def visible(
         names = [*itertools.takewhile(_GPU.fullmatch, (name.strip() for name in listed.split(",")))]
     elif vendor is _NVIDIA:
         names = sorted((p.name.removeprefix("nvidia") for p in dev.glob("nvidia[0-9]*")), key=int)
-    else:  # CPUs have no SIMD units in this list
-        units = [
-            re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE)
-            for path in kfd.glob("*/properties")
-        ]
-        names = [str(i) for i in range(sum(bool(found and int(found[1])) for found in units))]
+    else:
+        names = []
+        for path in kfd.glob("*/properties"):
+            units = re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE)
+            if units and int(units[1]):  # CPUs have no SIMD units in this list
+                names.append(str(len(names)))
     if devices is None:
         return names
     if not devices or not all(0 <= i < len(names) for i in devices):

@@ -100,11 +100,16 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
     refuse_stray(FUNCTION, metrics, backend)
     leaves, treedef = jax.tree.flatten(metrics, is_leaf=is_per_rank)
     ranks = range(backend.place.size)
+    copies = []
     if _jaxcompat.tracing():
         stacks = Caller(FUNCTION).allgather(leaves)
-        return [treedef.unflatten([x[r] for x in stacks]) for r in ranks]
+        for r in ranks:
+            copies.append(treedef.unflatten([x[r] for x in stacks]))
+        return copies
     if backend.simulates:
-        return [treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]) for r in ranks]
+        for r in ranks:
+            copies.append(treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]))
+        return copies
     if len(ranks) == 1:
         return [treedef.unflatten(leaves)]
     # They are sent as objects: lists of predictions may have other lengths on other ranks.
@@ -121,7 +126,6 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
             function=FUNCTION,
             ranks=others,
         )
-    copies = []
     for of_rank in values:
         kinds = [jnp.asarray if isinstance(leaf, jax.Array) else np.asarray for leaf in leaves]
         copies.append(treedef.unflatten([kind(x) for kind, x in zip(kinds, of_rank, strict=True)]))

@@ -55,14 +55,14 @@ def identity(obj: object) -> tuple[object, str]:
 
 def _code(code: CodeType) -> tuple[object, ...]:
     """Return the code of a function without addresses."""
-    consts = [
-        _code(c)
-        if isinstance(c, CodeType)
-        else sorted(map(repr, c))
-        if isinstance(c, frozenset)
-        else repr(c)
-        for c in code.co_consts
-    ]
+    consts: list[object] = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            consts.append(_code(constant))
+        elif isinstance(constant, frozenset):
+            consts.append(sorted(map(repr, constant)))
+        else:
+            consts.append(repr(constant))
     return code.co_code, code.co_names, consts
 
 

@@ -244,5 +244,9 @@ def _start(
 
 def launched_ranks() -> int:
     """Return the number of ranks in the launcher's environment variables; 1 without a launcher."""
-    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
-    return max((int(number) for number in numbers if number.isdigit()), default=1)
+    numbers = [1]
+    for name in LAUNCHERS:
+        number = os.environ.get(name, "")
+        if number.isdigit():
+            numbers.append(int(number))
+    return max(numbers)
