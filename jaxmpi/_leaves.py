@@ -25,7 +25,7 @@ __all__ = [
 # arrays and numbers in the containers that `jax.tree` knows; mypy has no type for it
 PyTree: TypeAlias = Any
 
-ONE_BIT = frozenset({np.dtype(jnp.int1), np.dtype(jnp.uint1)})
+ONE_BIT = frozenset(np.dtype(getattr(jnp, name)) for name in ("int1", "uint1"))
 
 
 class HasDtype(Protocol):

@@ -238,7 +238,9 @@ class Native(Mpi):
         if smallest != largest:
             differ, call = self._call_that_differs(calls)
             if differ:
-                self._explain(*self._statements.get(call, (program or fingerprint, title)), ())
+                self._explain(
+                    *self._statements.get(call, (program or fingerprint, Message(title))), ()
+                )
                 raise self.registry.found.pop()
         return smallest, largest
 

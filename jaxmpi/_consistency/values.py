@@ -22,7 +22,7 @@ from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._backends.groups import groups_along
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._consistency.compare import gather_reports
-from jaxmpi._consistency.mismatch import Call, in_words, mismatch_of, outliers, ranks_have
+from jaxmpi._consistency.mismatch import Call, Details, in_words, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
@@ -132,7 +132,8 @@ def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLe
     if smallest == largest:
         return
     # All ranks get here; those that have called something else report that.
-    details = {"given": [str(one) for one in mine], "checksums": [one.checksum for one in mine]}
+    lines, checksums = [str(one) for one in mine], [one.checksum for one in mine]
+    details: Details = {"given": lines, "checksums": checksums}
     reports = gather_reports(cast(ProcessGroup, backend), call, details)
     calls = set()
     for report in reports:
