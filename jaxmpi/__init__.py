@@ -1,4 +1,4 @@
-"""jaxmpi: data-parallel training for JAX and Flax, as pure functions on pytrees and one optax transform.
+"""Data-parallel training for JAX and Flax: pure functions on pytrees and one optax transform.
 
 The names are those of `__init__.pyi`, and each is imported when it is first used: `jaxmpi run` does
 without JAX.

@@ -8,8 +8,7 @@ from ._axis import AXIS
 from ._backends.simulate import PerRank
 from ._collectives.merge_metrics import merge_metrics
 from ._collectives.metrics_log import MetricsLog
-from ._collectives.objects import allgather_object, barrier, broadcast_object
-from ._collectives.preempted import preempted
+from ._collectives.objects import allgather_object, barrier, broadcast_object, preempted
 from ._collectives.synchronize import synchronize
 from ._collectives.throughput import Rate, Throughput
 from ._collectives.trees import (
@@ -32,7 +31,6 @@ from ._jit.api import jit, local
 from ._jit.pmap import pmap
 from ._job.launch.notebook import launch
 from ._job.process.busy import busy
-from ._leaves import PerRankState
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss
 from ._optim.clip import clip_by_global_norm
@@ -46,6 +44,7 @@ from ._optim.replicas import check_replicas, watch_replicas
 from ._optim.sharded_array import ShardedArray
 from ._optim.sharded_state import reshard
 from ._optim.zero1 import sharded
+from ._per_rank_state import PerRankState
 from ._world.init import init
 from ._world.session import finalize, initialized, local_rank, local_size, rank, size
 from ._world.simulate import simulate

@@ -1,4 +1,7 @@
-"""The command line: `jaxmpi run`, which is `python -m jaxmpi run`, `jaxmpi top`, `jaxmpi timeline` and `jaxmpi doctor`."""
+"""Command line of jaxmpi: `jaxmpi run`, `doctor`, `top` and `timeline`.
+
+`python -m jaxmpi run` is the same as `jaxmpi run`.
+"""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,9 @@
-"""The ranks are a named axis of a train step, as the axes of `jax.vmap` and `jax.shard_map` are."""
+"""Axis of the ranks: a named axis of a train step, as those of `jax.vmap` and `jax.shard_map`.
+
+A function tells the analysis of a program what it knows of an array by an identity with a name,
+`jax.ad_checkpoint.checkpoint_name`, which costs nothing at run time. Names with facts are
+subclasses of `str`. Their text contains the facts, because JAX may replace a name by an equal one.
+"""
 
 from typing import TypeAlias
 
@@ -12,7 +17,6 @@ __all__ = [
     "AXIS",
     "DIFFERS",
     "EQUAL",
-    "PARAMETERS",
     "WHOLE",
     "Axis",
     "as_shard",
@@ -22,6 +26,7 @@ __all__ = [
     "may_differ",
     "names",
     "overlap",
+    "parameters_in",
     "sharded_axis",
     "with_parameters",
 ]
@@ -31,24 +36,34 @@ Axis: TypeAlias = str | tuple[str, ...]  # a name of the ranks, or several of th
 AXIS = "ranks"
 EQUAL = "jaxmpi: equal on all ranks"
 DIFFERS = "jaxmpi: may differ between the ranks"
-PARAMETERS = "jaxmpi: parameters "
-SHARD = "jaxmpi: a shard of an array over "
 WHOLE = "jaxmpi: no shard"
 
 
+class ShardName(str):
+    """Name of an identity on a shard, with the axis over which the whole array is sharded."""
+
+    axis: tuple[str, ...]
+
+
+class ParametersName(str):
+    """Name of an identity on an argument of a call, with the parameters of the call as text."""
+
+    parameters: str
+
+
 def names(axis: Axis) -> tuple[str, ...]:
-    """Those of an axis."""
+    """Return the names in an axis as a tuple."""
     return axis if isinstance(axis, tuple) else (axis,)
 
 
 def overlap(axis: Axis, other: Axis) -> bool:
-    """Whether two axes have a name in common; AXIS has all of them."""
+    """Return whether two axes have a name in common; AXIS has all names."""
     both = {*names(axis)} & {*names(other)}
     return bool(both) or AXIS in (*names(axis), *names(other))
 
 
 def bound(axis: Axis = AXIS) -> bool:
-    """Whether the caller is traced with the axis bound: inside `jaxmpi.jit`, or a `shard_map` or `vmap` over it."""
+    """Return whether the axis is bound: inside `jaxmpi.jit`, or a `shard_map` or `vmap` over it."""
     try:
         lax.axis_size(axis)
     except NameError:
@@ -57,19 +72,17 @@ def bound(axis: Axis = AXIS) -> bool:
 
 
 def equal_on_all_ranks(x: PyTree) -> PyTree:
-    """`x`, of which the caller knows that it is equal on all ranks, such as a counter that all have advanced together.
+    """Return `x`, marked as equal on all ranks, such as a counter that all increment together.
 
-    A branch with a collective may depend on it. It is an identity with a name, which `variation`
-    looks for.
+    A branch with a collective may depend on it.
     """
     return checkpoint_name(x, EQUAL)
 
 
 def may_differ(tree: PyTree) -> PyTree:
-    """Arrays of which the caller means that each rank has its own, such as updates between two meetings of the ranks.
+    """Return arrays, marked as different on each rank on purpose, such as those of local updates.
 
-    Train state that takes them up is no sign of a forgotten mean. They are identities with a name,
-    too.
+    Train state that receives them is no sign of a forgotten mean.
     """
     if not bound() or lax.axis_size(AXIS) == 1:
         return tree
@@ -77,31 +90,42 @@ def may_differ(tree: PyTree) -> PyTree:
 
 
 def as_shard(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
-    """`x`, this rank's shard of an array that is cut over the ranks along an axis. It is an identity with a name, too."""
-    return checkpoint_name(x, SHARD + ", ".join(names(axis)))
+    """Return `x`, marked as this rank's shard of an array that is sharded over an axis."""
+    name = ShardName(f"jaxmpi: a shard of an array over {', '.join(names(axis))}")
+    name.axis = names(axis)
+    return checkpoint_name(x, name)
 
 
-def sharded_axis(name: str) -> Axis | None:
-    """The axis of the shards that `as_shard` gives this name; None for any other name."""
-    return tuple(name.removeprefix(SHARD).split(", ")) if name.startswith(SHARD) else None
+def sharded_axis(name: str) -> tuple[str, ...] | None:
+    """Return the axis in a name that `as_shard` has given; None for any other name."""
+    return name.axis if isinstance(name, ShardName) else None
 
 
 def as_whole(x: jax.Array, axis: Axis = AXIS) -> jax.Array:
-    """`x`, of which the caller knows that it is no shard, and equal on the ranks along an axis. It is an identity, too."""
+    """Return `x`, marked as a whole array that is equal on the ranks along an axis."""
     return equal_on_all_ranks(x) if axis == AXIS else checkpoint_name(x, WHOLE)
 
 
 def with_parameters(tree: PyTree, text: str) -> PyTree:
-    """Arrays that a call works with, whose parameters must be equal on all ranks, such as the root of a broadcast.
+    """Return the arrays of a call, marked with parameters that must be equal on all ranks.
 
-    The ranks compare the text with the program. It is the name of an identity on the first array,
-    and no part of the program that runs.
+    The ranks compare the text, such as the root of a broadcast, with the program. It is the name of
+    an identity on the first array, and no part of the program that runs.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    first = next(
-        (i for i, x in enumerate(leaves) if getattr(x, "dtype", None) != jax.dtypes.float0), None
-    )
+    first = None
+    for i, x in enumerate(leaves):
+        if getattr(x, "dtype", None) != jax.dtypes.float0:
+            first = i
+            break
     if first is None or not bound() or lax.axis_size(AXIS) == 1:
         return tree
-    leaves[first] = checkpoint_name(leaves[first], PARAMETERS + text)
+    name = ParametersName(f"jaxmpi: parameters {text}")
+    name.parameters = text
+    leaves[first] = checkpoint_name(leaves[first], name)
     return treedef.unflatten(leaves)
+
+
+def parameters_in(name: str) -> str | None:
+    """Return the text in a name that `with_parameters` has given; None for any other name."""
+    return name.parameters if isinstance(name, ParametersName) else None

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes: decided by its node-local rank, before JAX's backend starts."""
+"""GPU of a rank: chosen by its node-local rank, before JAX's backend starts."""
 
 import itertools
 import os
@@ -47,9 +47,10 @@ _MEMORY = (
 
 
 def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | None:
-    """Take this rank's GPU and hide the others from JAX; returns its name on this node, None where there is none to choose.
+    """Choose this rank's GPU and hide the others from JAX; return its name on this node.
 
-    A job of one rank keeps all GPUs, unless `devices` names some.
+    It is None if there is no GPU to choose. A job of one rank keeps all GPUs, unless `devices`
+    names some.
 
     Raises:
       RuntimeError: there are several, and JAX has started with all of them.
@@ -64,16 +65,19 @@ def choose(local_rank: int, size: int, devices: Sequence[int] | None) -> str | N
     if len(visible()) > 1 and started_without(str(index), option):
         raise RuntimeError(
             "init: JAX has started already, with all GPUs of this node, and this rank is to have "
-            f"GPU {names[mine]} "
-            "alone. Call jaxmpi.init() before anything that starts JAX's backend, such as "
-            "jnp.zeros or jax.devices."
+            f"GPU {names[mine]} alone. Call jaxmpi.init() before anything that starts JAX's "
+            "backend, such as jnp.zeros or jax.devices."
         )
     jax.config.update(option, str(index))
     return names[mine]
 
 
 def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
-    """Whether each rank has a GPU of its own; `shown` are each rank's host, and the GPUs that it may use there."""
+    """Return whether each rank has a GPU of its own.
+
+    Args:
+      shown: for each rank, its host and the GPUs that it may use there.
+    """
     taken = []
     for rank, (host, names) in enumerate(shown):
         here = [other for other, _ in shown[:rank]].count(host)
@@ -82,10 +86,9 @@ def enough(shown: Sequence[tuple[str, Sequence[str]]]) -> bool:
 
 
 def unique(name: str) -> str:
-    """The UUID of a GPU with a number, where this process is shown no GPU that CUDA_VISIBLE_DEVICES does not list.
+    """Return the UUID of a GPU instead of its number, if this process sees the listed GPUs only.
 
-    Slurm counts each rank's GPUs from 0 where it hides the others: then their numbers don't tell
-    them apart.
+    Slurm counts each rank's GPUs from 0 if it hides the others, so numbers do not tell them apart.
     """
     if _vendor() is not _NVIDIA:
         return name
@@ -97,29 +100,33 @@ def unique(name: str) -> str:
         ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return name
-    return (
-        found[listed.index(name)]
-        if name.isdigit() and name in listed and len(found) == len(listed)
-        else name
-    )
+    if name.isdigit() and name in listed and len(found) == len(listed):
+        return found[listed.index(name)]
+    return name
 
 
 def sharing(taken: Sequence[tuple[str, str | None]], rank: int) -> list[int]:
-    """The ranks that have the GPU of `rank`; `taken` are each rank's host, and the GPU that it has taken there."""
-    return (
-        [other for other, theirs in enumerate(taken) if theirs == taken[rank]]
-        if taken[rank][1] is not None
-        else []
-    )
+    """Return the ranks that have the GPU of `rank`.
+
+    Args:
+      taken: for each rank, its host and the GPU that it has taken there.
+      rank: this rank.
+    """
+    if taken[rank][1] is None:
+        return []
+    return [other for other, theirs in enumerate(taken) if theirs == taken[rank]]
 
 
 def share_memory(ranks: int) -> str:
-    """Have JAX take an equal part of the GPU's memory for each of the ranks on it, before it starts; returns what was done."""
-    if given := [
-        f"{name}={os.environ[name]}"
-        for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR")
-        if os.environ.get(name)
-    ]:
+    """Make JAX use an equal share of the GPU's memory for each of its ranks; return a description.
+
+    Call it before JAX starts.
+    """
+    given = []
+    for name in (*_MEMORY, "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        if os.environ.get(name):
+            given.append(f"{name}={os.environ[name]}")
+    if given:
         return f"its memory is shared out as {', '.join(given)} says"
     fraction = int(1000 * PREALLOCATED / ranks) / 1000
     os.environ[_MEMORY[0]] = f"{fraction:.3f}"
@@ -127,27 +134,26 @@ def share_memory(ranks: int) -> str:
 
 
 def pick(local_rank: int, count: int) -> int:
-    """The index of this rank's device among `count`: ranks in turn, and from the start again when they outnumber them."""
+    """Return the index of a rank's device among `count`; ranks share devices in turn."""
     return local_rank % count
 
 
 def has_plugin() -> bool:
-    """Whether JAX's part for NVIDIA's or AMD's GPUs is installed."""
+    """Return whether JAX's plugin for NVIDIA's or AMD's GPUs is installed."""
     return any(map(find_spec, _NVIDIA.plugins + _AMD.plugins))
 
 
 def _vendor() -> _Vendor:
-    return (
-        _AMD
-        if any(map(find_spec, _AMD.plugins)) and not any(map(find_spec, _NVIDIA.plugins))
-        else _NVIDIA
-    )
+    is_amd = any(map(find_spec, _AMD.plugins)) and not any(map(find_spec, _NVIDIA.plugins))
+    return _AMD if is_amd else _NVIDIA
 
 
 def visible(
     devices: Sequence[int] | None = None, dev: Path = Path("/dev"), kfd: Path = _KFD
 ) -> list[str]:
-    """Names of the GPUs that JAX could use here: the entries of CUDA_VISIBLE_DEVICES, or of HIP_VISIBLE_DEVICES; or numbers.
+    """Return the names of the GPUs that JAX could use here.
+
+    They are the entries of CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, or numbers.
 
     Args:
       devices: indices among them; all by default.
@@ -166,12 +172,12 @@ def visible(
         names = [*itertools.takewhile(_GPU.fullmatch, (name.strip() for name in listed.split(",")))]
     elif vendor is _NVIDIA:
         names = sorted((p.name.removeprefix("nvidia") for p in dev.glob("nvidia[0-9]*")), key=int)
-    else:  # CPUs have no SIMD units in this list
-        units = [
-            re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE)
-            for path in kfd.glob("*/properties")
-        ]
-        names = [str(i) for i in range(sum(bool(found and int(found[1])) for found in units))]
+    else:
+        names = []
+        for path in kfd.glob("*/properties"):
+            units = re.search(r"^simd_count (\d+)", path.read_text(), re.MULTILINE)
+            if units and int(units[1]):  # CPUs have no SIMD units in this list
+                names.append(str(len(names)))
     if devices is None:
         return names
     if not devices or not all(0 <= i < len(names) for i in devices):

@@ -1,12 +1,13 @@
-"""Each rank's part of the data, the same global batches for every number of ranks, and a random stream per rank.
+"""Data of the ranks: shards, global batches that are the same for every number of ranks, and keys.
 
-    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋)          N items over p ranks: contiguous, in rank order, sizes within 1
+    part(N, r, p) = [⌊r·N/p⌋, ⌊(r+1)·N/p⌋)          N items over p ranks: contiguous, in rank order
     order         = 0..N-1, or a permutation drawn from Philox(seed, epoch)
     step k        = order[lo : hi],  lo = start + k·B,  hi = min(lo + B, N)
     rank r's rows = order[lo + part(hi - lo, r, p)]
 
-Only the last line knows the ranks, so a run on p ranks sees the batches of a run on one, and two
-integers, the epoch and `hi`, say where the data was left, for any p and any B.
+The sizes of parts differ by at most 1. Only the last line knows the ranks, so a run on p ranks sees
+the batches of a run on one, and two integers, the epoch and `hi`, say where the data was left, for
+any p and any B.
 """
 
 import multiprocessing
@@ -25,6 +26,7 @@ from jaxmpi._backends.groups import groups_along, position
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.arrays import check_axis
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
 from jaxmpi._data.per_rank import Layout, PerRankBatches, Ranks
 from jaxmpi._data.prefetch import Prefetched, prefetch
@@ -145,7 +147,8 @@ def batches(
     [((4,), 4), ((4,), 8)]
     >>> loader.state
     {'epoch': 1, 'position': 0, 'order': '10 samples shuffled by seed 0'}
-    >>> [float(batch[mask].sum()) for batch, mask in jaxmpi.batches(np.arange(10.0), 4, remainder="mask")]
+    >>> loader = jaxmpi.batches(np.arange(10.0), 4, remainder="mask")
+    >>> [float(batch[mask].sum()) for batch, mask in loader]
     [6.0, 22.0, 17.0]
     """
     backend = session.current("batches")
@@ -212,7 +215,8 @@ def per_rank_batches(
 
     >>> import jaxmpi, numpy as np
     >>> files = [np.arange(3.0), np.arange(3.0, 5.0)]  # this rank's
-    >>> [(float(batch[mask].sum()), mask.tolist()) for batch, mask in jaxmpi.per_rank_batches(files, remainder="mask")]
+    >>> loader = jaxmpi.per_rank_batches(files, remainder="mask")
+    >>> [(float(batch[mask].sum()), mask.tolist()) for batch, mask in loader]
     [(3.0, [True, True, True]), (7.0, [True, True, False])]
     """
     backend = session.current("per_rank_batches")
@@ -240,7 +244,7 @@ def per_rank_batches(
         lines = [f"per_rank_batches {name}={value}" for name, value in arguments.items()]
         title = "per_rank_batches"
         compare.check_consistent(
-            backend, compare.Statement.of(title, "\n".join(lines)), lambda: {"given": lines}
+            backend, Call.of(title, "\n".join(lines)), lambda: {"given": lines}
         )
 
     def layouts(mine: Layout | None) -> list[Layout | None]:
@@ -253,7 +257,7 @@ def per_rank_batches(
 
 
 def _along(function: str, axis: Axis, backend: Backend, rank: int) -> tuple[int, int]:
-    """A rank's number along an axis, and how many there are."""
+    """Return a rank's number along an axis, and the number of ranks along it."""
     check_axis(function, axis, backend)
     groups = groups_along(backend.axes, _axis.names(axis))
     return position(groups, rank)[1], len(groups[0])
@@ -289,7 +293,7 @@ def rank_key(key: jax.Array) -> jax.Array | Any:
 
 
 class StackedBatches(Iterable[PyTree]):
-    """The batches of all simulated ranks side by side, as `PerRank` arrays; all ranks are at one place."""
+    """Batches of all simulated ranks side by side, as `PerRank` arrays, at one place."""
 
     def __init__(self, ranks: Sequence[Batches]) -> None:
         self._ranks = ranks
@@ -301,17 +305,17 @@ class StackedBatches(Iterable[PyTree]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch in hand."""
+        """Return the epoch of the batch in hand."""
         return self._one.epoch
 
     @property
     def position(self) -> int:
-        """Samples of this epoch handed out so far."""
+        """Return the samples of this epoch handed out so far."""
         return self._one.position
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place in the data, as `Batches.state`."""
+        """Return the place in the data, as `Batches.state`."""
         return self._one.state
 
     @state.setter
@@ -321,7 +325,7 @@ class StackedBatches(Iterable[PyTree]):
 
     @property
     def at(self) -> Cursor:
-        """The place behind the batch that was handed out last."""
+        """Return the place behind the batch that was handed out last."""
         return self._one.at
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -334,16 +338,16 @@ class StackedBatches(Iterable[PyTree]):
             of_rank.begin()
 
     def rest(self) -> Iterator[PyTree]:
-        """The batches from here to the end of the epoch."""
+        """Yield the batches from here to the end of the epoch."""
         for parts in zip(*(of_rank.rest() for of_rank in self._ranks), strict=True):
             yield jax.tree.map(lambda *xs: PerRank(np.stack(xs)), *parts)
 
     def after(self, at: Cursor, steps: int) -> Cursor:
-        """The place that is so many steps behind another."""
+        """Return the place that is so many steps behind another."""
         return self._one.after(at, steps)
 
     def state_at(self, at: Cursor) -> dict[str, Any]:
-        """The state at a place."""
+        """Return the state at a place."""
         return self._one.state_at(at)
 
     def go_to(self, at: Cursor) -> None:
@@ -353,7 +357,10 @@ class StackedBatches(Iterable[PyTree]):
 
 
 def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> None:
-    """Compare arguments and places, where collectives may be called: on the main thread of the rank itself."""
+    """Compare arguments and places, if collectives may be called here.
+
+    That is on the main thread of the rank itself, and not in the processes of a loader.
+    """
     if (
         threading.current_thread() is threading.main_thread()
         and multiprocessing.parent_process() is None
@@ -361,5 +368,5 @@ def _agree(backend: Backend, made: Batches, arguments: Mapping[str, object]) -> 
         at = {"epoch": made.epoch, "start": made.position}
         lines = [f"batches {name}={value}" for name, value in {**arguments, **at}.items()]
         compare.check_consistent(
-            backend, compare.Statement.of("batches", "\n".join(lines)), lambda: {"given": lines}
+            backend, Call.of("batches", "\n".join(lines)), lambda: {"given": lines}
         )

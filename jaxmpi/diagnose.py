@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxmpi._backends.base import Backend
-from jaxmpi._collectives.mean_speed import speed
+from jaxmpi._collectives.throughput import measured_speed
 from jaxmpi._jit.api import jit
 from jaxmpi._jit.step import Step
 from jaxmpi._leaves import PyTree
@@ -89,9 +89,9 @@ def explain(step: Callable[..., object], *args: PyTree, **kwargs: PyTree) -> Exp
     """
     backend = session.current("explain")
     program = (step if isinstance(step, Step) else jit(step)).program(*args, **kwargs)
-    measured = speed(backend) if program.entries else None
+    known = measured_speed(backend) if program.entries else None
     result = Explanation(
-        program.function.title, program.entries, backend, measured.seconds_of if measured else None
+        program.function.title, program.entries, backend, known.seconds_of if known else None
     )
     if backend.place.rank == 0:
         sys.stdout.write(result.text)

@@ -1,4 +1,4 @@
-"""What models need of the other ranks."""
+"""Layers, statistics and steps of models over all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["BatchNorm", "average_batch_stats", "jit", "linen"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the layers when they are first used, as Flax takes longer to import than all else."""
+    """Import the layers when they are first used: Flax takes longer to import than all else."""
     if name == "BatchNorm":
         return import_module("jaxmpi._nn.batch_norm").BatchNorm
     if name == "linen":
@@ -34,7 +34,7 @@ def jit(
     graph_updates: bool | None = None,
     **jit_kwargs: Any,
 ) -> Any:
-    """`flax.nnx.jit`, with the ranks as a named axis: `jaxmpi.jit` for a step that changes its nnx arguments in place.
+    """`flax.nnx.jit` over the ranks: `jaxmpi.jit` for a step that changes nnx arguments in place.
 
     What the function does to Modules, Optimizers, Rngs and Metrics among its arguments they hold
     after the call. Their arrays go in and come out; which variables there are must not change.

@@ -9,7 +9,16 @@ import pytest
 import jaxmpi
 
 PACKAGE = Path(jaxmpi.__file__).parent
-FOUNDATION = {"_axis", "_errors", "_leaves", "_devices", "_jaxcompat", "_job.process", "_data"}
+FOUNDATION = {
+    "_axis",
+    "_errors",
+    "_leaves",
+    "_per_rank_state",
+    "_devices",
+    "_jaxcompat",
+    "_job.process",
+    "_data",
+}
 FOLDERS = [
     *("_backends", "_consistency", "_lowering", "_job.monitor", "_world", "_jit", "_collectives"),
     *("_optim", "_nn", "_checkpoint", "_job.launch", "_job.tools"),

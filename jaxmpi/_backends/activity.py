@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxmpi import _jaxcompat
+from jaxmpi._backends.base import Message
 
 __all__ = ["EVENTS", "Activity", "Entered"]
 
@@ -101,8 +102,8 @@ class Activity:
         """For how long programs and calls have waited for messages, since this process began; None where nobody counts it."""
         return None
 
-    def described(self, fingerprint: int) -> tuple[int, str]:
-        """Return (program fingerprint, description) for a message fingerprint."""
+    def described(self, fingerprint: int) -> tuple[int, str | Message]:
+        """Return (program fingerprint, title or message) for a message fingerprint."""
         return self._titles.get(fingerprint, (fingerprint, ""))
 
 

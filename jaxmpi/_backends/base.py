@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +20,10 @@ from jaxmpi._job.process.busy import note_end_of_work
 from jaxmpi._job.process.communicating_thread import Turn
 
 __all__ = [
+    "ArrayType",
     "Backend",
     "Collective",
+    "Message",
     "Overlap",
     "Place",
     "ProcessGroup",
@@ -32,6 +34,20 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+ArrayType: TypeAlias = tuple[tuple[int, ...], str]  # shape and dtype
+
+
+class Message(NamedTuple):
+    """Contents of one message of a program: the title of its collective, and its arrays."""
+
+    title: str
+    arrays: tuple[ArrayType, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.arrays:
+            return self.title
+        arrays = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.arrays)
+        return f"{self.title} of {arrays}"
 
 
 def fingerprint_of(text: str) -> int:
@@ -132,7 +148,7 @@ class Place(NamedTuple):
 class Registry:
     """Facts about the programs of a job, for `_consistency.compare`."""
 
-    # that were traced, by their fingerprints
+    # that were traced, by their fingerprints: `compare.Registered`
     programs: dict[int, Any] = field(default_factory=dict)
     run: set[int] = field(default_factory=set)  # fingerprints of programs that all ranks have run
     # on a thread of a program, and not raised yet
@@ -242,8 +258,8 @@ class ProcessGroup(Backend, Protocol):
     def broadcast_asleep(self, obj: Any, ranks: Sequence[int], title: str) -> Any:
         """The picklable object of the first of these ranks, which may take it long to make; they wait for it asleep."""
 
-    def described(self, fingerprint: int) -> tuple[int, str]:
-        """Return (program fingerprint, description) for a message fingerprint."""
+    def described(self, fingerprint: int) -> tuple[int, str | Message]:
+        """Return (program fingerprint, title or message) for a message fingerprint."""
 
 
 @contextmanager

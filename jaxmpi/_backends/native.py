@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends import extension, native_calls
-from jaxmpi._backends.base import Collective, Overlap, Started, fingerprint_of
+from jaxmpi._backends.base import Collective, Message, Overlap, Started, fingerprint_of
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.groups import Groups, position
 from jaxmpi._backends.mpi import Mpi
@@ -59,7 +59,7 @@ class Native(Mpi):
         self._transports: dict[tuple[tuple[int, ...], ...], int] = {}
         self._opened = Transports(self._mpi, _native, self.place)
         # what each message says: the word of its program, and what it is
-        self._statements: dict[int, tuple[int, str]] = {}
+        self._statements: dict[int, tuple[int, Message]] = {}
         self._places: dict[int, int] = {}  # which message of its program each is
         host = on_host()
         # also in a job of GPUs
@@ -102,25 +102,28 @@ class Native(Mpi):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
         if call.kind in ("compare", "compare_later"):
-            statement = self._statement(call, "no message yet, in another call of this program")
+            text = "no message yet, in another call of this program"
+            statement = self._statement(call, Message(text))
             native_calls.compare(self, statement, later=call.kind == "compare_later")
             return []
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
-        return self._send(call, xs, _text(call, xs))
+        return self._send(call, xs, _message(call, xs))
 
     def transport_of(self, call: Collective) -> int:
         """The number of the transport that carries it."""
         return self._transports[call.groups] if call.groups else 0
 
-    def _send(self, call: Collective, xs: Sequence[jax.Array], text: str) -> list[jax.Array]:
-        """One message; the ranks compare what it is for, as text."""
-        outs = native_calls.run(carried(call, xs, _fits), call, self, self._statement(call, text))
+    def _send(self, call: Collective, xs: Sequence[jax.Array], message: Message) -> list[jax.Array]:
+        """Send one message; the ranks compare what it carries, as text."""
+        outs = native_calls.run(
+            carried(call, xs, _fits), call, self, self._statement(call, message)
+        )
         return received(call, xs, outs)
 
-    def _statement(self, call: Collective, text: str) -> int:
-        statement = fingerprint_of(f"{call.fingerprint} {call.place} {text}")
-        self._statements[statement] = call.fingerprint, text
+    def _statement(self, call: Collective, message: Message) -> int:
+        statement = fingerprint_of(f"{call.fingerprint} {call.place} {message}")
+        self._statements[statement] = call.fingerprint, message
         self._places[statement] = call.place
         return statement
 
@@ -137,7 +140,7 @@ class Native(Mpi):
     def _start(
         self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool
     ) -> Started:
-        statement = self._statement(call, _text(call, xs))
+        statement = self._statement(call, _message(call, xs))
         sent, wait = native_calls.start(
             carried(call, xs, _fits), call, self, statement, bucket=bucket, first=first
         )
@@ -150,14 +153,14 @@ class Native(Mpi):
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
         return native_calls.send_ahead(
-            carried(call, xs, _fits), call, self, self._statement(call, _text(call, xs))
+            carried(call, xs, _fits), call, self, self._statement(call, _message(call, xs))
         )
 
     def _take(
         self, call: Collective, xs: Sequence[jax.Array], number: jax.Array
     ) -> list[jax.Array]:
         outs = native_calls.take(
-            carried(call, xs, _fits), number, call, self, self._statement(call, _text(call, xs))
+            carried(call, xs, _fits), number, call, self, self._statement(call, _message(call, xs))
         )
         return received(call, xs, outs)
 
@@ -168,7 +171,9 @@ class Native(Mpi):
 
     # outside
 
-    def set_mismatch_handler(self, explain: Callable[[int, str, Sequence[int]], str]) -> None:
+    def set_mismatch_handler(
+        self, explain: Callable[[int, str | Message, Sequence[int]], str]
+    ) -> None:
         """Have the text of the error made by `explain` where the ranks' messages differ.
 
         It is called on every rank, or on all of a group, on the thread that communicates, with the
@@ -179,7 +184,7 @@ class Native(Mpi):
             members = self._opened.members[transport]
             _, call = (False, 0) if members else self._call_that_differs(calls)
             program, text = self._statements.get(
-                call or fingerprint, (fingerprint, "a program of an earlier init")
+                call or fingerprint, (fingerprint, Message("a program of an earlier init"))
             )
             place = self._places.get(call or fingerprint, 0)
             return explain(
@@ -233,7 +238,9 @@ class Native(Mpi):
         if smallest != largest:
             differ, call = self._call_that_differs(calls)
             if differ:
-                self._explain(*self._statements.get(call, (program or fingerprint, title)), ())
+                self._explain(
+                    *self._statements.get(call, (program or fingerprint, Message(title))), ()
+                )
                 raise self.registry.found.pop()
         return smallest, largest
 
@@ -259,7 +266,7 @@ class Native(Mpi):
         """Do what `MpiProcessGroup` does, with the events of the extension."""
         return self._native.exposed_ns()
 
-    def described(self, fingerprint: int) -> tuple[int, str]:
+    def described(self, fingerprint: int) -> tuple[int, str | Message]:
         """Do what `MpiProcessGroup` does, with the events of the extension."""
         return self._statements.get(fingerprint) or super().described(fingerprint)
 
@@ -274,5 +281,5 @@ def _fits(dtype: np.dtype) -> bool:
     return dtype in TYPES
 
 
-def _text(call: Collective, xs: Sequence[jax.Array]) -> str:
-    return f"{call.title} of {', '.join(f'{x.dtype}{list(x.shape)}' for x in xs)}"
+def _message(call: Collective, xs: Sequence[jax.Array]) -> Message:
+    return Message(call.title, tuple((x.shape, str(x.dtype)) for x in xs))

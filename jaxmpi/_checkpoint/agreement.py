@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
 from jaxmpi._checkpoint.manifest import Leaf
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call, mismatch_of
 from jaxmpi._errors import CheckpointError, CheckpointRankCountError, RankCountError
 
 __all__ = [
@@ -76,18 +77,19 @@ def agree(backend: Backend, function: str, side: Side) -> list[Side]:
         "error": [side.error],
         "last save": [side.last_save],
     }
-    call = _statement(function, side.lines)
-    everyone = compare.gather_sides(cast(ProcessGroup, backend), call, details)
-    if any(statement != everyone[0][0] for statement, _, _ in everyone):
-        raise compare.mismatch_of(everyone)
+    call = _call(function, side.lines)
+    reports = compare.gather_reports(cast(ProcessGroup, backend), call, details)
+    if any(report.call != call for report in reports):
+        raise mismatch_of(reports)
     sides = []
-    for _, its, _ in everyone:
+    for report in reports:
+        its = report.details
         sides.append(Side(its["given"], its["digests"], its["error"][0], its["last save"][0]))
     return sides
 
 
-def _statement(function: str, lines: Sequence[str]) -> compare.Statement:
-    return compare.Statement.of(function, "\n".join([function, *lines]))
+def _call(function: str, lines: Sequence[str]) -> Call:
+    return Call.of(function, "\n".join([function, *lines]))
 
 
 def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
@@ -100,7 +102,7 @@ def checked(backend: Backend, function: str, check: Callable[[], T]) -> T:
         return check()
     except (TypeError, ValueError) as error:
         lines = [f"{type(error).__name__}: {error}"]
-        compare.check_consistent(backend, _statement(function, lines), lambda: {"given": lines})
+        compare.check_consistent(backend, _call(function, lines), lambda: {"given": lines})
         raise
 
 

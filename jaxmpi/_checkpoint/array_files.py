@@ -43,7 +43,7 @@ def advice(error: Exception) -> str:
 
 
 def create(path: Path) -> BufferedWriter:
-    """Open a new file for writing; a FileExistsError if the path is taken, be it by a link."""
+    """Open a new file for writing; raise a FileExistsError if the path is taken, even by a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: whole or not there, however a job ends, and checked when read.
+"""Folders of checkpoints: whole or not there, however a job ends, and checked when read.
 
     directory/step-000000000100/manifest.json   the leaves, and where their numbers are
                                 rank-0.npz      arrays by name
@@ -79,7 +79,7 @@ def step_of(folder: Path) -> int:
 def newest(
     directories: Sequence[Path], step: int | None = None
 ) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    """Look for the newest whole checkpoint; where one step is in several, the last directory's.
+    """Return the newest whole checkpoint; of one step in several directories, the last one's.
 
     Args:
       directories: where to look.
@@ -177,7 +177,7 @@ def begin(directory: Path, in_memory: bool = False) -> tuple[Path, BufferedWrite
 
 
 class Lineage:
-    """Tells this job's checkpoints, and those it goes on from, from those of jobs beside it."""
+    """Checkpoints of this job, and those it goes on from, told from those of jobs beside it."""
 
     def __init__(self, began: float) -> None:
         self.restored: dict[Path, int] = {}  # by directory, the step restored since its last save
@@ -377,7 +377,7 @@ def _remove_left(directory: Path) -> None:
 
 
 def _abandoned(folder: Path) -> bool:
-    """Whether the job that wrote into an unfinished folder has ended."""
+    """Return whether the job that wrote into an unfinished folder has ended."""
     try:
         with open_regular(folder / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -414,7 +414,7 @@ def _changes(folder: Path) -> Iterator[float]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file or a folder, as far as that works."""
+    """Delete a file or a folder as far as possible, without an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -50,7 +50,7 @@ PLAIN_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 class Leaf(NamedTuple):
-    """A leaf of a saved tree.
+    """One leaf of a saved tree.
 
     Attributes:
       name: its path, such as "['params']['w']".
@@ -84,17 +84,17 @@ class Leaf(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it is a Python number or text, whose value stands in the manifest."""
+        """Return whether it is a Python number or text, whose value stands in the manifest."""
         return self.value is not None
 
     @property
     def stored(self) -> bool:
-        """Whether its numbers stand in a file."""
+        """Return whether its numbers stand in a file."""
         return not self.plain and prod(self.shape) > 0
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of its numbers in a file."""
+        """Return the dtype of its numbers in a file."""
         return "uint32" if self.dtype.startswith("key") else self.dtype
 
     def groups(self, ranks: int) -> Groups:
@@ -118,7 +118,7 @@ class Leaf(NamedTuple):
         return prod(self.stored_shape(ranks)) * dtype_of(self.stored_dtype).itemsize
 
     def in_file(self, rank: int) -> bool:
-        """Whether the file of this rank has numbers of it; replicated ones are in rank 0's only."""
+        """Return whether the file of a rank has its numbers; rank 0's alone has replicated ones."""
         return self.stored and (rank == 0 or self.layout != "replicated")
 
 
@@ -154,7 +154,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def is_plain(x: object) -> bool:
-    """Whether this is a Python number or text; subclasses, such as `np.float64`, are not."""
+    """Return whether x is a Python number or text; subclasses, such as `np.float64`, are not."""
     return PLAIN_TYPES.get(type(x).__name__) is type(x)
 
 

@@ -1,4 +1,4 @@
-"""The folder in a host's memory that belongs to a folder of checkpoints, for `in_memory=True`.
+"""Folder in a host's memory that belongs to a folder of checkpoints, for `in_memory=True`.
 
     directory/in-memory                   a line: the name of the folder in memory
     /dev/shm/checkpoints-USER-PATH-ID/    PATH: a checksum of the path of `directory`;

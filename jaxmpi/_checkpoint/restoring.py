@@ -1,4 +1,4 @@
-"""A restore: the newest whole checkpoint, whether it fits a tree, and what each rank gets of it.
+"""Restore: the newest whole checkpoint, whether it fits a tree, and the values of each rank.
 
 The ranks may be more or fewer than those that have saved: shards are joined, and cut anew.
 """
@@ -92,12 +92,12 @@ def difference(saved: Sequence[Leaf], wanted: Sequence[Leaf], omitted: Sequence[
 
 
 def _is_below(name: str, node: str) -> bool:
-    """Whether a leaf has the name of a node, or one that goes on from it."""
+    """Return whether a leaf has the name of a node, or a name that goes on from it."""
     return name == node or (name.startswith(node) and name[len(node)] in ".[")
 
 
 def _fits(saved: Leaf, wanted: Leaf) -> bool:
-    """Whether a leaf can be restored as another: as itself, or a scalar as a Python number."""
+    """Return whether a leaf can be restored as another: unchanged, or a scalar as a number."""
     if (saved.plain, saved.dtype, saved.shape) == (wanted.plain, wanted.dtype, wanted.shape):
         return True
     scalars = saved.plain != wanted.plain and saved.shape == wanted.shape == ()

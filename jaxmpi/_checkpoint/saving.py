@@ -1,4 +1,4 @@
-"""A save: the leaves that are written, their checks, and the threads that write them.
+"""Save: the leaves that are written, their checks, and the threads that write them.
 
 Each rank that has something to write does so in a thread of its own, while the training goes on.
 The others' threads tell rank 0's through the monitor what they have written, and it makes the
@@ -23,7 +23,7 @@ from jaxmpi._checkpoint import array_files, folders
 from jaxmpi._checkpoint.agreement import Side, ranks_here, text_of
 from jaxmpi._checkpoint.manifest import Leaf, LeafValue, Manifest, Member, is_plain
 from jaxmpi._checkpoint.tree_leaves import leaves_of, to_host
-from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import CheckpointError, RankMismatchError
 from jaxmpi._jit.api import local
 from jaxmpi._job.process.at_exit import Step, at_exit, start_thread
@@ -130,15 +130,19 @@ def check_sides(prepared: Prepared, sides: Sequence[Side]) -> None:
     if not differ:
         return
     leaf, of_ranks = differ[0]
-    others, who_have = compare.outliers(of_ranks)
+    others = outliers(of_ranks)
     usual = next(one for rank, one in enumerate(of_ranks) if rank not in others)
     values = f" ({of_ranks[others[0]]}, and {usual} elsewhere)" if leaf.plain else ""
     more = f", and {len(differ) - 1} more leaves" if len(differ) > 1 else ""
     raise RankMismatchError(
-        f"save: leaf {leaf.name} is not equal on all ranks: {who_have} other values{values}{more}. "
-        "If each rank has its own (a key, an environment, BatchNorm statistics), wrap it in a "
-        "jaxmpi.PerRankState, or in nnx make it an nnx.BatchStat; if not, make it equal with "
-        "jaxmpi.synchronize."
+        f"save: leaf {leaf.name} is not equal on all ranks: {ranks_have(others)} other "
+        f"values{values}{more}.",
+        advice="If each rank has its own (a key, an environment, BatchNorm statistics), wrap it "
+        "in a jaxmpi.PerRankState, or in nnx make it an nnx.BatchStat; if not, make it equal with "
+        "jaxmpi.synchronize.",
+        function="save",
+        leaf=leaf.name,
+        ranks=others,
     )
 
 
@@ -173,7 +177,7 @@ class Begun(NamedTuple):
 def begin(
     backend: Backend, saves: "Saves", directory: Path, leaves: Sequence[Leaf], in_memory: bool
 ) -> Begun:
-    """Have rank 0 make the folder that is written into.
+    """Make the folder that is written into, on rank 0.
 
     **Communication:** one round, an allgather of the path or the error from rank 0, and of per-rank
     Python numbers. One more where ranks write into a directory for the first time in a session:
@@ -262,7 +266,7 @@ class Plan(NamedTuple):
 
 
 class Saves:
-    """The saves of a session: the last one, and what other ranks have written for it."""
+    """Saves of a session: the last one, and the reports of other ranks about it."""
 
     def __init__(self, began: float) -> None:
         self.lineage = folders.Lineage(began)

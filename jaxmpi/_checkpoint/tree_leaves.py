@@ -17,13 +17,11 @@ from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._checkpoint.manifest import Layout, Leaf, LeafValue, is_plain
 from jaxmpi._errors import RankCountError
-from jaxmpi._leaves import (
+from jaxmpi._leaves import PyTree, is_key, leaf_name
+from jaxmpi._per_rank_state import (
     PerRankState,
-    PyTree,
     flatten_with_path,
-    is_key,
-    is_own,
-    leaf_name,
+    is_per_rank_leaf,
     mark_of,
     marks_of,
     per_rank_variables,
@@ -112,7 +110,7 @@ def _leaf(path: KeyPath, x: LeafValue, axes: Mapping[str, int]) -> Leaf:
     marks = marks_of(path)
     cuts = [mark for mark in marks if mark.state or mark.of is not None]
     if not cuts:
-        return _array(path, x, "per-rank" if is_own(path) else "replicated")
+        return _array(path, x, "per-rank" if is_per_rank_leaf(path) else "replicated")
     shard, ranks, axis = cuts[-1], cuts[0].ranks, cuts[0].axis
     # 2. In a state of one rank, or over one rank, arrays are not cut; scalars never are.
     if ranks == 1 or not shard.of:

@@ -1,4 +1,4 @@
-"""The collectives on lists of arrays, in traced code, wherever the ranks are known from."""
+"""Collectives on lists of arrays, in traced code, over bound axes or the ranks of a backend."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +31,7 @@ __all__ = [
     "reduce_scatter",
 ]
 
+# (family of dtypes, its limits, the dtype of 32 bits)
 WIDE: list[
     tuple[type[np.generic], Callable[[np.dtype], "jnp.finfo | jnp.iinfo"], type[np.generic]]
 ] = [
@@ -41,25 +42,25 @@ WIDE: list[
 
 
 class Ranks(Protocol):
-    """The ranks, or those of this one's group, as the functions on lists of arrays see them, in traced code."""
+    """Ranks of a group, as the functions on lists of arrays see them in traced code."""
 
     size: int
 
     def index(self) -> jax.Array | int:
-        """This rank's number."""
+        """Return this rank's number in the group."""
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out a collective on every array."""
 
 
 class Bound:
-    """The ranks along an axis, or axes, that are bound."""
+    """Ranks along one or several axes that are bound."""
 
     def __init__(self, axis: _axis.Axis = _axis.AXIS) -> None:
         self.size, self._axis = int(lax.axis_size(axis)), axis
 
     def index(self) -> jax.Array:
-        """This rank's number along them."""
+        """Return this rank's number along the axes."""
         return lax.axis_index(self._axis)
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -68,7 +69,7 @@ class Bound:
 
 
 class Plain:
-    """The ranks of a backend along an axis that is not bound: under plain `jax.jit`."""
+    """Ranks of a backend along an axis that is not bound, as under plain `jax.jit`."""
 
     def __init__(self, backend: Backend, axis: _axis.Axis = _axis.AXIS) -> None:
         groups = groups_along(backend.axes, _axis.names(axis))
@@ -77,7 +78,7 @@ class Plain:
         self._groups = () if groups == (tuple(range(backend.place.size)),) else groups
 
     def index(self) -> int:
-        """This rank's number along it."""
+        """Return this rank's number along the axis."""
         return self._place
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -88,19 +89,19 @@ class Plain:
 
 
 def along(axis: _axis.Axis, backend: Backend) -> Ranks:
-    """The ranks along it, after `check_axis`."""
+    """Return the ranks along an axis that has passed `check_axis`."""
     return Bound(axis) if _axis.bound(axis) else Plain(backend, axis)
 
 
 def axis_size(axis: _axis.Axis, backend: Backend) -> int:
-    """The number of ranks along it, after `check_axis`."""
+    """Return the number of ranks along an axis that has passed `check_axis`."""
     if _jaxcompat.tracing() and _axis.bound(axis):
         return int(lax.axis_size(axis))
     return prod(backend.axes[name] for name in _axis.names(axis))
 
 
 def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
-    """Raise an error that names `function` unless an axis is a name of the ranks, or a tuple of some.
+    """Raise an error that names `function` unless an axis is a name of ranks, or a tuple of names.
 
     Raises:
       TypeError: no text, and no tuple of texts.
@@ -122,8 +123,7 @@ def check_axis(function: str, axis: _axis.Axis, backend: Backend) -> None:
     if len(set(names)) < len(names) or (_axis.AXIS in names and len(names) > 1):
         raise ValueError(
             f"{function}: axis {axis!r} names some of the ranks twice. {_axis.AXIS!r} is all of "
-            "them; name it alone, or each "
-            "of the other axes once."
+            "them; name it alone, or each of the other axes once."
         )
 
 
@@ -142,12 +142,12 @@ def join(xs: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
 
 
 def joined_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The shape of what `join` makes of an array of shape `shape` of each rank."""
+    """Return the shape of the result of `join` for an array of shape `shape` on each rank."""
     return (size * shape[0], *shape[1:])
 
 
 def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
-    """Y = op_r x_r on every rank."""
+    """Return y = op_r x_r on every rank."""
     if ranks.size == 1:
         return list(xs)
     if op in ("max", "min", "prod"):
@@ -156,24 +156,28 @@ def allreduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Arr
 
 
 def reduce(xs: Sequence[jax.Array], ranks: Ranks, *, op: str, root: int) -> list[jax.Array]:
-    """Y = op_r x_r on root, x elsewhere."""
+    """Return y = op_r x_r on root, and x elsewhere."""
     if ranks.size == 1:
         return list(xs)
-    # a choice in the data, not in Python: the program, and so its derivative's messages, is the
-    # same on every rank
+    # A choice in the data, not in Python: so the program, and with it the messages of its
+    # derivative, is the same on every rank.
     is_root = jnp.asarray(ranks.index() == root)
     return [jnp.where(is_root, y, x) for x, y in zip(xs, allreduce(xs, ranks, op=op), strict=True)]
 
 
 def reduce_scatter(xs: Sequence[jax.Array], ranks: Ranks, *, op: str) -> list[jax.Array]:
-    """y_q = op_r x_r[q], of `[size, ...]` arrays."""
+    """Return y_q = op_r x_r[q], for `[size, ...]` arrays."""
     if op in ("max", "min", "prod"):
         return [x[ranks.index()] for x in allreduce(xs, ranks, op=op)]
     return _divide(ranks.run(Collective("reduce_scatter", op="sum"), _widen(xs, op)), xs, op, ranks)
 
 
 def _widen(xs: Sequence[jax.Array], op: str) -> list[jax.Array]:
-    """Short floats as float32, so that the sum is rounded once; for the mean, short integers in 32 bits, so that it fits."""
+    """Return the arrays in the dtypes in which they are summed.
+
+    Short floats become float32, so that a sum is rounded once. For a mean, short integers get 32
+    bits, so that their sum fits.
+    """
     wide = [
         _wide(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) or op == "mean" else x.dtype
         for x in xs
@@ -199,7 +203,7 @@ def _divide(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
-    """max, min and prod over ranks."""
+    """Return the maximum, minimum or product over the ranks."""
     return ranks.run(Collective("allreduce", op=op), xs)
 
 
@@ -207,32 +211,35 @@ def _nonlinear(op: str, ranks: Ranks, xs: list[jax.Array]) -> list[jax.Array]:
 def _nonlinear_jvp(
     op: str, ranks: Ranks, primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array | np.ndarray]]:
-    """Dy = Σ_r w_r dx_r: for max and min w = 1/k on the k ranks that hold the extreme; for prod w_r = Π_{s≠r} x_s."""
+    """Compute dy = Σ_r w_r dx_r.
+
+    For max and min, w = 1/k on the k ranks that hold the extreme; for prod, w_r = Π_{s≠r} x_s.
+    """
     (xs,), (dxs,) = primals, tangents
     outs = _nonlinear(op, ranks, xs)
+    add = Collective("allreduce", op="sum")
     live = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    # w
     if op == "prod":
-        weights = [
-            _product_of_others(x, ranks)
-            for x in ranks.run(Collective("allgather"), [xs[i] for i in live])
-        ]
+        stacks = ranks.run(Collective("allgather"), [xs[i] for i in live])
+        weights = [_product_of_others(stack, ranks) for stack in stacks]
     else:
         holds = [(xs[i] == outs[i]).astype(xs[i].dtype) for i in live]
-        counts = ranks.run(Collective("allreduce", op="sum"), holds)
+        counts = ranks.run(add, holds)
         weights = [h / c for h, c in zip(holds, counts, strict=True)]
-    sums = iter(
-        ranks.run(
-            Collective("allreduce", op="sum"),
-            [w * dxs[i] for w, i in zip(weights, live, strict=True)],
-        )
-    )
-    zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in xs]
-    return outs, [next(sums) if i in live else zeros[i] for i in range(len(xs))]
+    # dy; the tangents of integers hold no numbers
+    terms = [w * dxs[i] for w, i in zip(weights, live, strict=True)]
+    tangents_out: list[jax.Array | np.ndarray] = []
+    for x in xs:
+        tangents_out.append(np.zeros(x.shape, jax.dtypes.float0))
+    for i, total in zip(live, ranks.run(add, terms), strict=True):
+        tangents_out[i] = total
+    return outs, tangents_out
 
 
 def _product_of_others(stack: jax.Array, ranks: Ranks) -> jax.Array:
-    """Π_{s≠rank} stack[s] of a `[size, ...]` stack, right where factors are zero."""
-    # as `axis_index` is, also where integers have 64 bits
+    """Return Π_{s≠rank} stack[s] for a `[size, ...]` stack; exact if factors are zero."""
+    # int32 as `axis_index`, also under `jax_enable_x64`
     numbers = jnp.arange(ranks.size, dtype=jnp.int32)
     mine = numbers.reshape(-1, *[1] * (stack.ndim - 1)) == ranks.index()
     return jnp.prod(jnp.where(mine, 1, stack), axis=0, dtype=stack.dtype)

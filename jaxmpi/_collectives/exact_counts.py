@@ -1,12 +1,12 @@
-"""Sums and means of integers of Python and NumPy, which are right or an error, outside of traced code.
+"""Exact sums and means of Python and NumPy integers, outside of traced code.
 
-JAX adds integers in their own dtype, and a sum beyond it is another number without a word. Counters
-are such integers: samples, tokens, bytes. Each is sent as two halves,
+JAX adds integers in their own dtype, and silently wraps a sum that does not fit. Counters are such
+integers: samples, tokens, bytes. Each is sent as two halves,
 
   x = high · 2ᵏ + low, 0 ≤ low < 2ᵏ,
 
 whose sums over the ranks fit, and are put together in Python. Every rank gets the whole sum, so all
-raise where it does not fit.
+raise if it does not fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ __all__ = ["halves", "is_count", "simulated", "total"]
 
 
 def is_count(leaf: object) -> bool:
-    """Whether it is an integer, or an array of some, that JAX does not hold yet; booleans are none."""
+    """Return whether a leaf is an integer, or integers, of Python or NumPy; booleans are none."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind in "iu"
     return isinstance(leaf, int) and not isinstance(leaf, bool)
@@ -98,10 +98,9 @@ def simulated(
     arrays = [as_array(function, path, _stack(leaf), op) for path, leaf in leaves]
     sent = []
     for (_, leaf), x in zip(leaves, arrays, strict=True):
-        # the sum of ones is the number of ranks in it, which is 1 where a reduce leaves a rank its
-        # own
-        parts = (*halves(x), jnp.ones(x.shape, jnp.int32))
-        sent.append([PerRank(part) if isinstance(leaf, PerRank) else part for part in parts])
+        # The sum of ones is the number of ranks in the sum: 1 if a reduce leaves a rank its value.
+        terms = (*halves(x), jnp.ones(x.shape, jnp.int32))
+        sent.append([PerRank(term) if isinstance(leaf, PerRank) else term for term in terms])
     outs: list[jax.Array | PerRank] = []
     for (path, leaf), x, sums in zip(leaves, arrays, sum_of(sent), strict=True):
         high, low, ranks = map(_stack, sums)

@@ -1,7 +1,6 @@
-"""Metrics of all ranks as one, whatever they compute: their states are gathered and merged.
+"""Metrics of all ranks as one: their states are gathered, merged, and computed once.
 
-A metric that is no mean, such as F1 or a standard deviation, cannot be averaged: what it has
-accumulated is put together first, and computed once.
+A metric that is no mean, such as F1 or a standard deviation, cannot be averaged over the ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ import numpy as np
 
 from jaxmpi import _jaxcompat
 from jaxmpi._collectives.objects import agreed
-from jaxmpi._collectives.trees import Caller, refuse_stray
-from jaxmpi._consistency.compare import outliers
+from jaxmpi._collectives.tree_calls import refuse_stray
+from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency.identity import structure_of
+from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, widest
@@ -95,30 +95,37 @@ def _is_metric(x: object) -> bool:
 
 
 def _gathered(metrics: PyTree) -> list[PyTree]:
-    """The metrics of each rank, as new objects."""
+    """Return the metrics of each rank, as new objects."""
     backend = session.current(FUNCTION)
     refuse_stray(FUNCTION, metrics, backend)
     leaves, treedef = jax.tree.flatten(metrics, is_leaf=is_per_rank)
     ranks = range(backend.place.size)
+    copies = []
     if _jaxcompat.tracing():
         stacks = Caller(FUNCTION).allgather(leaves)
-        return [treedef.unflatten([x[r] for x in stacks]) for r in ranks]
+        for r in ranks:
+            copies.append(treedef.unflatten([x[r] for x in stacks]))
+        return copies
     if backend.simulates:
-        return [treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]) for r in ranks]
+        for r in ranks:
+            copies.append(treedef.unflatten([x[r] if is_per_rank(x) else x for x in leaves]))
+        return copies
     if len(ranks) == 1:
         return [treedef.unflatten(leaves)]
-    # as objects, and not as arrays: lists of predictions may have other lengths on other ranks
+    # They are sent as objects: lists of predictions may have other lengths on other ranks.
     agreed(FUNCTION)
     mine = [np.asarray(backend.unwrap(x) if isinstance(x, jax.Array) else x) for x in leaves]
     structures, values = zip(*backend.allgather_object((structure_of(treedef), mine)), strict=True)
     if len(set(structures)) > 1:
-        others, subject = outliers(structures)
+        others = outliers(structures)
         usual = next(x for r, x in enumerate(structures) if r not in others)
         raise RankMismatchError(
-            f"{FUNCTION}: {subject} other metrics than most: {structures[others[0]][:200]} in the "
-            f"place of {usual[:200]}. Build and update the same metrics on every rank."
+            f"{FUNCTION}: {ranks_have(others)} other metrics than most: "
+            f"{structures[others[0]][:200]} in the place of {usual[:200]}.",
+            advice="Build and update the same metrics on every rank.",
+            function=FUNCTION,
+            ranks=others,
         )
-    copies = []
     for of_rank in values:
         kinds = [jnp.asarray if isinstance(leaf, jax.Array) else np.asarray for leaf in leaves]
         copies.append(treedef.unflatten([kind(x) for kind, x in zip(kinds, of_rank, strict=True)]))
@@ -126,7 +133,7 @@ def _gathered(metrics: PyTree) -> list[PyTree]:
 
 
 def _merged(copies: list[Metric], where: str) -> Metric:
-    """One metric of those of all ranks."""
+    """Return one metric for those of all ranks."""
     from flax import nnx
 
     first = copies[0]
@@ -153,13 +160,13 @@ def _merge_two(metric: Metric, other: Metric) -> Metric:
 
 
 def _alike(copies: Sequence[Metric]) -> bool:
-    """Whether the states can be stacked."""
+    """Return whether the states have equal shapes, and can be stacked."""
     shapes = [[np.shape(x) for x in jax.tree.leaves(copy)] for copy in copies]
     return all(shape == shapes[0] for shape in shapes)
 
 
 def _merged_variables(copies: list["nnx.Metric"], where: str) -> "nnx.Metric":
-    """The first of some metrics of nnx, with what all have accumulated in its variables."""
+    """Return the first of some nnx metrics, with the accumulated variables of all."""
     from flax import nnx
 
     def stop(x: object) -> bool:
@@ -194,7 +201,7 @@ def _merged_variables(copies: list["nnx.Metric"], where: str) -> "nnx.Metric":
 
 
 def _op(metric: "nnx.Metric", name: str, variable: "nnx.Variable[Any]", text: str) -> str:
-    """How a variable of a metric is merged."""
+    """Return how a variable of a metric is merged: a name in OPS."""
     from flax import nnx
 
     known = isinstance(metric, nnx.metrics.Average) and name in ("total", "count")
@@ -212,7 +219,7 @@ def _op(metric: "nnx.Metric", name: str, variable: "nnx.Variable[Any]", text: st
 
 
 def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> jax.Array:
-    """The sum, maximum or minimum of all ranks' values, in their dtype."""
+    """Return the sum, maximum or minimum of all ranks' values, in their dtype."""
     stack = jnp.stack(values)
     if op == "sum" and jnp.issubdtype(stack.dtype, jnp.inexact):
         wide = widest(stack.dtype)
@@ -230,7 +237,7 @@ def _reduced(op: str, values: Sequence[jax.Array | np.ndarray], text: str) -> ja
 
 
 def _merge_welford(copies: list[Any], where: str) -> None:
-    """Merge by Chan's formula, in the first of the metrics.
+    """Merge by Chan's formula, into the first of the metrics.
 
     n = Σ n_r, μ = Σ n_r μ_r / n, m2 = Σ (m2_r + n_r (μ_r - μ)²)
     """
@@ -252,7 +259,7 @@ def _check_constant(
     values: Sequence[jax.Array | np.ndarray],
     text: str,
 ) -> None:
-    """Raise unless an array of a metric that is no variable is equal on all ranks: thresholds."""
+    """Raise unless an array that is no variable, such as thresholds, is equal on all ranks."""
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return
     first = np.asarray(values[0])

@@ -1,4 +1,4 @@
-"""Metrics by step in files, written by rank 0: CSV for programs, and event files for TensorBoard."""
+"""Metrics by step in files, written by rank 0: CSV for programs, event files for TensorBoard."""
 
 import csv
 import time
@@ -27,7 +27,7 @@ RATES = {
 
 
 class MetricsLog:
-    """Writes metrics to `metrics.csv` in a folder, a line for each call, and if asked to files for TensorBoard; on rank 0.
+    """Log of metrics on rank 0: a line of `metrics.csv` for each call, and TensorBoard's files.
 
     A job that is started again goes on in the same files. It writes the steps since its checkpoint
     once more: the lines that an earlier job has written for its first step and for later ones go to
@@ -131,7 +131,10 @@ class MetricsLog:
             writer.writerow(line)
 
     def _rewrite(self, known: list[str], columns: list[str], step: int) -> None:
-        """Give the file these columns; at the first line of this log, set the lines aside that are about to be repeated."""
+        """Give the file these columns, and set the lines aside that are about to be repeated.
+
+        Lines are repeated at the first line of this log only: those of steps since the checkpoint.
+        """
         with open(self._path, newline="") as file:
             lines = list(csv.DictReader(file))
         kept: list[dict[str, str]] = []
@@ -155,14 +158,17 @@ class MetricsLog:
         part.replace(self._path)
 
     def _is_repeated(self, line: Mapping[str, str], step: int) -> bool:
-        """Whether an earlier job has written a line for this step or a later one."""
+        """Return whether an earlier job has written a line for this step or a later one."""
         try:
             return int(line["step"]) >= step and float(line["time"]) < round(self._opened, 3)
         except (KeyError, TypeError, ValueError):  # a line that was cut off when its job was killed
             return False
 
     def _add_events(self, step: int, values: Mapping[str, float]) -> None:
-        """Write TensorBoard's records at once: `SummaryWriter` leaves that to a thread, and `flush` does not wait for it."""
+        """Write TensorBoard's records at once.
+
+        `SummaryWriter` writes them on a thread, and its `flush` does not wait for that.
+        """
         protos, scalar = (
             import_module("tensorboardX.proto.event_pb2"),
             import_module("tensorboardX.summary").scalar,

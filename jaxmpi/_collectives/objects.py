@@ -1,4 +1,4 @@
-"""Collectives on Python objects, outside of traced code."""
+"""Collectives outside of traced code: on Python objects, a barrier, and a common end."""
 
 from typing import Any, TypeVar
 
@@ -9,9 +9,11 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
+from jaxmpi._job.process import stderr
 from jaxmpi._world import session
 
-__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "untraced"]
+__all__ = ["agreed", "allgather_object", "barrier", "broadcast_object", "preempted", "untraced"]
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ def broadcast_object(obj: object, root: int = 0) -> Any:
 
 
 def allgather_object(obj: T) -> list[T]:
-    """All ranks' objects, whatever can be pickled, in the order of the ranks.
+    """Return all ranks' objects, whatever can be pickled, in the order of the ranks.
 
     **Collective:** every rank calls it.
     **Communication:** every rank's pickled bytes to every other.
@@ -68,13 +70,48 @@ def barrier() -> None:
       RuntimeError: called in traced code.
     """
     backend = agreed("barrier")
-    # programs run in the order in which they are called
+    # Programs run in the order of their calls, so this one ends after all others.
     jax.block_until_ready(Caller("barrier").allreduce(np.float32(0)))
     backend.barrier()
 
 
+def preempted() -> bool:
+    """Return whether a rank was told to end (SIGTERM): true on all ranks from the same call on.
+
+    Call it once a step, in training and in evaluation alike; save and leave where it is true:
+
+        if jaxmpi.preempted():
+            jaxmpi.save(directory, step, state)
+            sys.exit(0)
+
+    The first call takes SIGTERM over, unless the script has a handler of its own. `jaxmpi run`
+    passes on the SIGTERM that it gets and waits for the ranks; schedulers send it some time before
+    they kill (Slurm: `--signal=TERM@60`).
+
+    **Collective:** every rank calls it equally often.
+    **Communication:** none until there was a signal, and three short messages between threads then.
+    Where MPI allows no
+      threads, an allgather of a flag at each call.
+
+    Raises:
+      RuntimeError: called in traced code.
+
+    >>> preempted()
+    False
+    """
+    backend = untraced("preempted")
+    preemption = session.preemption()
+    preemption.listen()
+    if session.monitor():
+        return preemption.requested()
+    stops = any(agreed("preempted").allgather_object(preemption.signalled))
+    if stops and backend.place.rank == 0:
+        stderr.say("jaxmpi: told to end (SIGTERM): the job stops here.\n")
+    return stops
+
+
 def agreed(function: str) -> Backend:
-    """The backend, for a function that talks at once, once all ranks have called it: with the options that must be equal.
+    """Return the backend once all ranks have called `function`, a text with its parameters.
 
     Raises:
       RankMismatchError: on every rank, if one of them has called another function, or with other
@@ -82,16 +119,18 @@ def agreed(function: str) -> Backend:
       RuntimeError: called in traced code.
     """
     backend = untraced(function)
-    compare.check_consistent(backend, compare.Statement.of(function))
+    compare.check_consistent(backend, Call.of(function))
     return backend
 
 
 def untraced(function: str) -> Backend:
-    """The backend, for a function that talks at once: inside a traced one it would talk while tracing, and never again."""
+    """Return the backend, or raise a RuntimeError in traced code.
+
+    A function that communicates at once would do so while tracing, and never again.
+    """
     if _jaxcompat.tracing():
         raise RuntimeError(
             f"{function} was called inside a traced function (jit, grad, vmap, ...), where nothing "
-            "runs yet. "
-            "Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
+            "runs yet. Call it outside; inside, use jaxmpi.tree_bcast and the other tree functions."
         )
     return session.current(function)

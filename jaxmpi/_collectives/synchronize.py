@@ -1,4 +1,4 @@
-"""Make all ranks' pytrees equal to one rank's, after checking that they can be."""
+"""Synchronize pytrees: give all ranks the pytree of one, after checking that they can be equal."""
 
 import hashlib
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from jaxmpi._collectives.objects import agreed, untraced
 from jaxmpi._consistency import compare
 from jaxmpi._consistency.identity import identity, same, structure_of
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, flatten_with_path, is_key, is_own, leaf_name
+from jaxmpi._leaves import PyTree, is_key, leaf_name
+from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 from jaxmpi._world import session
 
 __all__ = ["synchronize"]
@@ -23,10 +24,10 @@ NUMBERS = (bool, int, float, complex)
 
 
 class _Leaf(NamedTuple):
-    """What must be the same on all ranks: `kind` is "array", "number" or the type of any other object."""
+    """One leaf as the ranks compare it."""
 
     name: str
-    kind: str
+    kind: str  # "array", "number", or the type of any other object
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -34,8 +35,17 @@ class _Leaf(NamedTuple):
         return f"{self.dtype} {list(self.shape)}" if self.kind == "array" else self.kind
 
 
+class _Difference(NamedTuple):
+    """The first difference between the tree of one rank and the tree of root."""
+
+    leaf: str  # its name; "" for the structure of the tree
+    here: str | None  # the leaf or the tree on this rank; None if it is missing
+    on_root: str | None
+    unsendable: str = ""  # the type of a leaf that cannot be sent
+
+
 def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
-    """Give every rank the pytree of rank `root`: parameters, optimizer state, model state, PRNG keys.
+    """Give every rank the pytree of rank `root`: parameters, optimizer and model state, PRNG keys.
 
     Structure, shapes and dtypes are compared on all ranks before anything is sent. Arrays keep
     their dtype, device and kind (JAX or NumPy), numbers stay Python numbers. A leaf that is neither
@@ -66,12 +76,12 @@ def synchronize(tree: PyTree, root: int = 0, *, strict: bool = True) -> PyTree:
     with compare.raising_on_all(untraced("synchronize"), "synchronize"):
         session.check_root("synchronize", root)
     backend = agreed(f"synchronize root={root} strict={strict}")
-    # of simulated ranks, what differs between them is stacked
+    # simulated ranks stack the leaves that differ between them
     paths, treedef = flatten_with_path(tree, is_leaf=_is_per_rank if backend.simulates else None)
     leaves = [leaf for _, leaf in paths]
     spec = [_describe(path, leaf) for path, leaf in paths]
     _agree_on_structure(backend, spec, structure_of(treedef), root)
-    sent = [i for i, (path, _) in enumerate(paths) if not is_own(path)]
+    sent = [i for i, (path, _) in enumerate(paths) if not is_per_rank_leaf(path)]
     if backend.simulates:
         for i in sent:
             leaves[i] = leaves[i][root] if isinstance(leaves[i], PerRank) else leaves[i]
@@ -97,38 +107,52 @@ def _describe(path: KeyPath, leaf: object) -> _Leaf:
 
 
 def _agree_on_structure(backend: Backend, spec: list[_Leaf], treedef: str, root: int) -> None:
-    """Compare hashes; where they differ, every rank compares its own with root's and all report the first difference."""
+    """Compare hashes of the trees; raise on all ranks if a tree differs from that of root."""
     digest = hashlib.sha256(repr((spec, treedef)).encode()).hexdigest()
     if len(set(backend.allgather_object(digest))) == 1:
         return
     root_spec, root_treedef = backend.broadcast_object((spec, treedef), root)
-    _raise_first(
-        backend, _first_difference(spec, treedef, root_spec, root_treedef, backend.place.rank, root)
-    )
+    _raise_first(backend, _first_difference(spec, treedef, root_spec, root_treedef), root)
 
 
 def _first_difference(
-    spec: list[_Leaf], treedef: str, root_spec: list[_Leaf], root_treedef: str, rank: int, root: int
-) -> str | None:
+    spec: list[_Leaf], treedef: str, root_spec: list[_Leaf], root_treedef: str
+) -> _Difference | None:
     mine, roots = {leaf.name: leaf for leaf in spec}, {leaf.name: leaf for leaf in root_spec}
     for name in [*roots, *mine]:
-        if name not in mine:
-            return f"leaf {name} is on rank {root} ({roots[name]}) and missing on rank {rank}."
-        if name not in roots:
-            return f"leaf {name} is on rank {rank} ({mine[name]}) and missing on rank {root}."
-        if mine[name] != roots[name]:
-            return f"leaf {name} is {mine[name]} on rank {rank} and {roots[name]} on rank {root}."
-    if treedef != root_treedef:
-        return f"the tree is {treedef} on rank {rank} and {root_treedef} on rank {root}."
-    return None
+        here, on_root = mine.get(name), roots.get(name)
+        if here != on_root:
+            return _Difference(
+                name,
+                None if here is None else str(here),
+                None if on_root is None else str(on_root),
+            )
+    return None if treedef == root_treedef else _Difference("", treedef, root_treedef)
 
 
-def _raise_first(backend: Backend, difference: str | None) -> None:
-    """Raise the lowest rank's difference on every rank, if there is one."""
-    differences = [d for d in backend.allgather_object(difference) if d]
-    if differences:
+def _raise_first(backend: Backend, difference: _Difference | None, root: int) -> None:
+    """Raise the difference of the lowest rank that has one, on every rank."""
+    for rank, its in enumerate(backend.allgather_object(difference)):
+        if its is None:
+            continue
+        if its.here is None:
+            what = f"leaf {its.leaf} is on rank {root} ({its.on_root}) and missing on rank {rank}."
+        elif its.on_root is None:
+            what = f"leaf {its.leaf} is on rank {rank} ({its.here}) and missing on rank {root}."
+        else:
+            subject = f"leaf {its.leaf} is" if its.leaf else "the tree is"
+            if its.unsendable:
+                subject = f"leaf {its.leaf}, a {its.unsendable}, cannot be sent and is"
+            what = f"{subject} {its.here} on rank {rank} and {its.on_root} on rank {root}."
+        advice = "Build the same tree on every rank before the call."
+        if its.unsendable:
+            advice = f"With strict=False each rank keeps its own. {advice}"
         raise RankMismatchError(
-            f"synchronize: {differences[0]} Build the same tree on every rank before the call."
+            f"synchronize: {what}",
+            advice=advice,
+            function="synchronize",
+            leaf=its.leaf,
+            ranks=[rank, root],
         )
 
 
@@ -152,21 +176,17 @@ def _agree_on_others(backend: Backend, leaves: list[object], spec: list[_Leaf], 
     mine = [identity(leaves[i]) for i in others]
     roots = backend.broadcast_object(mine, root)
     difference = None
-    for i, here, there in zip(others, mine, roots, strict=True):
-        if not same(here[0], there[0]):
-            rank = backend.place.rank
-            difference = (
-                f"leaf {spec[i].name}, a {spec[i].kind}, cannot be sent and is {here[1][:80]} on "
-                f"rank {rank} and "
-                f"{there[1][:80]} on rank {root}. With strict=False each rank keeps its own."
-            )
+    for i, here, on_root in zip(others, mine, roots, strict=True):
+        if not same(here[0], on_root[0]):
+            leaf = spec[i]
+            difference = _Difference(leaf.name, here[1][:80], on_root[1][:80], leaf.kind)
             break
-    _raise_first(backend, difference)
+    _raise_first(backend, difference, root)
 
 
 def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: int) -> list[Any]:
     leaves = list(leaves)
-    # the gradients of integers, which hold no numbers: they stay as they are
+    # the gradients of integers hold no numbers, and stay as they are
     nothing = str(np.dtype(jax.dtypes.float0))
     for dtype in sorted({leaf.dtype for leaf in spec if leaf.kind == "array"} - {nothing}):
         indices = [i for i, leaf in enumerate(spec) if leaf.dtype == dtype]
@@ -190,7 +210,7 @@ def _send_arrays(backend: Backend, leaves: list[Any], spec: list[_Leaf], root: i
 
 
 def _like(leaf: object, value: np.ndarray) -> ArrayLike:
-    """`value` as the kind of array that `leaf` is, on its device."""
+    """Return `value` as the type of array that `leaf` is, on its device."""
     if not isinstance(leaf, jax.Array):
         return value.copy() if isinstance(leaf, np.ndarray) else value[()]
     if is_key(leaf):

@@ -1,18 +1,35 @@
-"""How fast a job works, and how much of its time goes into communication."""
+"""Speed of a job: samples per second, its share of communication, and the time of a mean."""
 
 import os
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxmpi._collectives.objects import agreed
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi._backends.base import Backend
+from jaxmpi._collectives.objects import agreed, barrier
+from jaxmpi._collectives.trees import Caller
+from jaxmpi._jit.api import jit
 from jaxmpi._job.process import run_dir
+from jaxmpi._lowering.costs import Speed
 from jaxmpi._world import session
 
-__all__ = ["Rate", "Throughput"]
+__all__ = ["Rate", "Throughput", "measured_speed"]
+
+# `measured_speed`
+PROBED_BYTES = 1 << 10, 1 << 18, 1 << 20, 25 << 20  # of a mean of one array
+MANY = 256  # arrays of 1 KB in one mean, as many bytes as PROBED_BYTES[1]
+LOOPS = 3  # the median counts
+LOOP_SECONDS = 0.02  # of a loop, about
+MOST_MEANS = 1000  # in a loop
 
 
 class Rate(NamedTuple):
-    """What `Throughput.read` returns, equal on all ranks."""
+    """Result of `Throughput.read`, equal on all ranks."""
 
     per_second: float  # samples of all ranks together
     per_second_per_rank: float
@@ -29,10 +46,10 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Samples per second, and the share of the time for which the ranks wait for collectives, and so for each other.
+    """Samples per second, and the share of the time for which ranks wait for collectives.
 
-    What a step computes while its messages are on their way counts as computing. The native
-    transport of `mpi` counts this; on `xla` and mpi4jax the share is not known.
+    Computation beside a message on its way counts as computation. The native transport of `mpi`
+    counts this share; on `xla` and mpi4jax it is not known.
 
     >>> meter = Throughput()
     >>> meter.add(32)
@@ -50,7 +67,7 @@ class Throughput:
             watching.samples += samples
 
     def read(self) -> Rate:
-        """The rates since the last `read`, or since the beginning.
+        """Return the rates since the last `read`, or since the beginning.
 
         A step is counted when it has run, not when it was started: look at its result first, as by
         printing its loss.
@@ -78,6 +95,53 @@ class Throughput:
 
 
 def _exposed_ns() -> int | None:
-    """For how long this rank has waited for messages; None where nobody counts it."""
+    """Return for how long this rank has waited for messages; None if nobody counts it."""
     watching = session.monitor()
     return watching.backend.exposed_ns() if watching is not None else None
+
+
+def measured_speed(backend: Backend) -> Speed | None:
+    """Return the speed of a mean over these ranks, measured once; None on one process.
+
+    The mean runs in a loop of a compiled step and overwrites its input, as in training.
+
+    **Collective:** every rank calls it.
+    """
+    size = backend.place.size
+    if size == 1 or backend.simulates:
+        return None
+    if (known := session.speed()) is None:
+        seconds = [_seconds_of_mean([(count // 4,)]) for count in PROBED_BYTES]
+        sent_bytes = [2 * (size - 1) / size * count for count in PROBED_BYTES]
+        # MANY arrays instead of one of as many bytes: the difference is the cost of an array.
+        many_seconds = _seconds_of_mean([(PROBED_BYTES[1] // MANY // 4,)] * MANY)
+        array_seconds = max(0.0, many_seconds - seconds[1]) / (MANY - 1)
+        known = Speed(sent_bytes, seconds, array_seconds)
+        session.set_speed(known)
+    return known
+
+
+def _seconds_of_mean(shapes: Sequence[tuple[int, ...]]) -> float:
+    """Return the seconds of a mean of arrays of these shapes, equal on every rank."""
+    step = jit(
+        lambda tree, times: lax.fori_loop(
+            0, times, lambda _, tree: Caller("explain").allreduce(tree), tree
+        ),
+        donate_argnums=0,
+        replicated_argnums=1,
+    )
+    tree = [jnp.zeros(shape) for shape in shapes]
+
+    def loop(times: int) -> float:
+        nonlocal tree
+        barrier()
+        start = time.perf_counter()
+        tree = jax.block_until_ready(step(tree, times))
+        return (time.perf_counter() - start) / times
+
+    def agreed_mean(seconds: float) -> float:
+        return float(Caller("explain").allreduce(np.float64(seconds)))
+
+    loop(1)  # compiles
+    times = int(np.clip(LOOP_SECONDS / agreed_mean(loop(3)), 1, MOST_MEANS))
+    return agreed_mean(sorted(loop(times) for _ in range(LOOPS))[LOOPS // 2])

@@ -1,8 +1,8 @@
-"""Do all ranks do the same, with the same values?
+"""Comparison of the ranks: do all of them make the same calls, with the same values?
 
-compare       what each rank is about to do is compared before it communicates: RankMismatchError
-with both sides eager_calls   where the eager calls of one of our functions stand in the user's
-program values        JAXMPI_CHECK=1: arrays that must be equal are compared at every call
-equal_leaves  arrays that must be equal before each rank keeps its part of them
-identity      structures of trees, functions and other objects, as other processes can compare them
+compare      compare what the ranks are about to do, before they communicate
+mismatch     the error for ranks that disagree: `RankMismatchError` with both sides
+values       compare values that must be equal: JAXMPI_CHECK=1, and arrays before they are sharded
+eager_calls  source lines of the eager calls of a function of jaxmpi
+identity     compare tree structures, functions and other objects across processes
 """

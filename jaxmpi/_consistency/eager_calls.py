@@ -1,7 +1,7 @@
-"""Where the eager calls of a function of jaxmpi stand in the user's program, for reports.
+"""Source lines of the eager calls of a function of jaxmpi, for reports.
 
-One compiled program serves all calls with arguments of one kind, and what JAX knows of it is the
-line of the first of them.
+One compiled program serves all calls with arguments of one kind, and JAX knows only the line of
+the first of them.
 """
 
 import os
@@ -15,21 +15,25 @@ from jaxmpi import _jaxcompat
 
 __all__ = ["EagerCalls"]
 
-CALLS = 64  # more than JAX has on their way at once
+CALLS = 64  # more than JAX runs at once
 
 
 class EagerCalls:
-    """The last calls of one function, with the user's line of each."""
+    """Last calls of one function, with the user's line of each."""
 
     def __init__(self) -> None:
-        # Of each call: an output of the program that this thread had started before it, and the
-        # user's code and where in it.
+        # for each call: an output of the program that its thread had started before it, the user's
+        # code, and the position in the code
         self._calls: deque[tuple[Any, CodeType, int]] = deque(maxlen=CALLS)
 
     def begin(self, ends: dict[int, Any]) -> None:
-        """Note a call that begins; `ends` holds an output of the last program that each thread has started."""
+        """Note a call that begins.
+
+        Args:
+          ends: an output of the last program that each thread has started.
+        """
         frame = _jaxcompat.caller()
-        # Its line would take as long as all else here, and is mostly not asked for.
+        # Finding the line takes as long as the rest of this, and it is rarely needed.
         self._calls.append((ends.get(get_ident()), frame.f_code, frame.f_lasti))
 
     def clear(self) -> None:
@@ -37,7 +41,10 @@ class EagerCalls:
         self._calls.clear()
 
     def line(self) -> str:
-        """Return "file:line" of the call whose program runs, which may be an earlier one than the last; "" for none."""
+        """Return "file:line" of the call whose program runs; "" if there is none.
+
+        That may be an earlier call than the last one.
+        """
         calls = [*self._calls]  # at once: another thread may add to it
         # Programs run in the order of the calls: a call's has ended if a program has that was
         # started before the next call.

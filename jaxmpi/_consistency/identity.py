@@ -1,4 +1,7 @@
-"""Whether what cannot be sent is the same in two processes: structures of trees, functions, any other objects."""
+"""Identities that compare across processes: of tree structures, functions and other objects.
+
+They stand for objects that cannot be sent.
+"""
 
 import hashlib
 import inspect
@@ -9,11 +12,11 @@ from types import CodeType
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-__all__ = ["identity", "same", "structure_of"]
+__all__ = ["identity", "same", "structure_of", "without_addresses"]
 
 
 def structure_of(treedef: PyTreeDef) -> str:
-    """The same text in every process for the same structure, static fields included."""
+    """Return a text that is the same in every process for one structure, static fields included."""
     node = treedef.node_data()
     if node is None:
         return "*"
@@ -23,7 +26,7 @@ def structure_of(treedef: PyTreeDef) -> str:
 
 
 def _plain(static: object) -> str:
-    """`repr` without what differs between processes: addresses, and the order of a set."""
+    """Return the `repr` of a static field without addresses and the order of a set."""
     if isinstance(static, set | frozenset):
         return "{" + ", ".join(sorted(map(_plain, static))) + "}"
     if isinstance(static, tuple | list):
@@ -36,39 +39,43 @@ def _plain(static: object) -> str:
         )
     if isinstance(static, np.ndarray):
         return f"{static.dtype}{list(static.shape)}{hashlib.sha256(static.tobytes()).hexdigest()}"
-    return _without_addresses(repr(static))
+    return without_addresses(repr(static))
 
 
 def identity(obj: object) -> tuple[object, str]:
-    """What can be compared in another process, and how to call it in an error."""
+    """Return (identity to compare in another process, text for errors) of an object."""
     function = inspect.unwrap(obj) if callable(obj) else obj
     if isinstance(code := getattr(function, "__code__", None), CodeType):
         return _code(code), f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     try:
         return pickle.dumps(obj), repr(obj)
     except (pickle.PicklingError, TypeError, AttributeError):
-        return _without_addresses(repr(obj)), repr(obj)
+        return without_addresses(repr(obj)), repr(obj)
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
-    """A function's code without the addresses that differ between processes."""
-    consts = [
-        _code(c)
-        if isinstance(c, CodeType)
-        else sorted(map(repr, c))
-        if isinstance(c, frozenset)
-        else repr(c)
-        for c in code.co_consts
-    ]
+    """Return the code of a function without addresses."""
+    consts: list[object] = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            consts.append(_code(constant))
+        elif isinstance(constant, frozenset):
+            consts.append(sorted(map(repr, constant)))
+        else:
+            consts.append(repr(constant))
     return code.co_code, code.co_names, consts
 
 
-def _without_addresses(text: str) -> str:
+def without_addresses(text: str) -> str:
+    """Return a text without the addresses in it, which differ between processes."""
     return re.sub("0x[0-9a-f]+", "", text)
 
 
 def same(here: object, there: object) -> bool:
-    """Equal as they were pickled, or, for sets and the like, as they are unpickled again."""
+    """Return whether two identities are equal.
+
+    Sets and the like may be equal even if their pickles are not.
+    """
     if here == there or not (isinstance(here, bytes) and isinstance(there, bytes)):
         return bool(here == there)
     return bool(pickle.loads(here) == pickle.loads(there))

@@ -1,26 +1,52 @@
-"""JAXMPI_CHECK=1: what should be equal on all ranks is compared, bit by bit, before and after every call of a step.
+"""Comparison of values that must be equal on all ranks, by checksums of their bytes.
 
-A step is many times slower with it: it is for finding out when, and where, replicas part.
+With JAXMPI_CHECK=1, the arguments and outputs of every call of a step are compared, which makes a
+step many times slower: it finds out when and where replicas diverge.
+
+Arrays are also compared before each rank keeps its shard of them. If the ranks held two different
+models, the shards would form a third one, which is equal on all ranks, so that nothing finds the
+difference later.
 """
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxmpi._backends.base import Backend
-from jaxmpi._consistency.compare import outliers
+from jaxmpi import _jaxcompat
+from jaxmpi._axis import AXIS, Axis, names
+from jaxmpi._backends.base import Backend, ProcessGroup, fingerprint_of
+from jaxmpi._backends.groups import groups_along
+from jaxmpi._backends.simulate import PerRank
+from jaxmpi._consistency.compare import gather_reports
+from jaxmpi._consistency.mismatch import Call, Details, in_words, mismatch_of, outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._job.process import settings
 from jaxmpi._leaves import is_key
 
-__all__ = ["checksum", "compare", "wanted"]
+__all__ = ["EqualLeaf", "check_equal_leaves", "checksum", "compare", "wanted"]
+
+
+def checksum(x: ArrayLike) -> int:
+    """Return the CRC-32 of the bytes of an array."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
+        x = x.addressable_data(0)
+    if isinstance(x, jax.Array) and is_key(x):
+        x = jax.random.key_data(x)
+    # the gradient of integers holds no numbers
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return 0
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+# JAXMPI_CHECK=1
 
 
 def wanted() -> bool:
-    """Whether JAXMPI_CHECK asks for it."""
+    """Return whether JAXMPI_CHECK asks for the comparison of every call."""
     return bool(settings.get("JAXMPI_CHECK"))
 
 
@@ -31,35 +57,123 @@ def compare(
     leaves: Sequence[ArrayLike],
     equal: Sequence[bool],
 ) -> None:
-    """Raise a RankMismatchError on all ranks, with the first of the arrays that is to be equal and is not.
+    """Raise a RankMismatchError on all ranks for the first array that should be equal and is not.
 
     Args:
       backend: the ranks.
-      title: of the step.
-      names: of the arrays.
+      title: the name of the step.
+      names: the names of the arrays.
       leaves: the arrays.
-      equal: which of them are to be equal.
+      equal: which of them should be equal on all ranks.
     """
-    sums = {name: checksum(x) for name, x, same in zip(names, leaves, equal, strict=True) if same}
+    sums = {}
+    for name, x, same in zip(names, leaves, equal, strict=True):
+        if same:
+            sums[name] = checksum(x)
     everyone = backend.allgather_object(sums)
     for name in sums:
-        differs, who_has = outliers([of_rank.get(name) for of_rank in everyone])
-        if differs:
+        differ = outliers([of_rank.get(name) for of_rank in everyone])
+        if differ:
             raise RankMismatchError(
-                f"{title}: {name} is not equal on all ranks: {who_has} other values "
-                "(JAXMPI_CHECK). Synchronize what is "
-                "different from the start with jaxmpi.synchronize, and look for what changes it on "
-                "one rank alone."
+                f"{title}: {name} is not equal on all ranks: {ranks_have(differ)} other values "
+                "(JAXMPI_CHECK).",
+                advice="Synchronize what is different from the start with jaxmpi.synchronize, and "
+                "look for what changes it on one rank alone.",
+                function=title,
+                leaf=name,
+                ranks=differ,
             )
 
 
-def checksum(x: ArrayLike) -> int:
-    """That of an array's bytes."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # a global one of the xla backend
-        x = x.addressable_data(0)
-    if isinstance(x, jax.Array) and is_key(x):
-        x = jax.random.key_data(x)
-    # the gradient of integers, which holds no numbers
-    if getattr(x, "dtype", None) == jax.dtypes.float0:
-        return 0
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+# before each rank keeps its shard
+
+
+class EqualLeaf(NamedTuple):
+    """An array that must be equal on the ranks of each group along an axis."""
+
+    name: str  # such as "['w']"
+    value: ArrayLike | PerRank
+    axis: Axis = AXIS
+
+
+class _Sum(NamedTuple):
+    """One leaf as the ranks compare it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+    def __str__(self) -> str:
+        return f"leaf {self.name}: {self.dtype}{list(self.shape)}"
+
+
+def check_equal_leaves(backend: Backend, function: str, leaves: Sequence[EqualLeaf]) -> None:
+    """Raise a RankMismatchError on all ranks unless every leaf is equal within its groups.
+
+    It names the leaf and the ranks. In traced code there are no values to compare, and nothing
+    happens.
+
+    **Collective:** every rank calls it, with leaves of the same names, shapes, dtypes and axes.
+    **Communication:** 16 bytes; where the ranks differ, a checksum for each leaf.
+    """
+    if backend.place.size == 1 or _jaxcompat.tracing():
+        return
+    if any(isinstance(leaf.value, jax.core.Tracer) for leaf in leaves):
+        return
+    if backend.simulates:
+        each = [[_sum(leaf, rank) for leaf in leaves] for rank in range(backend.place.size)]
+        _refuse_difference(backend, function, leaves, each)
+        return
+    # One fingerprint of all checksums: mostly, that is all that is sent.
+    mine = [_sum(leaf, 0) for leaf in leaves]
+    call = Call(fingerprint_of(f"{function} {[tuple(one) for one in mine]}"), function)
+    smallest, largest = backend.extremes(*call)
+    if smallest == largest:
+        return
+    # All ranks get here; those that have called something else report that.
+    lines, checksums = [str(one) for one in mine], [one.checksum for one in mine]
+    details: Details = {"given": lines, "checksums": checksums}
+    reports = gather_reports(cast(ProcessGroup, backend), call, details)
+    calls = set()
+    for report in reports:
+        if "checksums" not in report.details:
+            raise mismatch_of(reports)
+        calls.add((report.call.title, tuple(report.details["given"])))
+    if len(calls) > 1:
+        raise mismatch_of(reports)
+    # All ranks compare the same leaves, whose values differ.
+    each = []
+    for report in reports:
+        sums = report.details["checksums"]
+        each.append([one._replace(checksum=s) for one, s in zip(mine, sums, strict=True)])
+    _refuse_difference(backend, function, leaves, each)
+
+
+def _sum(leaf: EqualLeaf, rank: int) -> _Sum:
+    x = leaf.value[rank] if isinstance(leaf.value, PerRank) else leaf.value
+    typed = x if isinstance(x, jax.Array) else np.asarray(x)
+    return _Sum(leaf.name, str(typed.dtype), typed.shape, checksum(x))
+
+
+def _refuse_difference(
+    backend: Backend, function: str, leaves: Sequence[EqualLeaf], each: Sequence[Sequence[_Sum]]
+) -> None:
+    """Raise for the first leaf that differs within a group along its axis."""
+    for i, leaf in enumerate(leaves):
+        for group in groups_along(backend.axes, names(leaf.axis)):
+            differ = [group[k] for k in outliers([each[rank][i].checksum for rank in group])]
+            if not differ:
+                continue
+            rest = [rank for rank in group if rank not in differ]
+            along = "" if leaf.axis == AXIS else f" along axis {leaf.axis!r}"
+            raise RankMismatchError(
+                f"{function}: leaf {leaf.name} ({each[group[0]][i].dtype} "
+                f"{list(each[group[0]][i].shape)}) has other values on {in_words(differ)} than on "
+                f"{in_words(rest)}{along}, and each rank would keep its part of another array.",
+                advice="Make it equal before the call, with jaxmpi.synchronize, or restore it on "
+                "every rank.",
+                function=function,
+                leaf=leaf.name,
+                ranks=differ,
+            )

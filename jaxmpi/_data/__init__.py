@@ -1,9 +1,8 @@
-"""Where samples come from, and how they reach the device.
+"""Samples: where they come from, and how they reach the device.
 
-sources     arrays and sequences of samples behind one face
-sampler     a rank's part of them, and its rows of every global batch
-feeds       what batches are read from, and where it is
-state_text  a loader's own state as text, for a checkpoint
-prefetch    batches that are ready when the step before is done
-per_rank    batches of data that each rank has of its own, which end on all ranks together
+sources   arrays and sequences of samples, with random access
+sampler   a rank's part of them, and its rows of every global batch
+feeds     sources of batches with a place in the data, which goes into a checkpoint
+prefetch  batches that are ready when the step before is done
+per_rank  batches of data that differs between the ranks, which end on all ranks together
 """

@@ -1,4 +1,4 @@
-"""What batches are read from, and where it is: one face for `jaxmpi.batches` and for other loaders.
+"""Feeds: sources of batches with a place in the data, for `jaxmpi.batches` and for other loaders.
 
 A feed is iterated epoch by epoch. With each item comes a mark, the place behind that item; from the
 mark of the last item that was used follows the state, a small dict that goes into a checkpoint:
@@ -11,37 +11,46 @@ mark of the last item that was used follows the state, a small dict that goes in
 the other is wanted.
 """
 
+import base64
+import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxmpi._data.sampler import Cursor
-from jaxmpi._data.state_text import from_text, to_text
-from jaxmpi._leaves import PerRankState, PyTree
+import numpy as np
 
-__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read"]
+from jaxmpi._data.sampler import Cursor
+from jaxmpi._leaves import PyTree
+from jaxmpi._per_rank_state import PerRankState
+
+__all__ = ["BatchesFeed", "Feed", "LoaderFeed", "Plan", "Read", "from_text", "to_text"]
 
 State = Mapping[str, Any]
 
 
 class Feed(ABC):
-    """Where batches come from."""
+    """Source of batches, with a mark for the place behind each."""
 
     stream = False  # whether it is an iterator, which cannot go back
     may_end = False  # whether a state may be behind more batches than there are
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of batches of an epoch."""
+        """Return the number of batches of an epoch."""
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """The epoch that is read."""
+        """Return the number of the epoch that is read."""
 
     @abstractmethod
     def begin(self) -> Any:
-        """Begin an iteration, on the main thread, as ranks may compare; return the mark of its start."""
+        """Begin an iteration, and return the mark of its start.
+
+        It runs on the main thread, because ranks may compare their places.
+        """
 
     @abstractmethod
     def read(self) -> Iterator[tuple[PyTree, Any]]:
@@ -57,11 +66,11 @@ class Feed(ABC):
 
     @abstractmethod
     def position(self, mark: Any) -> int | None:
-        """The `position` of the source behind an item, or now where the mark is None."""
+        """Return the `position` of the source behind an item, or now if the mark is None."""
 
     @abstractmethod
     def state(self, mark: Any) -> dict[str, Any]:
-        """The state behind an item, or now where the mark is None."""
+        """Return the state behind an item, or now if the mark is None."""
 
     @abstractmethod
     def go_to(self, state: State, mark: Any) -> int | None:
@@ -79,7 +88,7 @@ class Feed(ABC):
 
 @runtime_checkable
 class Plan(Protocol):
-    """`jaxmpi.batches`, of one rank or of all simulated ones."""
+    """`jaxmpi.batches` of one rank, or of all simulated ranks."""
 
     at: Cursor
     state: Any
@@ -97,7 +106,7 @@ Read = Callable[[Any], Iterable[PyTree]]
 
 
 class BatchesFeed(Feed):
-    """The batches of `jaxmpi.batches`, or what a loader makes of them.
+    """Batches of `jaxmpi.batches`, or of a loader that reads their rows.
 
     A loader with workers takes rows long before it gives out their batch. So the mark is computed
     from the number of batches that it has given out, and not asked of the plan.
@@ -120,7 +129,8 @@ class BatchesFeed(Feed):
 
     def read(self) -> Iterator[tuple[PyTree, Cursor]]:
         steps, start, number = len(self._plan), self._from, 0
-        if not steps:  # the end of an epoch, resumed: a loader of no rows is an error of its own
+        # At the end of an epoch, resumed, there are no rows, which some loaders refuse.
+        if not steps:
             return
         items = self._plan.rest() if self._read is None else iter(self._read(self._plan))
         try:
@@ -134,8 +144,7 @@ class BatchesFeed(Feed):
             more = "more than " * (number > steps)
             raise ValueError(
                 f"prefetch: read gave {more}{min(number, steps)} batches for {steps} batches of "
-                "rows. "
-                "Return one for each, or the state means nothing."
+                "rows. Return one for each, or the state means nothing."
             )
 
     def end(self) -> None:
@@ -155,7 +164,7 @@ class BatchesFeed(Feed):
 
 
 class Mark(NamedTuple):
-    """The place behind an item of a loader."""
+    """Place behind an item of a loader."""
 
     epoch: int
     batches: int  # of this epoch
@@ -163,22 +172,22 @@ class Mark(NamedTuple):
     position: int | None  # the loader's, where it has one
 
 
-# (reads the state, sets it): Grain's words, then those of PyTorch and Hugging Face
-WORDS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+# (reads the state, sets it): methods of Grain, then those of PyTorch and Hugging Face
+METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class LoaderFeed(Feed):
-    """The batches of any iterable: a loader, a list, an iterator.
+    """Batches of any iterable: a loader, a list, an iterator.
 
-    A loader's own state is used where it has one: the loader's, or that of its iterator. Else the
-    batches are counted, and those that a state is behind are read again and left out.
+    If the loader or its iterator has a state of its own, that is used. Otherwise the batches are
+    counted, and those before the state are read again and left out.
     """
 
     def __init__(self, batches: Iterable[PyTree]) -> None:
         self.batches = batches  # a stream is held here and nowhere else: see prefetch.py
         self.stream = isinstance(batches, Iterator)
-        self._words = _words(batches)  # of a loader, or a stream, with a state
-        self._words_of_iterators: tuple[str, str] | None = None
+        self._methods = _methods(batches)  # of a loader, or a stream, with a state
+        self._methods_of_iterators: tuple[str, str] | None = None
         self._iterator: Iterator[PyTree] | None = None  # of a loader that is no stream
         self._opened = False  # whether there was one, which shows if it has a state
         self._epoch, self._count = 0, 0  # behind the last item that was read
@@ -272,10 +281,10 @@ class LoaderFeed(Feed):
         return count - used
 
     def _to(self, epoch: int, count: int, source: str | None) -> None:
-        """Go on from a state with the iterator of this epoch, or a new one."""
+        """Go on from a state, with the iterator of this epoch or a new one."""
         self._epoch, self._count = epoch, count
         if self.stream:
-            self._set(self.batches, self._words, source)
+            self._set(self.batches, self._methods, source)
             return
         _close(self._iterator)
         self._iterator, self._wanted = None, source
@@ -286,40 +295,40 @@ class LoaderFeed(Feed):
         if self.stream or self._iterator is not None:
             return
         wanted, self._wanted, self._opened = self._wanted, None, True
-        if self._words:  # PyTorch's loaders take a state before they are iterated
-            self._set(self.batches, self._words, wanted)
+        if self._methods:  # PyTorch's loaders take a state before they are iterated
+            self._set(self.batches, self._methods, wanted)
         self._iterator = iter(self.batches)
-        if not self._words:  # Grain's iterators have one
-            self._words_of_iterators = _words(self._iterator)
-            self._set(self._iterator, self._words_of_iterators, wanted)
+        if not self._methods:  # Grain's iterators have one
+            self._methods_of_iterators = _methods(self._iterator)
+            self._set(self._iterator, self._methods_of_iterators, wanted)
 
-    def _set(self, source: Any, words: tuple[str, str] | None, text: str | None) -> None:
-        if words and text:  # no text: the beginning of an epoch
-            getattr(source, words[1])(from_text(text))
+    def _set(self, source: Any, methods: tuple[str, str] | None, text: str | None) -> None:
+        if methods and text:  # no text: the beginning of an epoch
+            getattr(source, methods[1])(from_text(text))
 
     def _mark(self) -> Mark:
         position = getattr(self.batches, "position", None)
         return Mark(self._epoch, self._count, self._source(), position)
 
     def _source(self) -> str | TypeError | None:
-        """The state of the source, as text; "" for the beginning of an epoch."""
+        """Return the state of the source as text; "" for the beginning of an epoch."""
         if self._wanted is not None:
             return self._wanted
-        words = self._words or self._words_of_iterators
-        source = self.batches if self._words else self._iterator
-        if words is None:
+        methods = self._methods or self._methods_of_iterators
+        source = self.batches if self._methods else self._iterator
+        if methods is None:
             return None
         if source is None:
             return ""
         try:
-            return to_text(getattr(source, words[0])())
+            return to_text(getattr(source, methods[0])())
         except TypeError as error:  # is raised where somebody asks for the state
             return error
 
 
-def _words(source: object) -> tuple[str, str] | None:
-    """The names of the methods that read and set the state of a loader; None if it has none."""
-    for names in WORDS:
+def _methods(source: object) -> tuple[str, str] | None:
+    """Return the names of the methods that read and set a loader's state; None if it has none."""
+    for names in METHODS:
         if all(callable(getattr(source, name, None)) for name in names):
             return names
     return None
@@ -330,3 +339,86 @@ def _close(iterator: object) -> None:
     close = getattr(iterator, "close", None)
     if callable(close):
         close()
+
+
+# state of a loader as text
+
+
+def to_text(state: object) -> str:
+    """Return the state of a loader as one line of text, which goes into any checkpoint.
+
+    The states of Grain, PyTorch and Hugging Face are trees of numbers, text, bytes and arrays.
+    Their structure changes as the loader moves on, so no checkpoint of fixed structure could hold
+    them. The text is JSON; what JSON does not have is an object with one key that begins with "$".
+    Reading it runs no code.
+
+    Raises:
+        TypeError: The state holds something else, with its path.
+    """
+    return json.dumps(_encoded(state, "the state"), separators=(",", ":"))
+
+
+def from_text(text: str) -> Any:
+    """Return the state that `to_text` has written."""
+    return _decoded(json.loads(text))
+
+
+def _encoded(x: object, path: str) -> Any:
+    if x is None or type(x) in (bool, int, float, str):
+        return x
+    if isinstance(x, bytes):
+        return {"$bytes": base64.b64encode(x).decode()}
+    if type(x) is list:
+        return [_encoded(item, f"{path}[{i}]") for i, item in enumerate(x)]
+    if type(x) is tuple:
+        return {"$tuple": [_encoded(item, f"{path}[{i}]") for i, item in enumerate(x)]}
+    if isinstance(x, dict):
+        # pairs, where a key is no text or could be taken for one of ours
+        if all(type(key) is str and not key.startswith("$") for key in x):
+            return {key: _encoded(item, f"{path}[{key!r}]") for key, item in x.items()}
+        pairs = [[_encoded(key, path), _encoded(x[key], f"{path}[{key!r}]")] for key in x]
+        return {"$dict": pairs}
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biufc":
+        return {"$array": _array(np.asarray(x)), "scalar": isinstance(x, np.generic)}
+    # a tensor is only there where torch was imported by somebody else
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return {"$tensor": _array(x.detach().cpu().numpy())}
+    raise TypeError(
+        f"prefetch: {path} is a {type(x).__name__}, and a state that goes into a checkpoint holds "
+        "numbers, text, "
+        "bytes, arrays, lists and dicts. Have the loader's state hold these."
+    )
+
+
+def _array(x: np.ndarray) -> list[Any]:
+    return [
+        x.dtype.str,
+        list(x.shape),
+        base64.b64encode(np.ascontiguousarray(x).tobytes()).decode(),
+    ]
+
+
+def _decoded(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_decoded(item) for item in x]
+    if not isinstance(x, dict):
+        return x
+    if "$bytes" in x:
+        return base64.b64decode(x["$bytes"])
+    if "$tuple" in x:
+        return tuple(_decoded(item) for item in x["$tuple"])
+    if "$dict" in x:
+        return {_decoded(key): _decoded(item) for key, item in x["$dict"]}
+    if "$array" in x:
+        array = _numbers(x["$array"])
+        return array[()] if x["scalar"] else array
+    if "$tensor" in x:
+        # whose loader has written it, and is to read it
+        return import_module("torch").from_numpy(_numbers(x["$tensor"]))
+    return {key: _decoded(item) for key, item in x.items()}
+
+
+def _numbers(fields: list[Any]) -> np.ndarray:
+    dtype, shape, data = fields
+    return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()

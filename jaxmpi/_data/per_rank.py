@@ -1,4 +1,4 @@
-"""Batches of data that each rank has of its own, which end on all ranks together.
+"""Batches of data that differs between the ranks, which end on all ranks together.
 
 With n_r the batches of rank r, all ranks take min_r n_r steps, or, with a mask, max_r n_r. No rank
 knows the others' n_r, nor its own before its data ends. So each looks one batch ahead: before it
@@ -20,7 +20,7 @@ __all__ = ["Layout", "Loader", "PerRankBatches", "Ranks"]
 
 
 class Loader(Protocol):
-    """One rank's batches, read ahead: `Reading` of prefetch.py."""
+    """Batches of one rank, read ahead: `Reading` of prefetch.py."""
 
     mark: Any
 
@@ -34,7 +34,7 @@ class Loader(Protocol):
 
 
 class Layout(NamedTuple):
-    """The arrays of a batch, without their first axis, by name; and its rows."""
+    """Arrays of a batch, without their first axis, by name; and its rows."""
 
     arrays: dict[str, tuple[tuple[int, ...], str]]
     rows: int
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What the ranks say to each other."""
+    """Questions that the ranks ask each other."""
 
     # raises unless the arguments are equal on all ranks
     compare: Callable[[Mapping[str, object]], None]
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
 
 class PerRankBatches(Iterator[PyTree]):
-    """One rank's batches up to the end that all ranks have: what `per_rank_batches` returns."""
+    """Batches of one rank up to the common end: the result of `per_rank_batches`."""
 
     def __init__(
         self, loader: Any, reading: Loader, remainder: Literal["drop", "mask"], ranks: Ranks
@@ -71,12 +71,15 @@ class PerRankBatches(Iterator[PyTree]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch that was given out; before it, of the first one."""
+        """Return the epoch of the last batch that was given out; before it, of the first one."""
         return self._epoch
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place behind the last batch that was given out, across epochs; assign it, on all ranks, to go on there."""
+        """Return the place behind the last batch that was given out, across epochs.
+
+        Assign it, on all ranks, to go on there.
+        """
         return {
             **self._reading.feed.state(self._mark),
             "epoch": self._epoch,
@@ -119,7 +122,10 @@ class PerRankBatches(Iterator[PyTree]):
         return self._masked(batch) if self._remainder == "mask" else batch
 
     def _begin(self) -> None:
-        """Begin an epoch: the ranks compare where they are and, for the masks, what their batches look like."""
+        """Begin an epoch: the ranks compare where they are.
+
+        For the masks, they also compare the layouts of their batches.
+        """
         stream, arguments = self._reading.feed.stream, {"remainder": self._remainder}
         if self._over and stream:
             raise RuntimeError(
@@ -152,7 +158,7 @@ class PerRankBatches(Iterator[PyTree]):
     # masks
 
     def _agree_on_layout(self) -> None:
-        """Find the rows of all batches, and what a rank without one gives instead."""
+        """Find the rows of all batches, and the batch of a rank that has no more."""
         mine = _layout(self._next[0]) if self._next else None
         layouts = self._ranks.layouts(mine)
         having = [(rank, layout) for rank, layout in enumerate(layouts) if layout is not None]
@@ -165,9 +171,11 @@ class PerRankBatches(Iterator[PyTree]):
                 if here != there:
                     raise RankMismatchError(
                         f"per_rank_batches: leaf {name} of the first batch is {_words(here)} on "
-                        f"rank {first_rank} and "
-                        f"{_words(there)} on rank {rank}, their rows aside. Give all ranks batches "
-                        "of one structure."
+                        f"rank {first_rank} and {_words(there)} on rank {rank}, their rows aside.",
+                        advice="Give all ranks batches of one structure.",
+                        function="per_rank_batches",
+                        leaf=name,
+                        ranks=[first_rank, rank],
                     )
         self._rows = max(layout.rows for _, layout in having)
         self._padding = jax.tree.map(
@@ -178,13 +186,12 @@ class PerRankBatches(Iterator[PyTree]):
         )
 
     def _masked(self, batch: PyTree) -> tuple[PyTree, np.ndarray]:
-        """A batch of all rows, and which of them count; the others repeat the first one."""
+        """Return a batch with all rows, and the mask of its own; others repeat the first row."""
         rows = _layout(batch).rows
         if rows > self._rows:
             raise ValueError(
                 f"per_rank_batches: a batch has {rows} rows, and the first batches of all ranks "
-                f"had at most {self._rows}. "
-                "Begin with a batch of all rows."
+                f"had at most {self._rows}. Begin with a batch of all rows."
             )
         index = np.arange(self._rows)
         mask = index < rows
@@ -194,7 +201,7 @@ class PerRankBatches(Iterator[PyTree]):
 
 
 def _layout(batch: PyTree) -> Layout:
-    """The arrays of a batch; raises unless they have rows in common."""
+    """Return the arrays of a batch; raise unless they have rows in common."""
     arrays: dict[str, tuple[tuple[int, ...], str]] = {}
     rows: dict[str, int] = {}
     for path, x in jax.tree.leaves_with_path(batch):

@@ -1,4 +1,4 @@
-"""Batches that are read and brought to the device while the step before is running.
+"""Batches that are read and copied to the device while the step before is running.
 
 A thread reads up to `ahead` batches and stops there. It belongs to a `Reading`, which outlives the
 loop: a loop that is left early loses nothing, and the next one goes on with what was read.
@@ -95,7 +95,7 @@ def prefetch(
 
 
 class Prefetched(Iterator[PyTree]):
-    """Batches that are read ahead: what `prefetch` returns."""
+    """Batches that are read ahead: the result of `prefetch`."""
 
     def __init__(self, reading: "Reading") -> None:
         self.reading = reading
@@ -115,17 +115,23 @@ class Prefetched(Iterator[PyTree]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch that was given out; before it, of the first one."""
+        """Return the epoch of the last batch that was given out; before it, of the first one."""
         return self.reading.feed.epoch
 
     @property
     def position(self) -> int | None:
-        """The `position` of the source behind the last batch that was given out; None if it has none."""
+        """Return the `position` of the source behind the last batch that was given out.
+
+        It is None if the source has none.
+        """
         return self.reading.feed.position(self.reading.mark)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place behind the last batch that was given out, across epochs; assign it to go on there."""
+        """Return the place behind the last batch that was given out, across epochs.
+
+        Assign it to go on there.
+        """
         return self.reading.feed.state(self.reading.mark)
 
     @state.setter
@@ -138,10 +144,10 @@ class Prefetched(Iterator[PyTree]):
 
 
 class Reading:
-    """One source that is read ahead, and the place behind the last batch that was used.
+    """Source that is read ahead, with the place behind the last batch that was used.
 
-    Only the thread of the user calls its methods. The thread that reads has `_run`; they share what
-    `_changed` guards.
+    Only the thread of the user calls its methods. The thread that reads runs `_run`; they share
+    what `_changed` guards.
 
     Attributes:
         feed: The source.
@@ -173,7 +179,11 @@ class Reading:
         self._start()
 
     def take(self) -> PyTree:
-        """The next batch; raises StopIteration at the end of the epoch, until another one begins."""
+        """Return the next batch.
+
+        Raises:
+            StopIteration: At the end of the epoch, until another one begins.
+        """
         if self._items is None:
             if self._over:
                 raise StopIteration
@@ -225,7 +235,10 @@ class Reading:
         self.feed.end()
 
     def close(self) -> None:
-        """End the thread. What a stream has given stays; anything else is read again from the mark."""
+        """End the thread.
+
+        What a stream has given stays; anything else is read again from the mark.
+        """
         self._stop()
         if not self.feed.stream:
             self._leave()
@@ -305,8 +318,7 @@ def _on_device(path: KeyPath, x: Any) -> Any:
     if x.dtype.kind in "USO":
         raise TypeError(
             f"prefetch: leaf {leaf_name(path)} of a batch has dtype {x.dtype}, which no device "
-            "holds. Take it out of "
-            "the batch, make numbers of it, or pass it as a list."
+            "holds. Take it out of the batch, make numbers of it, or pass it as a list."
         )
     return jax.device_put(x, may_alias=False)
 
@@ -319,7 +331,7 @@ _left: dict[int, Reading] = {}
 
 
 def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Reading:
-    """The reading of a source: that of a stream which is read already, or a new one."""
+    """Return the reading of a source: the one that has begun a stream, or a new one."""
     for key, left in list(_left.items()):
         if not _held_elsewhere(left):
             del _left[key]
@@ -341,7 +353,10 @@ def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Readin
 
 
 def _let_go(reading: Reading) -> None:
-    """End the thread of a reading without a user; what was read of a stream that is used elsewhere stays."""
+    """End the thread of a reading without a user.
+
+    What was read of a stream that is used elsewhere stays.
+    """
     reading.users -= 1
     if reading.users:
         return

@@ -1,4 +1,7 @@
-"""A rank's part of the data, and its rows of every global batch, for any rank and size: the equations are in `jaxmpi.data`."""
+"""Samples of one rank: its part of the data, and its rows of every global batch.
+
+Both work for any rank and size; the equations are in `jaxmpi.data`.
+"""
 
 import operator
 import warnings
@@ -16,7 +19,7 @@ __all__ = ["Batches", "Cursor", "Shard"]
 
 
 class Shard(Sequence[PyTree]):
-    """One rank's part of the data: what `shard` returns, for any rank and size."""
+    """Part of the data of one rank: the result of `shard`, for any rank and size."""
 
     def __init__(self, data: PyTree | RandomAccess, *, rank: int, size: int) -> None:
         self._source = _open("shard", data)
@@ -41,7 +44,7 @@ class Shard(Sequence[PyTree]):
 
 
 class Cursor(NamedTuple):
-    """A place in the data, across epochs.
+    """Place in the data, across epochs.
 
     Attributes:
         epoch: The number of the epoch.
@@ -55,7 +58,7 @@ class Cursor(NamedTuple):
 
 
 class Batches(Iterable[PyTree]):
-    """One rank's rows of every global batch: what `batches` returns, for any rank and size.
+    """Rows of one rank of every global batch: the result of `batches`, for any rank and size.
 
     An iteration goes on from `state`, and ends with the epoch; the one after it is the next epoch.
     So the samples that follow depend on `state` alone, however often a loop was left on the way.
@@ -111,24 +114,25 @@ class Batches(Iterable[PyTree]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch in hand; before the first one, of the batches to come."""
+        """Return the epoch of the batch in hand; before the first one, of the batches to come."""
         return self.at.epoch
 
     @property
     def position(self) -> int:
-        """Samples of this epoch handed out so far, over all ranks: the `start` to go on from.
+        """Return the samples of this epoch handed out so far, over all ranks.
 
-        While the step with a batch runs, it counts that batch. It stays at the end of an epoch
-        until the next one begins; `state` says both.
+        It is the `start` to go on from. While the step with a batch runs, it counts that batch. It
+        stays at the end of an epoch until the next one begins; `state` says both.
         """
         return self.at.position
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place in the data: {"epoch", "position", "order"}; behind an epoch, the next one's start.
+        """Return the place in the data: {"epoch", "position", "order"}.
 
-        It is equal on all ranks, and holds for any number of ranks and any batch size. Give it back
-        as `start`, or assign it. "order" is what the position means nothing without.
+        Behind an epoch, it is the start of the next one. It is equal on all ranks, and holds for
+        any number of ranks and any batch size. Give it back as `start`, or assign it. The position
+        has a meaning only for its "order".
         """
         return self.state_at(self.at)
 
@@ -174,7 +178,7 @@ class Batches(Iterable[PyTree]):
             )
 
     def rest(self) -> Iterator[PyTree]:
-        """The batches from here to the end of the epoch."""
+        """Yield the batches from here to the end of the epoch."""
         while not self.at.over and self._steps(self.at.position):
             lo = self.at.position
             rows, mask = self._rows(lo, min(lo + self._batch_size, self.samples))
@@ -184,12 +188,12 @@ class Batches(Iterable[PyTree]):
         self.at = self.at._replace(over=True)
 
     def after(self, at: Cursor, steps: int) -> Cursor:
-        """The place that is so many steps of one epoch behind another."""
+        """Return the place that is so many steps of one epoch behind another."""
         position = min(at.position + steps * self._batch_size, self.samples)
         return Cursor(at.epoch, position, not self._steps(position)) if steps else at
 
     def state_at(self, at: Cursor) -> dict[str, Any]:
-        """The state at a place."""
+        """Return the state at a place."""
         epoch, position = (at.epoch + 1, 0) if at.over else (at.epoch, at.position)
         return {"epoch": epoch, "position": position, "order": self._order_name()}
 
@@ -202,7 +206,7 @@ class Batches(Iterable[PyTree]):
             self._order, self._order_epoch = _order(self.samples, self._seed, at.epoch), at.epoch
 
     def _steps(self, position: int) -> int:
-        """The steps of an epoch that follow a position."""
+        """Return the number of steps of an epoch that follow a position."""
         left = self.samples - position
         return (
             left // self._batch_size if self._remainder == "drop" else -(-left // self._batch_size)

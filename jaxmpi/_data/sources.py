@@ -1,4 +1,4 @@
-"""Random-access sources of samples behind one face: arrays, and sequences of samples.
+"""Sources of samples with random access: pytrees of arrays, and sequences of samples.
 
 Each has a length, `sample(row)`, `view(rows)` for a slice and `gather(rows)` for a batch.
 """
@@ -18,7 +18,7 @@ __all__ = ["Arrays", "RandomAccess", "Samples", "open_source"]
 
 @runtime_checkable
 class RandomAccess(Protocol):
-    """What a sequence of samples needs at least."""
+    """Sequence of samples: all that `shard` and `batches` need of it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> PyTree: ...
@@ -26,13 +26,13 @@ class RandomAccess(Protocol):
 
 @runtime_checkable
 class BulkAccess(Protocol):
-    """A source that fetches many samples at once, as torch and Hugging Face ones do."""
+    """Source that fetches many samples at once, as torch and Hugging Face ones do."""
 
     def __getitems__(self, indices: list[int], /) -> Sequence[PyTree]: ...
 
 
 class Arrays:
-    """A pytree of arrays: a sample is the pytree of their rows."""
+    """Pytree of arrays; a sample is the pytree of their rows."""
 
     def __init__(self, function: str, tree: PyTree) -> None:
         leaves = [
@@ -79,7 +79,7 @@ class Arrays:
 
 
 class Samples:
-    """A sequence of samples: a batch is their leaves, stacked."""
+    """Sequence of samples; a batch is their leaves, stacked."""
 
     def __init__(self, function: str, data: RandomAccess) -> None:
         self._function, self._data = function, data
@@ -98,8 +98,8 @@ class Samples:
         if len(samples) != len(rows):
             raise ValueError(
                 f"{self._function}: {type(self._data).__name__}.__getitems__ returned "
-                f"{len(samples)} samples for "
-                f"{len(rows)} indices. Return a list with one sample for each."
+                f"{len(samples)} samples for {len(rows)} indices. Return a list with one sample "
+                "for each."
             )
         return samples
 
@@ -127,7 +127,7 @@ def _layout(sample: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]]]:
 
 
 def open_source(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
-    """The adapter for `data`, or an error in the name of `function` that says what can be passed."""
+    """Return the adapter for `data`, or raise an error that names `function` and what it takes."""
     if isinstance(data, np.ndarray | jax.Array) or not (
         isinstance(data, list) or jax.tree_util.all_leaves([data])
     ):
@@ -147,7 +147,7 @@ def open_source(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
 
 
 def _is_columns(data: Sequence[object]) -> bool:
-    """Whether a list looks like arrays of as many samples, and not like samples."""
+    """Return whether a list looks like arrays of as many samples, and not like samples."""
     arrays = [x for x in data[:8] if isinstance(x, np.ndarray | jax.Array) and x.ndim]
     lengths = {len(x) for x in arrays}
     return 0 < len(data) == len(arrays) and len(lengths) == 1 and lengths.pop() > len(data)

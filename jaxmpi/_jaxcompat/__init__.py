@@ -1,14 +1,14 @@
-"""The one folder that touches `jax._src`: what jaxmpi needs of JAX beyond its public functions.
+"""Parts of JAX that are not public; no other folder imports `jax._src`.
 
-Each file falls back on a slower way, or on none, where a version of JAX lacks what it uses.
+If a version of JAX lacks what a file uses, the file does it in a slower way or leaves it out. The
+imports below are the list of names of this folder; the rest of jaxmpi calls `_jaxcompat.name`.
 
-jaxprs    jaxprs, and what stands in them
-retrace   equations put into a function that is being traced
-source    where an equation or an error comes from
-compiled  modules as text, and the entries of JAX's compilation cache
-ordered   order inside of a program
-runtime   what JAX does in this process
-versions  of JAX, that these were tested with
+jaxprs    read, compare and edit jaxprs
+retrace   put equations into a function that is being traced
+source    source lines of equations, calls and errors
+compiled  modules as text, and entries of JAX's compilation cache
+ordered   effects that keep the order of messages in a program
+runtime   what JAX does in this process: starts, traces, compiles, waits
 """
 
 from jaxmpi._jaxcompat.compiled import (
@@ -67,59 +67,6 @@ from jaxmpi._jaxcompat.source import (
     source_line,
     source_place,
 )
-from jaxmpi._jaxcompat.versions import TESTED
 
-__all__ = [
-    "TESTED",
-    "AnyJaxpr",
-    "CallSite",
-    "Entries",
-    "allow_in_checkpoint",
-    "as_function",
-    "as_weak",
-    "at_source",
-    "at_top_level",
-    "axis_effect",
-    "backends_started",
-    "bind",
-    "binding_axes",
-    "call_site",
-    "called_at",
-    "caller",
-    "caller_line",
-    "can_hide_effects",
-    "can_keep",
-    "closed",
-    "compile_entry",
-    "compiling",
-    "dispatch_in_c",
-    "failed_collective",
-    "ffi_call_in_order",
-    "function_names",
-    "gloo_listens_at",
-    "in_library",
-    "is_axis_effect",
-    "is_reference",
-    "keep",
-    "keep_compiled",
-    "kept_with_jaxpr",
-    "leave_as_it_is",
-    "load_entry",
-    "lower_with_tokens",
-    "module_digest",
-    "module_text",
-    "needs_one_device",
-    "new_variable",
-    "ordered_effect",
-    "parts",
-    "scan_counts",
-    "source_line",
-    "source_place",
-    "started_without",
-    "tracing",
-    "wait_for_effects",
-    "watch_communication",
-    "watch_pmap",
-    "with_axis_renamed",
-    "with_equations",
-]
+# versions of JAX that these files were tested with
+TESTED = ("0.10.2", "0.11.2", "0.12.0.1")

@@ -1,4 +1,4 @@
-"""What XLA gets and what it makes of it: the text of a module, and the entries of JAX's compilation cache."""
+"""Compiled modules: their text for XLA, and the entries of JAX's compilation cache."""
 
 import contextlib
 import hashlib
@@ -28,36 +28,31 @@ try:
 except (ImportError, AttributeError):  # each rank compiles for itself
     compilation_cache = None  # type: ignore[assignment]
 
-__all__ = [
-    "Entries",
-    "compile_entry",
-    "keep_compiled",
-    "load_entry",
-    "module_digest",
-    "module_text",
-]
-
 
 LARGE = 4096  # numbers of a constant
 
 
 def module_text(lowered: Lowered) -> str:
-    """The module of a `jax.stages.Lowered` without source lines, and without the numbers of large constants."""
+    """Return a module as text, without source lines and the numbers of large constants.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+    """
     operation = lowered.compiler_ir("stablehlo").operation
     return str(operation.get_asm(large_elements_limit=LARGE, enable_debug_info=False))
 
 
 def module_digest(lowered: Lowered) -> str:
-    """That of all that XLA gets of a `jax.stages.Lowered`: the module without source lines, and the options.
+    """Return a digest of all that XLA gets: the module without source lines, and the options.
 
-    "" where the executable belongs to this process alone, as one that calls Python does.
+    It is "" if the executable belongs to this process alone, as one that calls Python does.
     """
     arguments = lowered._lowering.compile_args
     if compilation_cache is None or arguments["host_callbacks"] or arguments["keepalive"]:
         return ""
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
     flags = options.executable_build_options.debug_options
-    # folders of each rank
+    # these folders may differ between the ranks
     flags.xla_gpu_kernel_cache_file = flags.xla_gpu_per_fusion_autotune_cache_dir = ""
     digest = hashlib.blake2b(repr(lowered._lowering._compiler_options_kvs).encode(), digest_size=16)
     cache_key._hash_serialized_compile_options(digest, options)
@@ -71,19 +66,20 @@ def module_digest(lowered: Lowered) -> str:
 
 
 class Entries(Protocol):
-    """What JAX's compilation cache reads and writes."""
+    """Storage of the entries of JAX's compilation cache."""
 
     def get(self, key: str) -> bytes | None:
-        """The entry with this key."""
+        """Return the entry with a key, or None."""
 
     def put(self, key: str, value: bytes) -> None:
         """Keep an entry."""
 
 
 def compile_entry(lowered: Lowered) -> bytes:
-    """Compile a `jax.stages.Lowered`, and return the entry of it for JAX's compilation cache, or the one that was there.
+    """Compile a lowered module and return its entry for JAX's compilation cache.
 
-    It is empty if the executable cannot be serialized.
+    If the cache has an entry already, that one is returned. The entry is empty if the executable
+    cannot be serialized.
     """
     found: list[bytes] = []
 
@@ -94,7 +90,8 @@ def compile_entry(lowered: Lowered) -> bytes:
     with _cache_passed(keep):
         executable = lowered.compile().runtime_executable()
     if found and _is_intact(found[-1]):
-        return found[-1]  # what was loaded cannot be serialized again: its functions are missing
+        # A loaded executable cannot be serialized again: its functions are missing.
+        return found[-1]
     try:
         data = compilation_cache.combine_executable_and_time(executable.serialize(), 0)
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -105,7 +102,7 @@ def compile_entry(lowered: Lowered) -> bytes:
 
 
 def _is_intact(entry: bytes) -> bool:
-    """Whether JAX has used an entry, and not compiled in its place."""
+    """Return whether JAX can read an entry; otherwise it has compiled the module itself."""
     try:
         return bool(compilation_cache.decompress_executable(entry))
     except Exception:  # of whichever library decompresses
@@ -113,14 +110,14 @@ def _is_intact(entry: bytes) -> bool:
 
 
 def load_entry(lowered: Lowered, entry: bytes) -> None:
-    """Have a `jax.stages.Lowered`, and calls of its function, run what another process has compiled: see `compile_entry`."""
+    """Make calls of a lowered module run an entry of `compile_entry` of another process."""
     with _cache_passed(lambda key, value: entry or value):
         lowered.compile()
 
 
 @contextlib.contextmanager
 def _cache_passed(change: Callable[[str, bytes | None], bytes | None]) -> Iterator[None]:
-    """Have this thread find `change(key, entry)` in JAX's compilation cache, whether there is one or not."""
+    """Make this thread find `change(key, entry)` in JAX's cache, even if there is no cache."""
     compilation_cache._initialize_cache()
     before, thread = compilation_cache._cache, get_ident()
 
@@ -144,7 +141,10 @@ def _cache_passed(change: Callable[[str, bytes | None], bytes | None]) -> Iterat
 
 
 def keep_compiled(entries: Entries) -> None:
-    """Have JAX's compilation cache keep its entries here, unless the user names a folder for it; before it is used."""
+    """Make JAX's compilation cache keep its entries in `entries`; call it before its first use.
+
+    If the user names a folder for JAX's cache, then or later, JAX uses that folder.
+    """
     if compilation_cache is None or jax.config.jax_compilation_cache_dir:
         return
     folders: dict[str, Entries] = {}
@@ -153,7 +153,7 @@ def keep_compiled(entries: Entries) -> None:
         _path = None
 
         def _entries(self) -> Entries:
-            # which a script may name later
+            # a script may set the option after `init`
             if not (folder := jax.config.jax_compilation_cache_dir):
                 return entries
             if folder not in folders:

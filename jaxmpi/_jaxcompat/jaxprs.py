@@ -1,4 +1,7 @@
-"""Jaxprs, and what stands in them: jax 0.12 has one class where there were two."""
+"""Jaxprs: their parts, constants, effects, and edited copies.
+
+jax 0.12 has one class of jaxpr; earlier versions have an open and a closed one.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
@@ -11,33 +14,21 @@ from jax.core import AbstractValue, Atom
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.typing import ArrayLike
 
-__all__ = [
-    "AnyJaxpr",
-    "axis_effect",
-    "closed",
-    "is_axis_effect",
-    "is_reference",
-    "kept_with_jaxpr",
-    "needs_one_device",
-    "new_variable",
-    "parts",
-    "scan_counts",
-    "with_axis_renamed",
-    "with_equations",
-]
-
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 J = TypeVar("J", bound=AnyJaxpr)
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def parts(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-    """An open jaxpr and its constants, of either class; jax 0.12 has one class for both."""
+    """Return (open jaxpr, constants) of a jaxpr of either class."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", None) or ()
 
 
 def closed(traced: jax.stages.Traced) -> ClosedJaxpr | None:
-    """What was traced, with the arrays that the function has from outside as its constants; None where this JAX has changed."""
+    """Return a traced jaxpr with the arrays that the function captures as its constants.
+
+    It is None if this JAX has changed.
+    """
     try:
         if not traced._consts:
             return traced.jaxpr
@@ -50,7 +41,10 @@ def closed(traced: jax.stages.Traced) -> ClosedJaxpr | None:
 
 
 def kept_with_jaxpr(function: F) -> F:
-    """Keep what a function says of a jaxpr, its first argument, as long as that lives; some JAX has no such cache."""
+    """Cache the results of a function of a jaxpr, its first argument, while the jaxpr lives.
+
+    A JAX without such a cache calls the function each time.
+    """
     try:
         return util.weakref_lru_cache(function, trace_context_in_key=False)  # type: ignore[no-any-return]
     except (AttributeError, TypeError):
@@ -58,7 +52,7 @@ def kept_with_jaxpr(function: F) -> F:
 
 
 def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] | None = None) -> J:
-    """The same jaxpr with other equations, and other variables for its outputs."""
+    """Return a copy of a jaxpr with other equations and, if given, other output variables."""
     inner, _ = parts(jaxpr)
     edited = inner.replace(
         eqns=list(eqns), outvars=list(inner.outvars if outvars is None else outvars)
@@ -67,12 +61,12 @@ def with_equations(jaxpr: J, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom] |
 
 
 def new_variable(like: Var) -> Var:
-    """Return a variable of the type of another one."""
+    """Return a new variable of the type of another one."""
     return Var(like.aval)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many its carry; the rest it scans over."""
+    """Return how many operands of a scan are constants, and how many are carries."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
@@ -80,17 +74,17 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def axis_effect(name: str) -> Hashable:
-    """The effect that says that an axis of this name must be bound."""
+    """Return the effect of a jaxpr that requires a bound axis of this name."""
     return core.NamedAxisEffect(name)
 
 
 def is_axis_effect(effect: Hashable) -> bool:
-    """Whether it says no more than that an axis must be bound."""
+    """Return whether an effect only requires a bound axis."""
     return isinstance(effect, core.NamedAxisEffect)
 
 
 def needs_one_device(effect: Hashable) -> bool:
-    """Return whether JAX keeps the order of this effect in programs of one device only, as that of an ordered print."""
+    """Return whether JAX supports an effect, such as an ordered print, on one device only."""
     ordered, shardable = (
         effects.ordered_effects,
         getattr(effects, "shardable_ordered_effects", None),
@@ -99,9 +93,9 @@ def needs_one_device(effect: Hashable) -> bool:
 
 
 def with_axis_renamed(jaxpr: J, old: str, new: str) -> J:
-    """The same jaxpr whose collectives over the axis `old` are over `new`, in its loops and calls, too.
+    """Return a copy of a jaxpr with collectives over axis `new` instead of `old`, at all depths.
 
-    The derivative rules of custom functions are Python functions, and still name the old axis.
+    The derivative rules of custom functions are Python functions, and still use the old name.
     """
     inner, _ = parts(jaxpr)
     eqns = []
@@ -136,5 +130,5 @@ def _renamed_effects(effects: Iterable[Hashable], old: str, new: str) -> frozens
 
 
 def is_reference(aval: AbstractValue) -> bool:
-    """Whether it is the type of a reference, as `jax.new_ref` makes them, and not of an array."""
+    """Return whether a type is that of a reference, as `jax.new_ref` returns, not of an array."""
     return isinstance(aval, AbstractRef)

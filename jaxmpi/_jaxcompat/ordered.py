@@ -1,4 +1,4 @@
-"""Order inside of a program: an effect of our own, and modules that make its tokens themselves."""
+"""Order of messages in a program: an effect of jaxmpi, and modules that create its tokens."""
 
 import functools
 import inspect
@@ -33,23 +33,18 @@ try:
 except ImportError:  # programs are traced again to be lowered, which takes longer
     jaxpr_subcomp = None  # type: ignore[assignment]
 
-__all__ = [
-    "allow_in_checkpoint",
-    "can_hide_effects",
-    "ffi_call_in_order",
-    "lower_with_tokens",
-    "ordered_effect",
-]
-
 
 def can_hide_effects() -> bool:
-    """Whether this JAX has what `lower_with_tokens` needs."""
+    """Return whether this JAX has what `lower_with_tokens` needs."""
     return TokenSet is not None
 
 
 @functools.cache
 def ordered_effect() -> Hashable:
-    """The JAX effect of a primitive whose calls stay in program order, also from one program to the next."""
+    """Return the JAX effect that keeps calls of a primitive in program order.
+
+    The order also holds from one program to the next.
+    """
 
     class InOrder(effects.Effect):  # type: ignore[misc]
         __str__ = lambda self: "jaxmpi"
@@ -65,7 +60,10 @@ def ordered_effect() -> Hashable:
 
 
 def allow_in_checkpoint(effect: Hashable) -> Hashable:
-    """The same effect, of which JAX knows that `jax.checkpoint` may carry out its primitives again: all ranks do."""
+    """Allow an effect inside `jax.checkpoint`, and return it.
+
+    `jax.checkpoint` may run its primitives again; that is safe, because all ranks do.
+    """
     if effects is not None:
         effects.remat_allowed_effects.add_type(type(effect))
     return effect
@@ -79,15 +77,15 @@ def ffi_call_in_order(
     in_place: Mapping[int, int],
     attributes: Mapping[str, object],
 ) -> list["ir.Value"]:
-    """Lower a primitive with an ordered effect to an FFI call behind the one before.
+    """Lower a primitive with an ordered effect to an FFI call behind the call before it.
 
     Args:
-      ctx: of the lowering rule.
-      name: of the FFI target.
+      ctx: the context of the lowering rule.
+      name: the name of the FFI target.
       xs: the operands.
       effect: the ordered effect.
-      in_place: the numbers of operands, and of the results that take their memory.
-      attributes: of the FFI call.
+      in_place: for an operand's number, the number of the result that reuses its memory.
+      attributes: the attributes of the FFI call.
     """
     lower = ffi_lowering(name, operand_output_aliases=dict(in_place), has_side_effect=True)
     avals_in, avals_out = ((*avals, core.abstract_token) for avals in (ctx.avals_in, ctx.avals_out))
@@ -104,7 +102,10 @@ def ffi_call_in_order(
 def lower_with_tokens(
     ctx: mlir.LoweringRuleContext, *args: "ir.Value", jaxpr: ClosedJaxpr
 ) -> Sequence["ir.Value"]:
-    """Lower a program with ordered effects into a module that makes the tokens itself, so that no effect shows outside."""
+    """Lower a program with ordered effects into a module that creates its own tokens.
+
+    No effect shows outside, so JAX dispatches the program from C++.
+    """
     inner, consts = parts(jaxpr)
     tokens = TokenSet.create(list(effects.ordered_effects.filter_in(inner.effects)))
     if not _lowers_as_it_is(inner):
@@ -125,7 +126,7 @@ def lower_with_tokens(
 
 
 def _lowers_as_it_is(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr can be lowered without being traced again: it has no references and types of its own."""
+    """Return whether a jaxpr needs no second trace to be lowered: no references or high types."""
     plain = all(
         isinstance(effect, core.NamedAxisEffect) or effects.ordered_effects.contains(effect)
         for effect in jaxpr.effects

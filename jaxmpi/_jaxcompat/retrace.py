@@ -1,4 +1,4 @@
-"""Equations put into a function that is being traced: as they stand where JAX allows it, or traced again."""
+"""Equations put into a function that is being traced, unchanged if JAX allows it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +20,6 @@ try:
 except (ImportError, AttributeError):  # equations are traced again, which takes longer
     DynamicJaxprTrace = DynamicJaxprTracer = None  # type: ignore[assignment, misc]
 
-__all__ = [
-    "as_function",
-    "as_weak",
-    "at_source",
-    "bind",
-    "can_keep",
-    "keep",
-]
-
 
 # The identities of `_axis` may stand in a linear function, such as the derivative of a mean; JAX
 # has no rule for that.
@@ -36,15 +27,15 @@ ad.primitive_transposes.setdefault(ad_checkpoint.name_p, lambda cotangent, x, *,
 
 
 def can_keep() -> bool:
-    """Whether `keep` need not trace what it keeps."""
+    """Return whether `keep` adds equations without tracing them again."""
     return DynamicJaxprTrace is not None and type(core.trace_ctx.trace) is DynamicJaxprTrace
 
 
 def keep(eqn: JaxprEqn, args: Sequence[ArrayLike]) -> list[jax.Array]:
-    """Put an equation, as it stands, into the function that is being traced, with `args` for its operands.
+    """Add an equation, with `args` as its operands, to the function that is being traced.
 
-    Nothing of it is traced again, unless it has effects, or this is no plain trace, as under
-    `vmap`, or a JAX in which that is not possible.
+    The equation is traced again only if it has effects, in a trace such as that of `vmap`, or in a
+    JAX that cannot add equations.
     """
     if eqn.effects or not can_keep():
         return bind(eqn, args)
@@ -57,7 +48,7 @@ def _emit(
     eqn: JaxprEqn,
     args: Sequence[ArrayLike],
 ) -> list[jax.Array]:
-    """An equation without effects, in a plain trace and inside of the names `around`."""
+    """Add an equation without effects to a plain trace, inside of the names `around`."""
     source = (
         eqn.source_info.replace(name_stack=around + eqn.source_info.name_stack)
         if len(around)
@@ -85,7 +76,7 @@ def _emit(
 
 
 def bind(eqn: JaxprEqn, args: Sequence[ArrayLike], **params: object) -> list[jax.Array]:
-    """Trace an equation again, on `args` and with other `params`."""
+    """Trace an equation again with `args` as its operands and some other parameters."""
     with at_source(eqn):
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -93,7 +84,7 @@ def bind(eqn: JaxprEqn, args: Sequence[ArrayLike], **params: object) -> list[jax
 
 @contextlib.contextmanager
 def at_source(eqn: JaxprEqn) -> Iterator[None]:
-    """What is traced here gets the source line and the context of an equation."""
+    """Give the source line and the context of an equation to everything traced in the block."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
@@ -103,7 +94,10 @@ def at_source(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[ArrayLike]]:
-    """A jaxpr as a function of arrays. That of `jax.extend.core` turns `jax_debug_nans` off, for the whole thread."""
+    """Return a jaxpr as a function of arrays.
+
+    The one of `jax.extend.core` turns off `jax_debug_nans` for the whole thread.
+    """
     inner, consts = parts(jaxpr)
 
     def function(*args: ArrayLike) -> list[ArrayLike]:
@@ -130,5 +124,5 @@ def as_function(jaxpr: AnyJaxpr) -> Callable[..., list[ArrayLike]]:
 
 
 def as_weak(x: jax.Array) -> jax.Array:
-    """The same numbers with a weak type, as Python's numbers have."""
+    """Return an array with a weak type, as Python numbers have."""
     return _convert_element_type(x, x.dtype, weak_type=True)

@@ -1,4 +1,4 @@
-"""What JAX does in this process: how it starts, what it traces, compiles and waits for."""
+"""JAX in this process: backends, tracing, compiling, dispatch, `jax.pmap` and effects."""
 
 import ctypes
 import functools
@@ -29,61 +29,52 @@ try:
 except (ImportError, AttributeError):  # a pmap is not noticed
     pmap_module = None
 
-__all__ = [
-    "at_top_level",
-    "backends_started",
-    "binding_axes",
-    "compiling",
-    "dispatch_in_c",
-    "gloo_listens_at",
-    "leave_as_it_is",
-    "started_without",
-    "tracing",
-    "wait_for_effects",
-    "watch_communication",
-    "watch_pmap",
-]
 
-
-# whether the caller stands outside of traced functions
+# returns whether the caller is outside of traced functions
 at_top_level: Callable[[], bool] = core.trace_state_clean
 
 
 def tracing() -> bool:
-    """Whether the caller stands inside a traced function (`jit`, `grad`, `vmap`, ...)."""
+    """Return whether the caller is inside a traced function (`jit`, `grad`, `vmap`, ...)."""
     return not at_top_level()
 
 
 def binding_axes(axes: Mapping[str, int]) -> AbstractContextManager[None] | None:
-    """Where `jax.jit` traces with named axes of these sizes, as `jax.make_jaxpr` does; None where this JAX has changed."""
+    """Return a context in which `jax.jit` traces with named axes of these sizes.
+
+    It is None if this JAX has changed.
+    """
     bind = getattr(core, "extend_axis_env_nd", None)
     return bind and bind([*axes.items()])
 
 
 def dispatch_in_c(jitted: Callable[..., object]) -> None:
-    """Have JAX dispatch a `jax.jit` in C++ again, for arguments whose first trace has raised: it leaves these to Python."""
+    """Make JAX dispatch a `jax.jit` from C++ again.
+
+    After a first trace that raises, JAX dispatches calls with such arguments from Python.
+    """
     getattr(jitted, "_clear_cache", lambda: None)()
 
 
 def backends_started() -> bool:
-    """Return whether JAX has started a backend, as the first array or question for devices does."""
+    """Return whether JAX has started a backend, as the first array or device query does."""
     return xla_bridge.backends_are_initialized()
 
 
 def started_without(index: str, option: str) -> bool:
-    """Whether JAX has started, and looks no more at what GPU it is to take, with another one or all.
+    """Return whether JAX has started, and with other GPUs than the one that it is to use.
 
     Args:
-      index: of the GPU.
-      option: the name of JAX's option for it, which is also read after the start.
+      index: the index of the GPU that it is to use.
+      option: the name of JAX's option for the GPU; it keeps the value from before the start.
     """
     return xla_bridge.backends_are_initialized() and jax.config.values.get(option) != index
 
 
 def gloo_listens_at(host: str) -> None:
-    """Have JAX's collectives on CPUs listen at an address of this host, and not at whatever its name resolves to.
+    """Make JAX's collectives on CPUs listen at an address of this host, not at its host name.
 
-    Before JAX's backend starts. A JAX without these functions keeps to the name.
+    Call it before JAX's backend starts. A JAX without these functions uses the host name.
     """
 
     def make_client() -> object:
@@ -99,13 +90,13 @@ def gloo_listens_at(host: str) -> None:
 
 
 def watch_communication() -> Callable[[], bool]:
-    """Return a function that any thread may call: does this process wait for a program with ordered effects?
+    """Return a function that tells whether this process waits for a program with ordered effects.
 
-    Such a program is either being dispatched by some thread (small ones run on it), or it runs and
-    its token, which the runtime token set of the thread that called `watch_communication` holds, is
-    not ready yet.
+    Any thread may call it. Such a program is either being dispatched by some thread (small ones run
+    during dispatch), or it runs and its token is not ready. The tokens are in the runtime token set
+    of the thread that called `watch_communication`.
     """
-    # a `threading.local`: this thread's own dictionary
+    # a `threading.local`: its `__dict__` is the dictionary of this thread
     token_set = dispatch.runtime_tokens.__dict__
 
     def waits() -> bool:
@@ -120,10 +111,10 @@ def watch_communication() -> Callable[[], bool]:
 
 
 def watch_pmap(report: Callable[[], None]) -> None:
-    """Have `report` called at each call of what `jax.pmap` has returned, before this or after it, in any module.
+    """Call `report` at each call of a function that `jax.pmap` has returned, now or earlier.
 
-    All these functions, as plain closures, look a function of JAX's module up by its name when they
-    are called; another one is put in its place. A second call of `watch_pmap` changes nothing.
+    These functions are plain closures that look up a function of JAX's module by its name when they
+    are called, so that function is replaced. A second call of `watch_pmap` changes nothing.
     """
     if pmap_module is None or hasattr(pmap_module._mapped_axis_size, "reports"):
         return
@@ -150,7 +141,7 @@ def _dispatches(frame: FrameType | None) -> bool:
 
 
 def compiling(thread: int | None) -> bool:
-    """Whether a thread stands inside of XLA's compiler."""
+    """Return whether a thread is inside XLA's compiler."""
     frame = sys._current_frames().get(thread or 0)
     while frame and frame.f_code.co_name not in ("backend_compile_and_load", "backend_compile"):
         frame = frame.f_back
@@ -158,7 +149,10 @@ def compiling(thread: int | None) -> bool:
 
 
 def leave_as_it_is() -> None:
-    """Keep JAX's objects when this process, a forked child, ends: they would wait for threads that only its parent has."""
+    """Keep JAX's objects alive when this process, a forked child, ends.
+
+    Their destructors would wait for threads that exist in the parent only.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("jax", "jaxlib"):
             for value in list(vars(module).values()):
@@ -166,9 +160,12 @@ def leave_as_it_is() -> None:
 
 
 def wait_for_effects() -> None:
-    """As `jax.effects_barrier`; programs that failed have told whoever reads their outputs, and are forgotten here."""
+    """Wait for effects as `jax.effects_barrier` does, and forget the errors of failed programs.
+
+    The readers of their outputs get these errors.
+    """
     try:
         jax.effects_barrier()
     except jax.errors.JaxRuntimeError:
-        # or every later program with effects of this thread would fail, too
+        # otherwise every later program with effects of this thread would fail, too
         dispatch.runtime_tokens.clear()

@@ -19,7 +19,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
-from jaxmpi._leaves import STATISTIC, flatten_with_path, is_own, leaf_name, marks_of, output_name
+from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.across_elements import check_shards
 from jaxmpi._lowering.classify import communicates, equations, held
 from jaxmpi._lowering.control_slice import Line, control_equations
@@ -27,6 +27,7 @@ from jaxmpi._lowering.forgotten_mean import Carried, pairs
 from jaxmpi._lowering.fuse_mean import fold
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.summary import Entry, summary
+from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
 
 __all__ = ["Analysis", "analyze", "paths_of"]
 
@@ -243,7 +244,7 @@ def _declared(function: Function, tree: PyTreeDef) -> list[bool]:
     numbers = [i for i, child in enumerate(children) for _ in range(child.num_leaves)]
     paths, _ = flatten_with_path(tree.unflatten(numbers))
     return [
-        (number in outputs or function.equal_output(path)) and not is_own(path)
+        (number in outputs or function.equal_output(path)) and not is_per_rank_leaf(path)
         for path, number in paths
     ]
 

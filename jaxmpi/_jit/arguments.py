@@ -9,7 +9,8 @@ from jax.tree_util import KeyPath, PyTreeDef
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Backend
 from jaxmpi._jit.function import Function, Leaf, is_per_rank
-from jaxmpi._leaves import PyTree, flatten_with_path, leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._per_rank_state import flatten_with_path
 
 __all__ = ["argument_name", "check_arguments", "checked", "kinds", "positions"]
 

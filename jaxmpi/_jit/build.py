@@ -14,11 +14,12 @@ from jaxmpi._jit.function import Function, Leaf, is_per_rank
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.program import Program
 from jaxmpi._job.process.garbage import collection_paused
-from jaxmpi._leaves import PyTree, is_own, output_name
+from jaxmpi._leaves import PyTree, output_name
 from jaxmpi._lowering import lower
 from jaxmpi._lowering.refuse import refuse_ordered_effects, refuse_references
 from jaxmpi._lowering.signature import Signature
 from jaxmpi._lowering.trace import prepared, trace
+from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["build_program", "watched"]
 
@@ -82,7 +83,7 @@ def build_program(
         jaxpr, captured, parameters = trace(flat, backend.axes, avals)
         tree = flat.tree
     outs = paths_of(tree)
-    replicated = [function.replicates(path) and not is_own(path) for path in ins]
+    replicated = [function.replicates(path) and not is_per_rank_leaf(path) for path in ins]
     arguments = [
         f"{argument_name(path)}: {a.dtype.name}{list(a.shape)}"
         for path, a in zip(ins, avals, strict=True)
@@ -133,7 +134,7 @@ def build_program(
         equal=(
             replicated,
             [
-                not differs and not is_own(path)
+                not differs and not is_per_rank_leaf(path)
                 for path, differs in zip(outs, found.varies, strict=True)
             ],
         ),

@@ -11,7 +11,8 @@ from functools import partial
 
 from jaxmpi._backends.base import ProcessGroup
 from jaxmpi._consistency import values
-from jaxmpi._consistency.compare import check_consistent, has_run, note_run, outliers
+from jaxmpi._consistency.compare import check_consistent, has_run, note_run
+from jaxmpi._consistency.mismatch import outliers, ranks_have
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._jit.function import Leaf
 from jaxmpi._jit.program import Program
@@ -86,10 +87,14 @@ def _same_rows(title: str, rows: Sequence[str], everyone: Sequence[Sums]) -> str
 
 def _refuse_difference(title: str, everyone: Sequence[Sums]) -> None:
     for argument in everyone[0]:
-        differs, who_has = outliers([of_rank.get(argument) for of_rank in everyone])
-        if differs:
+        differ = outliers([of_rank.get(argument) for of_rank in everyone])
+        if differ:
             raise RankMismatchError(
-                f"{title}: {argument} is named in replicated_argnums, and {who_has} other values "
-                "than the other ranks. Make it equal before the first step (jaxmpi.synchronize, or "
-                "for an nnx.BatchStat jaxmpi.tree_bcast), or do not name it."
+                f"{title}: {argument} is named in replicated_argnums, and {ranks_have(differ)} "
+                "other values than the rest.",
+                advice="Make it equal before the first step (jaxmpi.synchronize, or for an nnx.BatchStat "
+                "jaxmpi.tree_bcast), or do not name it.",
+                function=title,
+                leaf=argument,
+                ranks=differ,
             )

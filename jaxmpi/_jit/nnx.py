@@ -13,7 +13,8 @@ from jaxmpi._jit.lost_nnx_changes import is_object
 from jaxmpi._jit.program import Program
 from jaxmpi._jit.stages import Traced
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PyTree, is_variable
+from jaxmpi._leaves import PyTree
+from jaxmpi._per_rank_state import is_variable
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -24,7 +24,8 @@ from jaxmpi._jit.arguments import argument_name
 from jaxmpi._jit.function import title_of
 from jaxmpi._jit.lost_nnx_changes import watch_changes
 from jaxmpi._jit.step import Step
-from jaxmpi._leaves import PyTree, flatten_with_path, output_name
+from jaxmpi._leaves import PyTree, output_name
+from jaxmpi._per_rank_state import flatten_with_path
 from jaxmpi._world import session
 
 __all__ = ["pmap"]

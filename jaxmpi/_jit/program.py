@@ -14,7 +14,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._jit.function import Function, Leaf
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.forgotten_mean import Carried
@@ -57,8 +57,8 @@ class Program:
     lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)
 
     @property
-    def statement(self) -> compare.Statement | None:
-        """Statement that the ranks compare; None if the program sends nothing."""
+    def statement(self) -> Call | None:
+        """Call that the ranks compare; None if the program sends nothing."""
         return self.signature.statement
 
     def numbers(self, leaves: Sequence[Leaf]) -> list[str]:

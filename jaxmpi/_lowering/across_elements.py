@@ -18,8 +18,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import in_shard, output_name, shard_axis
+from jaxmpi._leaves import output_name
 from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
+from jaxmpi._per_rank_state import in_shard, shard_axis
 
 __all__ = ["ELEMENTWISE", "check_shards"]
 

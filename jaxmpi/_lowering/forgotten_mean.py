@@ -17,10 +17,11 @@ from jax.tree_util import KeyPath
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import DIFFERS, EQUAL
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._leaves import is_own, leaf_name
+from jaxmpi._leaves import leaf_name
 from jaxmpi._lowering.classify import CALLS, callee, kind
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.text import Text
+from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["Carried", "pairs"]
 
@@ -128,7 +129,7 @@ def pairs(
     kinds = [(v.aval.shape, v.aval.dtype) for v in inner.invars]
     found = []
     for i, (path, v) in enumerate(zip(outs, inner.outvars, strict=True)):
-        names = [] if is_own(path) or isinstance(v, Literal) else _names(path)
+        names = [] if is_per_rank_leaf(path) or isinstance(v, Literal) else _names(path)
         sources = [source for name in names for source in by_path.get(name, [])]
         found += [
             Pair(s, i, leaf_name(path)) for s in sources if kinds[s] == (v.aval.shape, v.aval.dtype)
@@ -144,7 +145,7 @@ def _by_path(ins: Sequence[KeyPath], captured: int) -> Mapping[Hashable, list[in
     found: dict[Hashable, list[int]] = {}
     for i, path in enumerate(ins, captured):
         rest = tuple(map(str, path[2:])) or path[1]
-        if not is_own(path) and (len(ins) > 1 or path[2:]):
+        if not is_per_rank_leaf(path) and (len(ins) > 1 or path[2:]):
             found.setdefault(rest, []).append(i)
     return found
 

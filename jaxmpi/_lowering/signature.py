@@ -7,8 +7,8 @@ from jax.stages import Lowered
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import fingerprint_of
-from jaxmpi._consistency.compare import Details, Statement
 from jaxmpi._consistency.eager_calls import EagerCalls
+from jaxmpi._consistency.mismatch import Call, Details
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.control_slice import Line
 from jaxmpi._lowering.summary import Entry
@@ -69,7 +69,7 @@ class Signature:
         ]
         if text:  # the function's name, too: other functions may send the same
             text = [title, *text, *(what for what, _ in parameters)]
-        self.statement = Statement.of(title, "\n".join(text)) if text else None
+        self.statement = Call.of(title, "\n".join(text)) if text else None
 
     @property
     def fingerprint(self) -> int:
@@ -86,34 +86,33 @@ class Signature:
             digest = hashlib.blake2b(
                 _jaxcompat.module_text(lowered).encode(), digest_size=16
             ).hexdigest()
-            self.statement = Statement(
+            self.statement = Call(
                 fingerprint_of(f"{self.statement.fingerprint} {digest}"), self._title
             )
 
-    def of_call(self, numbers: Sequence[str]) -> Statement:
+    def of_call(self, numbers: Sequence[str]) -> Call:
         """The statement with numbers that the program was called with, of those that must be equal."""
         statement = self.statement
         assert statement is not None
         program = statement.fingerprint
         return (
-            Statement(fingerprint_of(f"{program} {numbers}"), self._title, program)
+            Call(fingerprint_of(f"{program} {numbers}"), self._title, program)
             if numbers
             else statement
         )
 
-    def sent(self, *, lately: bool = False) -> list[str]:
-        """Return the collectives, in words.
+    def sent(self, *, lately: bool = False) -> Sequence[Entry]:
+        """Return the collectives.
 
         Those of a function of ours have the line of the call that runs now; with `lately`, of all
         of its last calls.
         """
         calls = self._calls
         if calls is None:
-            return [*map(str, self._entries)]
+            return self._entries
         lines = calls.lines() if lately else [calls.line()]
         return [
-            str(entry._replace(source=self._with_calls(entry.source, lines)))
-            for entry in self._entries
+            entry._replace(source=self._with_calls(entry.source, lines)) for entry in self._entries
         ]
 
     def _with_calls(self, source: Sequence[str], lines: Sequence[str]) -> tuple[str, ...]:
@@ -144,7 +143,7 @@ class Signature:
             *numbers,
         ]
         details = {
-            "sent": self.sent(),
+            "sent": [*map(str, self.sent())],
             "taken": self._taken,
             "given": given,
             "called": self._called,

@@ -7,7 +7,7 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import PARAMETERS
+from jaxmpi._axis import parameters_in
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import subjaxprs
 
@@ -64,8 +64,10 @@ def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
     if not _has_notes(jaxpr):
         return
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        if is_note(eqn):
-            yield eqn.params["name"].removeprefix(PARAMETERS), _jaxcompat.source_line(eqn)
+        if eqn.primitive.name == "name":
+            text = parameters_in(eqn.params["name"])
+            if text is not None:
+                yield text, _jaxcompat.source_line(eqn)
         for inner in subjaxprs(eqn):
             yield from parameters(inner)
 
@@ -80,7 +82,7 @@ def _has_notes(jaxpr: AnyJaxpr) -> bool:
 
 def is_note(eqn: JaxprEqn) -> bool:
     """Return whether it is an identity of `with_parameters`."""
-    return eqn.primitive.name == "name" and eqn.params["name"].startswith(PARAMETERS)
+    return eqn.primitive.name == "name" and parameters_in(eqn.params["name"]) is not None
 
 
 def _is_plain(name: str, value: object, shapes: bool) -> bool:

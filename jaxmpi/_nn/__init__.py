@@ -1,6 +1,7 @@
-"""What models need of the other ranks.
+"""Layers and statistics of models over all ranks.
 
-batch_stats  running means and variances of all ranks as one
-batch_norm   batch normalization with the statistics of the valid rows of all ranks; that of nnx
-linen        the same for linen
+batch_stats  combine the running means and variances of all ranks
+stat_names   find the mean, spreads and count that belong together, by the names of their leaves
+batch_norm   `flax.nnx` batch normalization over the valid rows of all ranks
+linen        the same layer for `flax.linen`
 """

@@ -103,7 +103,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
 
 
 class Moments(NamedTuple):
-    """The statistics of a batch, of shape `[features]`."""
+    """Statistics of a batch, of shape `[features]`."""
 
     mean: jax.Array
     var: jax.Array
@@ -126,7 +126,7 @@ def moments(
     *,
     fast: bool,
 ) -> Moments:
-    """The mean and variance of all elements on all ranks for which the mask holds."""
+    """Return the mean and variance of all elements on all ranks for which the mask holds."""
     valid = jnp.broadcast_to(True if mask is None else jnp.asarray(mask, bool), x.shape)
     real = jnp.finfo(x.dtype).dtype
 
@@ -154,7 +154,7 @@ def moments(
 
 
 def updated(old: jax.Array, new: jax.Array, count: jax.Array, momentum: float) -> jax.Array:
-    """The running statistic after a batch; as before where no rank has had a valid row."""
+    """Return a running statistic after a batch; unchanged if no rank has a valid row."""
     return jnp.where(count > 0, momentum * old + (1 - momentum) * new, old)
 
 
@@ -167,7 +167,7 @@ def normalized(
     epsilon: float,
     dtype: DTypeLike | None,
 ) -> jax.Array:
-    """Y = (x - μ) / √(σ² + ε) · scale + bias, computed in the precision of the statistics."""
+    """Return y = (x - μ) / √(σ² + ε) · scale + bias, in the precision of the statistics."""
     shape = [x.shape[i] if i in features else 1 for i in range(x.ndim)]
     factor = lax.rsqrt(now.var.reshape(shape) + epsilon)
     given = [p for p in (x, scale, bias) if p is not None]

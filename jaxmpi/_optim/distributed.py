@@ -13,9 +13,10 @@ import optax
 
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size, check_axis
-from jaxmpi._collectives.trees import OPS, Caller, tree_allreduce
+from jaxmpi._collectives.tree_calls import OPS
+from jaxmpi._collectives.trees import Caller, tree_allreduce
 from jaxmpi._jit.api import compiled
-from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._leaves import PyTree
 from jaxmpi._optim.adasum import adasum
 from jaxmpi._optim.average import mean, mean_of_all, rounded
 from jaxmpi._optim.codec import Codec, check_codec
@@ -24,6 +25,7 @@ from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transf
 from jaxmpi._optim.objective import ExtraArgs, over_ranks
 from jaxmpi._optim.sharded_array import refuse_shards
 from jaxmpi._optim.weights import Weight, as_weight, check_total, divided, scaled
+from jaxmpi._per_rank_state import PerRankState
 from jaxmpi._world import session
 
 __all__ = ["DistributedState", "distributed"]

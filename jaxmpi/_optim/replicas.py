@@ -13,8 +13,9 @@ from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._leaves import PyTree, flatten_with_path, is_own, leaf_name
+from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._optim.float_leaves import check_transform, either
+from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 
 __all__ = ["ReplicaState", "check_replicas", "watch_replicas"]
 
@@ -179,7 +180,7 @@ def _compare(params: PyTree) -> tuple[jax.Array, jax.Array]:
     """
     leaves: dict[int, ArrayLike] = {}
     for i, (path, x) in enumerate(flatten_with_path(params)[0]):
-        if not is_own(path):
+        if not is_per_rank_leaf(path):
             leaves[i] = x
     if not leaves:
         return _none_found()

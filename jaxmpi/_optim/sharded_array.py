@@ -23,7 +23,8 @@ from jaxmpi._axis import AXIS, Axis, names, overlap
 from jaxmpi._collectives import arrays
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
-from jaxmpi._leaves import Mark, MarkKey, PyTree, leaf_name, marks_of
+from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._per_rank_state import Mark, MarkKey, marks_of
 from jaxmpi._world import session
 
 __all__ = [

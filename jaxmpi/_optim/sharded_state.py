@@ -17,19 +17,10 @@ from jax.tree_util import KeyPath
 from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller
-from jaxmpi._consistency.equal_leaves import EqualLeaf, check_equal_leaves
+from jaxmpi._consistency.values import EqualLeaf, check_equal_leaves
 from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import anywhere
-from jaxmpi._leaves import (
-    Mark,
-    MarkKey,
-    PyTree,
-    flatten_with_path,
-    is_key,
-    is_own,
-    is_variable,
-    leaf_name,
-)
+from jaxmpi._leaves import PyTree, is_key, leaf_name
 from jaxmpi._optim.sharded_array import (
     ShardedArray,
     check_shard_axis,
@@ -41,6 +32,7 @@ from jaxmpi._optim.sharded_array import (
     shard_value,
     size_along,
 )
+from jaxmpi._per_rank_state import Mark, MarkKey, flatten_with_path, is_per_rank_leaf, is_variable
 from jaxmpi._world import session
 
 __all__ = [
@@ -281,12 +273,12 @@ def check_equal(function: str, tree: PyTree, axis: Axis | None = None) -> None:
         (axis,) = axes
     found: list[tuple[KeyPath, object, Axis]] = []
     for path, x in paths:
-        if is_own(path):
+        if is_per_rank_leaf(path):
             continue
         if is_sharded_state(x):
             # its arrays that are not shards, or have been made whole by `unshard` (ranks == 1)
             for inner, y in flatten_with_path(x.parts, is_leaf=is_sharded_array)[0]:
-                if is_own(inner):
+                if is_per_rank_leaf(inner):
                     continue
                 if not is_sharded_array(y):
                     found.append(((*path, *inner), y, x.layout.axis))

@@ -25,10 +25,11 @@ from jaxmpi._backends import sent_ahead
 from jaxmpi._backends.base import Collective
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
-from jaxmpi._leaves import PerRankState, PyTree
+from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.exact_updates import update_to
 from jaxmpi._optim.codec import Codec, OneMessage
 from jaxmpi._optim.float_leaves import either, equal_types, floats, made_of
+from jaxmpi._per_rank_state import PerRankState
 from jaxmpi._world import session
 
 __all__ = ["Fragment", "Streaming", "StreamingState", "no_negative_zeros"]

@@ -27,7 +27,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS, Axis
 from jaxmpi._backends.simulate import PerRank
 from jaxmpi._collectives.trees import Caller
-from jaxmpi._consistency.compare import in_words
+from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, widest

@@ -19,13 +19,12 @@ from jaxmpi._job.process.compiled_files import CompiledFiles
 from jaxmpi._job.process.init_failure import joining
 from jaxmpi._job.process.refused_count import note_at_exceptions
 from jaxmpi._world import session
-from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps
-from jaxmpi._world.world import World
+from jaxmpi._world.world import World, checked_axes, sized_axes
 
 __all__ = ["init", "launched_ranks"]
 
-LAUNCHERS = (  # what each launcher tells its ranks about their number
+LAUNCHERS = (  # the variable in which each launcher tells a rank the number of ranks
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
     "MPI_WORLD_SIZE",
@@ -97,15 +96,13 @@ def init(
         if backend not in ("auto", world.backend):
             raise ValueError(
                 f"init: the backend is {world.backend!r} since the first call, and now {backend!r} "
-                "was asked for. "
-                "Call jaxmpi.finalize() first."
+                "was asked for. Call jaxmpi.finalize() first."
             )
         named = sized_axes("init", checked_axes("init", axes), world.size)
         if axes is not None and [*named.items()] != [*world.axes.items()]:
             raise ValueError(
                 f"init: axes are {dict(world.axes)} since the first call, and now {named} were "
-                "asked for. "
-                "Call jaxmpi.finalize() first."
+                "asked for. Call jaxmpi.finalize() first."
             )
         if jax_processes and world.size > jax.process_count():
             raise ValueError(
@@ -144,7 +141,10 @@ def init(
 
 
 def _keep_compiled(place: Place) -> None:
-    """Have JAX keep what it compiles in the folder that `jaxmpi run` has chosen; the first rank of a host says why not."""
+    """Make JAX keep compiled programs in the folder that `jaxmpi run` has chosen.
+
+    If that is not possible, the first rank of a host says why.
+    """
     directory, limit = settings.get("JAXMPI_CACHE_DIR"), settings.get("JAXMPI_CACHE_BYTES")
     if not directory or not limit or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
@@ -166,12 +166,9 @@ def _keep_compiled(place: Place) -> None:
 def _check_settings(
     backend: str, launched: int, axes: Mapping[str, int] | None, jax_processes: bool
 ) -> tuple[str, dict[str, int]]:
-    """Read the environment variables, on all ranks where there are several.
+    """Compare the arguments and environment variables of all ranks; return (backend, sized axes).
 
-    Returns the backend with JAXMPI_BACKEND applied, and the axes with their sizes.
-
-    The first thing that ranks say to each other: what they ask for, and the settings that must be
-    the same.
+    This is the first communication of the ranks. The backend has JAXMPI_BACKEND applied.
     """
     with contextlib.suppress(ValueError):  # raised below, on all ranks
         backend = str(settings.get("JAXMPI_BACKEND")) if backend == "auto" else backend
@@ -188,12 +185,15 @@ def _check_settings(
     if (asked := settings.difference(everyone)) is not None:
         name, rank = asked
         show = str if name == "axes" else repr
-        values = [
-            show(everyone[r][name]) if everyone[r][name] is not None else "unset" for r in (0, rank)
-        ]
+        values = []
+        for value in (everyone[0][name], everyone[rank][name]):
+            values.append("unset" if value is None else show(value))
+        same = "argument and the same JAXMPI_BACKEND" if name == "backend" else "value"
         raise RankMismatchError(
-            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}. "
-            f"Give every rank the same{' argument and the same JAXMPI_BACKEND' if name == 'backend' else ' value'}."
+            f"init: {name} is {values[0]} on rank 0 and {values[1]} on rank {rank}.",
+            advice=f"Give every rank the same {same}.",
+            function="init",
+            ranks=[0, rank],
         )
     return backend, sized_axes("init", checked_axes("init", axes), len(everyone))
 
@@ -206,7 +206,7 @@ def _checked() -> dict[str, object]:
 
 
 def _choose(launched: int, devices: Sequence[int] | None) -> str:
-    """What "auto" is, the same on all ranks."""
+    """Return the backend for "auto", the same on all ranks."""
     if launched == 1:
         return "single"
     from jaxmpi._backends.start_checks import gathered
@@ -243,6 +243,10 @@ def _start(
 
 
 def launched_ranks() -> int:
-    """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
-    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
-    return max((int(number) for number in numbers if number.isdigit()), default=1)
+    """Return the number of ranks in the launcher's environment variables; 1 without a launcher."""
+    numbers = [1]
+    for name in LAUNCHERS:
+        number = os.environ.get(name, "")
+        if number.isdigit():
+            numbers.append(int(number))
+    return max(numbers)

@@ -1,4 +1,4 @@
-"""A `jax.pmap` on several ranks: it maps over one rank's device, and its collectives reach no other rank."""
+"""Warning about a `jax.pmap` on several ranks, whose collectives reach no other rank."""
 
 import warnings
 
@@ -9,12 +9,12 @@ __all__ = ["notice_pmaps"]
 
 
 def notice_pmaps() -> None:
-    """Warn of `jax.pmap` from now on, wherever its functions were made: once for each line that calls one."""
+    """Warn about calls of `jax.pmap` from now on, once for each line that makes one."""
     _jaxcompat.watch_pmap(_warn)
 
 
 def _warn() -> None:
-    """Warn on rank 0 of the call that runs now, where the ranks are processes that JAX does not know of."""
+    """Warn on rank 0 about the call that runs now, if JAX does not know the other ranks."""
     # `jaxmpi.jit` refuses it itself
     if _axis.bound() or (here := session.ranks_unknown_to_jax()) is None:
         return
@@ -24,8 +24,8 @@ def _warn() -> None:
         return
     warnings.warn_explicit(
         f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank alone: "
-        "its collectives do not "
-        f"reach the others of {here.place.size} ranks. Use jaxmpi.pmap, or, where that is meant, "
+        f"its collectives do not reach the others of {here.place.size} ranks. Use jaxmpi.pmap, or, "
+        "where that is meant, "
         "warnings.filterwarnings('ignore', 'jax.pmap').",
         UserWarning,
         file,

@@ -1,4 +1,4 @@
-"""What lives from `init` to `finalize`, and which rank of how many this process is."""
+"""Session: the state of a job from `init` to `finalize`, and the place of this process in it."""
 
 import copy
 import os
@@ -15,6 +15,7 @@ from jaxmpi import _axis
 from jaxmpi._backends.base import Backend
 from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._errors import NotInitializedError, RankCountError
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.live import Live
@@ -53,7 +54,7 @@ class SessionState(Protocol):
     """State of a layer above that lives in the Session."""
 
     def close(self) -> None:
-        """Wait for whatever is under way; called once, at the end of the session."""
+        """Wait for operations under way; called once, at the end of the session."""
 
 
 S = TypeVar("S", bound=SessionState)
@@ -88,13 +89,13 @@ _session: Session | None = None
 
 
 def begin(backend: Backend, world: World) -> None:
-    """`current` and `world` give these from now on."""
+    """Begin a session: `current` and `world` return these from now on."""
     global _session
     _session = Session(backend, world)
 
 
 def watch(backend: MpiProcessGroup) -> None:
-    """Watch the other ranks from now on.
+    """Start the monitor, which watches the other ranks.
 
     **Collective:** every rank calls it.
     """
@@ -112,7 +113,10 @@ def watch(backend: MpiProcessGroup) -> None:
 
 @contextmanager
 def within(session: Session) -> Iterator[World]:
-    """Use another session in a `with` block; it shares the states of the session around it, if there is one."""
+    """Use another session in a `with` block.
+
+    It shares the states of the session around it, if there is one.
+    """
     global _session
     before, _session = _session, session
     if before is not None:
@@ -137,7 +141,7 @@ def finalize() -> None:
     """
     global _session
     if _session is not None and not _session.backend.forked:
-        compare.check_consistent(_session.backend, compare.Statement.of("finalize"))
+        compare.check_consistent(_session.backend, Call.of("finalize"))
         _close(_session)
         if _session.monitor is not None:
             _session.monitor.leave()
@@ -151,7 +155,10 @@ def _close(session: Session) -> None:
 
 
 def state(cls: Callable[[float], S]) -> S:
-    """Return the session's object of a class of a layer above; the first call makes it, with the time the session began."""
+    """Return the session's object of a class of a layer above.
+
+    The first call makes it, with the time at which the session began.
+    """
     assert _session is not None
     if cls not in _session.states:
         _session.states[cast(type, cls)] = cls(_session.began)
@@ -159,19 +166,19 @@ def state(cls: Callable[[float], S]) -> S:
 
 
 def current(function: str) -> Backend:
-    """The backend in use, for `function`, whose name the error carries when there is none yet."""
+    """Return the backend, or raise a NotInitializedError that names `function`."""
     if _session is None:
         raise NotInitializedError(function)
     return _session.backend
 
 
 def world() -> World | None:
-    """The World, where there is one."""
+    """Return the World, or None before `init`."""
     return None if _session is None else _session.world
 
 
 def monitor() -> Monitor | None:
-    """The monitor of this rank, where there is one that can talk to the others'."""
+    """Return this rank's monitor, or None if there is none that can talk to the others."""
     watching = None if _session is None else _session.monitor
     return watching if watching is not None and watching.listening else None
 
@@ -184,18 +191,21 @@ def preemption() -> Preemption:
 
 
 def speed() -> Speed | None:
-    """What was measured of messages between the ranks."""
+    """Return the measured speed of messages between the ranks, or None."""
     return None if _session is None else _session.speed
 
 
 def set_speed(measured: Speed | None) -> None:
-    """Keep it until `finalize`."""
+    """Keep the measured speed until `finalize`."""
     assert _session is not None
     _session.speed = measured
 
 
 def ranks_unknown_to_jax() -> Backend | None:
-    """The backend where there are several ranks and JAX knows of one process; None anywhere else, a forked child included."""
+    """Return the backend if there are several ranks and JAX knows of one process; else None.
+
+    It is None in a forked child, too.
+    """
     backend = None if _session is None else _session.backend
     if backend is None or backend.place.size == 1 or backend.forked or jax.process_count() > 1:
         return None
@@ -203,7 +213,7 @@ def ranks_unknown_to_jax() -> Backend | None:
 
 
 def is_first_pmap(line: str) -> bool:
-    """Whether a line calls a `jax.pmap` for the first time in this session."""
+    """Return whether a line calls a `jax.pmap` for the first time in this session."""
     assert _session is not None
     first = line not in _session.pmaps
     _session.pmaps.add(line)
@@ -211,12 +221,18 @@ def is_first_pmap(line: str) -> bool:
 
 
 def initialized() -> bool:
-    """Whether `init` was called, and `finalize` not since."""
+    """Return whether `init` was called, and `finalize` not since."""
     return _session is not None
 
 
 def check_root(function: str, root: object, size: int | None = None) -> None:
-    """Raise a TypeError or a ValueError that names `function` unless root is a rank, or one of a group of `size`."""
+    """Raise a TypeError or ValueError that names `function` unless root is a rank.
+
+    Args:
+      function: for the error.
+      root: a number of a rank.
+      size: the number of ranks of the group; all ranks by default.
+    """
     size = size or current(function).place.size
     if isinstance(root, bool) or not isinstance(root, int):
         raise TypeError(
@@ -230,9 +246,9 @@ def check_root(function: str, root: object, size: int | None = None) -> None:
 
 
 def rank() -> Any:  # a union would be refused by users' type checkers wherever an int is asked for
-    """This rank's number, 0 to size - 1; it may stand in a differentiated function.
+    """Return this rank's number, 0 to size - 1; it may stand in a differentiated function.
 
-    A Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced
+    It is a Python int; inside of `jaxmpi.jit` it is `lax.axis_index`, an int32 array, as the traced
     program is that of all ranks.
     """
     place = current("rank").place
@@ -240,18 +256,21 @@ def rank() -> Any:  # a union would be refused by users' type checkers wherever 
 
 
 def size() -> int:
-    """The number of ranks: a Python int, which may stand in a differentiated function."""
+    """Return the number of ranks, a Python int; it may stand in a differentiated function."""
     place = current("size").place
     return int(lax.axis_size(_axis.AXIS)) if _axis.bound() else place.size
 
 
 def local_rank() -> int:
-    """This rank's number within its node, 0 to local_size - 1. (In FluxMPI and Lux this name is the global rank.)"""
+    """Return this rank's number within its node, 0 to local_size - 1.
+
+    In FluxMPI and Lux this name is the global rank.
+    """
     return current("local_rank").place.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return current("local_size").place.local_size
 
 
@@ -269,11 +288,11 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """In a forked child of a rank, keep the World, to be read, and refuse to communicate."""
+    """Keep the World of a rank readable in its forked child, and refuse to communicate there."""
     if _session is None or _session.backend.place.size == 1 or _session.backend.simulates:
         return
     if not _session.backend.forked:
-        backend: Any = copy.copy(_session.backend)  # another one, so that steps look at it anew
+        backend: Any = copy.copy(_session.backend)  # a new object, which steps do not know yet
         backend.forked = True
         backend.turn.forbid()
         _session.backend = backend

@@ -1,4 +1,4 @@
-"""A World of simulated ranks, for as long as a `with` block."""
+"""Simulated ranks: a World of several ranks in one process, for a `with` block."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,16 +6,15 @@ from functools import cache
 
 from jaxmpi._backends.simulate import Simulated
 from jaxmpi._world import session
-from jaxmpi._world.axes import checked_axes, sized_axes
 from jaxmpi._world.leftover_pmap import notice_pmaps
-from jaxmpi._world.world import World
+from jaxmpi._world.world import World, checked_axes, sized_axes
 
 __all__ = ["simulate"]
 
 
 @contextmanager
 def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
-    """Run what stands under it on n ranks in one process, without MPI: to try a program in a notebook.
+    """Run a `with` block on n ranks in one process, without MPI: to try a program in a notebook.
 
         with jaxmpi.simulate(8):
             params, state, loss = step(params, state, batch)
@@ -35,7 +34,8 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
 
     >>> import jax, jaxmpi, numpy as np
     >>> with jaxmpi.simulate(3):
-    ...     print(jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))(jaxmpi.PerRank(np.arange(3.0))))
+    ...     step = jaxmpi.jit(lambda x: jax.lax.psum(x, jaxmpi.AXIS))
+    ...     print(step(jaxmpi.PerRank(np.arange(3.0))))
     3.0
     """
     if n < 1:
@@ -55,5 +55,5 @@ def simulate(n: int, axes: Mapping[str, int] | None = None) -> Iterator[World]:
         yield world
 
 
-# the same for every such block, so that what a step has compiled serves them all
+# the same backend for every such block, so that a step compiles once for all of them
 _ranks = cache(Simulated)

@@ -18,6 +18,7 @@ from jaxmpi import RankMismatchError, codecs
 from jaxmpi._backends.activity import EVENTS
 from jaxmpi._backends.base import fingerprint_of
 from jaxmpi._consistency import compare
+from jaxmpi._consistency.mismatch import Call
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 
@@ -837,8 +838,8 @@ def test_what_was_compared_is_forgotten_once_there_was_enough_after_it():
     """
     backend = session.current("test")
     for step in range(EVENTS + 100):
-        compare.check_consistent(backend, compare.Statement.of("save", f"step {step}"))
-        compare.check_consistent(backend, compare.Statement.of("always"))
+        compare.check_consistent(backend, Call.of("save", f"step {step}"))
+        compare.check_consistent(backend, Call.of("always"))
     assert len(backend._titles) == EVENTS
     words = [fingerprint_of(text) for text in ("step 0", f"step {EVENTS + 99}", "always")]
     assert [backend.described(word)[1] for word in words] == ["", "save", "always"]

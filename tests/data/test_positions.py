@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi._data.state_text import from_text, to_text
+from jaxmpi._data.feeds import from_text, to_text
 from jaxmpi.data import Batches
 from jaxmpi.testing import run_ranks
 

@@ -15,8 +15,8 @@ from programs import on_ranks, run
 import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import jax_processes, mpi_library
-from jaxmpi._world.axes import sized_axes
 from jaxmpi._world.init import LAUNCHERS, _choose
+from jaxmpi._world.world import sized_axes
 from jaxmpi.testing import run_ranks
 
 PACKAGE = Path(jaxmpi.__file__).parent

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmpi import _jaxcompat
-from jaxmpi._consistency.compare import in_words
+from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
 from jaxmpi._job.process import run_dir, settings
