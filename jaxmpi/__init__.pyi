@@ -30,7 +30,7 @@ from ._errors import (
 )
 from ._jit.api import jit, local
 from ._jit.pmap import pmap
-from ._job.launch.notebook import launch
+from ._job.launch.pool import launch
 from ._job.process.busy import busy
 from ._leaves import PerRankState
 from ._optim.accumulate import accumulate

@@ -13,9 +13,7 @@ failed_host     on which host
 restart         what a restart runs on
 scaling         a program on several numbers of ranks, compared
 run             all of that: `jaxmpi run`
-task            what a waiting rank is given to run, and what it answers
-pool            ranks that wait for functions to run, seen from outside
+pool            `jaxmpi.launch` and the ranks of tests: ranks that wait for functions to run
 worker          one of these ranks
-notebook        `jaxmpi.launch`
 hosts           how many ranks a host gets
 """
