@@ -14,7 +14,7 @@ from jaxmpi._backends.base import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._job.process import children, run_dir, settings, stderr
+from jaxmpi._job.process import children, launchers, run_dir, settings, stderr
 from jaxmpi._job.process.compiled_files import CompiledFiles
 from jaxmpi._job.process.init_failure import joining
 from jaxmpi._job.process.refused_count import note_at_exceptions
@@ -24,16 +24,6 @@ from jaxmpi._world.leftover_pmap import notice_pmaps
 from jaxmpi._world.world import World
 
 __all__ = ["init", "launched_ranks"]
-
-LAUNCHERS = (  # what each launcher tells its ranks about their number
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MPI_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "PALS_SIZE",
-    "FLUX_JOB_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
 
 
 def init(
@@ -244,5 +234,4 @@ def _start(
 
 def launched_ranks() -> int:
     """How many ranks the launcher's environment variables speak of; 1 without a launcher."""
-    numbers = [os.environ.get(name, "") for name in LAUNCHERS]
-    return max((int(number) for number in numbers if number.isdigit()), default=1)
+    return launchers.launched(os.environ).size

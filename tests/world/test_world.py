@@ -286,7 +286,9 @@ def test_launched_without_mpi_says_what_to_install(tmp_path):
     done = python(
         "import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4"
     )
-    assert "MPIError: 4 ranks were launched, but mpi4py does not work here" in done.stderr
+    assert (
+        "MPIError: 4 ranks were launched by Open MPI, but mpi4py does not work here" in done.stderr
+    )
     assert "pip install" in done.stderr
 
 
@@ -296,11 +298,18 @@ def launched_by_another_mpi():
     return {"PMI_SIZE" if has_open_mpi else "OMPI_COMM_WORLD_SIZE": "3"}
 
 
-def test_launched_by_another_mpi_says_so():
-    done = python("import jaxmpi; jaxmpi.init()", **launched_by_another_mpi())
-    assert (
-        "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
-    )
+FLUX = {"FLUX_JOB_SIZE": "3", "FLUX_TASK_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "by"),
+    [(launched_by_another_mpi(), "( by Open MPI)?"), (FLUX, " by Flux")],
+    ids=["another MPI", "Flux"],
+)
+def test_launched_by_another_mpi_says_so(environ, by):
+    done = python("import jaxmpi; jaxmpi.init()", **environ)
+    says = rf"MPIError: 3 ranks were launched{by}, but each of them is alone: mpi4py runs on "
+    assert re.search(says, done.stderr)
     assert "Start the job with the mpirun of that MPI" in done.stderr
 
 

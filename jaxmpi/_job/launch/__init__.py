@@ -1,9 +1,9 @@
 """Ranks are started here: by `jaxmpi run`, by a notebook, by a test.
 
-environment     what a job needs where it is started
+machine         the host on which a job is started, and whether it allows one
 options         what the command line asks for
-mpiexec         which launcher there is, and whether it fits
-placement       what the launcher is told
+mpiexec         the launcher and the MPI library of this environment
+placement       hosts, cores of each rank, the launcher's command line
 supervisor      the launcher, run to its end
 host_ranks      the ranks of this host, and in which order they end
 mpi_daemons     through which MPICH's launcher reaches the hosts
@@ -15,5 +15,4 @@ scaling         a program on several numbers of ranks, compared
 run             all of that: `jaxmpi run`
 pool            `jaxmpi.launch` and the ranks of tests: ranks that wait for functions to run
 worker          one of these ranks
-hosts           how many ranks a host gets
 """

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmpi._job.launch.hosts import same_host
+from jaxmpi._job.launch.placement import same_host
 from jaxmpi._job.process.run_dir import Member
 
 __all__ = ["End", "Failure", "find_failure"]

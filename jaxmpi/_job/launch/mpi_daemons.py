@@ -7,19 +7,18 @@ import select
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MpiDaemons", "children"]
+from jaxmpi._job.process.launchers import Launcher
 
-# what mpiexec says, and ends; then the ranks of all hosts are killed
-_LOST = r"control_cb .{0,200}assert \(!closed\) failed"
-_NUMBER = re.compile(rb"--proxy-id[\0 ](\d+)")
+__all__ = ["MpiDaemons", "children"]
 
 
 class MpiDaemons:
     """Which of the processes ended first."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        """`hosts`: as MPI's options name them, in their order; none where nobody is watched."""
-        self._hosts = hosts
+    def __init__(self, launcher: Launcher, hosts: Sequence[str]) -> None:
+        """`hosts`: as MPI's options name them, in their order."""
+        self._launcher = launcher
+        self._hosts = hosts if launcher.proxy_number else ()
         self._number: dict[int, int] = {}  # of a host, by process
         self._process: dict[int, int] = {}  # by file descriptor
         self._ended: list[int] = []  # numbers of hosts
@@ -28,9 +27,10 @@ class MpiDaemons:
     def look(self, launcher: int) -> None:
         """See who has come and who has ended; `launcher`: its process."""
         if len(self._number) < len(self._hosts):
+            number = re.compile(self._launcher.proxy_number.encode())
             for pid in children(launcher) - self._number.keys():
                 with contextlib.suppress(OSError):  # it is gone already, or the kernel has no pidfd
-                    if found := _NUMBER.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
+                    if found := number.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
                         self._follow(os.pidfd_open(pid), pid, int(found[1]))
         while events := self._epoll.poll(0.0, maxevents=1):
             fd = events[0][0]
@@ -45,7 +45,9 @@ class MpiDaemons:
           text: The last of what the launcher and the ranks wrote.
         """
         number = self._ended[0] if self._ended else len(self._hosts)
-        if number >= len(self._hosts) or not re.search(_LOST, " ".join(text.split())):
+        if number >= len(self._hosts) or not re.search(
+            self._launcher.lost_proxy, " ".join(text.split())
+        ):
             return ""
         return (
             f"MPI's daemon on {self._hosts[number]} ended first: it was killed, or the host failed"

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi._job.launch.environment import socket_folder
+from jaxmpi._job.launch.machine import socket_folder
 from jaxmpi._world import session
 
 __all__ = ["ADDRESS", "Call", "Pool", "RankFailure", "Result", "Task", "launch", "pool"]

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxmpi._job.launch.hosts import named_hosts, same_host, with_hosts
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import Request
+from jaxmpi._job.launch.placement import named_hosts, same_host, with_hosts
 
 __all__ = ["Restarts"]
 

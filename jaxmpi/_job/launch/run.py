@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxmpi._job.launch.environment import prepare
-from jaxmpi._job.launch.hosts import named_hosts, on_other_nodes
+from jaxmpi._job.launch.machine import prepare, survey
 from jaxmpi._job.launch.mpiexec import (
-    Launcher,
     LaunchError,
+    Mpiexec,
     check_library,
     environment,
     find_launcher,
@@ -19,7 +18,7 @@ from jaxmpi._job.launch.mpiexec import (
 )
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.output import open_streams, say
-from jaxmpi._job.launch.placement import check_counts, command, plan, survey
+from jaxmpi._job.launch.placement import check_counts, command, named_hosts, on_other_nodes, plan
 from jaxmpi._job.launch.restart import Restarts
 from jaxmpi._job.launch.scaling import Point, picture, table
 from jaxmpi._job.launch.supervisor import Outcome, supervise
@@ -40,17 +39,17 @@ def run(arguments: Sequence[str]) -> int:
         prepare(os.environ)
         request = parse(arguments)
         check_counts(request, os.environ)
-        launcher = identify(find_launcher(request.mpiexec, os.environ))
-        check_library(launcher)
+        mpiexec = identify(find_launcher(request.mpiexec, os.environ))
+        check_library(mpiexec)
     except LaunchError as error:
         say(str(error))
         return 2
     if request.scaling:
-        return _scale(request, launcher)
+        return _scale(request, mpiexec)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
         restarts, failures = Restarts(request, Path(folder)), 0
         while True:
-            outcome = _run_once(request, launcher, failures)
+            outcome = _run_once(request, mpiexec, failures)
             refused = bool(outcome.refused_count) and request.restarts > 0
             if not outcome.failed or (failures == request.restarts and not refused):
                 return outcome.code
@@ -73,11 +72,11 @@ def run(arguments: Sequence[str]) -> int:
                 return outcome.code
 
 
-def _scale(request: Request, launcher: Launcher) -> int:
+def _scale(request: Request, mpiexec: Mpiexec) -> int:
     """Run the program on each number of ranks, and compare its throughput."""
     points, cores = [], survey().cores
     for ranks in request.scaling:
-        outcome = _run_once(replace(request, ranks=ranks), launcher, 0)
+        outcome = _run_once(replace(request, ranks=ranks), mpiexec, 0)
         if outcome.code:
             return outcome.code
         if not outcome.rates:
@@ -97,9 +96,9 @@ def _scale(request: Request, launcher: Launcher) -> int:
     return 0
 
 
-def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
+def _run_once(request: Request, mpiexec: Mpiexec, attempt: int) -> Outcome:
     """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
-    decided = plan(request, launcher, survey(), os.environ)
+    decided = plan(request, mpiexec, survey(), os.environ)
     say(decided.summary)
     run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
     added = {
@@ -110,14 +109,14 @@ def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
     }
     if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
         added["JAXMPI_CACHE_DIR"] = kept
-    own = environment(launcher, os.environ, request.mpi_options, run_dir)
+    own = environment(mpiexec, os.environ, request.mpi_options, run_dir)
     environ = {**os.environ, **added, **own}
     exported = [
         *added,
         *(name for name in os.environ if name not in added and name.startswith(_EXPORTED)),
     ]
-    hosts = [] if launcher.family.names_lost_host else [*named_hosts(request.mpi_options)]
-    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
+    words = command(request, mpiexec, decided.flags, exported)
+    return supervise(words, environ, run_dir, mpiexec.launcher, [*named_hosts(request.mpi_options)])
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,6 @@ others.
 import contextlib
 import ctypes
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from jaxmpi._job.launch.mpi_daemons import MpiDaemons, children
 from jaxmpi._job.launch.output import Relay, say
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process import settings
+from jaxmpi._job.process.launchers import Launcher
 
 __all__ = ["Outcome", "say", "supervise"]
 
@@ -31,9 +31,6 @@ GRACE_SECONDS = 2.0
 # the launcher may run on for so long after the ranks of this host have ended, not all of them in
 # order
 GONE_SECONDS = 20.0
-
-# in the environment of a rank, not of the launcher's daemons
-_RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")
 
 Received = tuple[int, float]  # a signal, and when
 
@@ -49,7 +46,11 @@ class Outcome(NamedTuple):
 
 
 def supervise(
-    command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    run_dir: str,
+    launcher: Launcher,
+    hosts: Sequence[str] = (),
 ) -> Outcome:
     """Run MPI's launcher until it ends, and return how; `hosts` are those that its options name.
 
@@ -61,12 +62,12 @@ def supervise(
     """
     started = time.time()
     received, handlers = _receive_signals()
-    code, relays, ranks, daemons = 1, list[Relay](), HostRanks(run_dir), MpiDaemons(hosts)
+    code, relays, ranks, daemons = 1, list[Relay](), HostRanks(run_dir), MpiDaemons(launcher, hosts)
     try:
         process = _start(command, environ)
         assert process.stdout and process.stderr
         relays = [Relay(process.stdout, 1), Relay(process.stderr, 2)]
-        _wait(process, ranks, daemons, received)
+        _wait(process, launcher, ranks, daemons, received)
         daemons.look(process.pid)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
@@ -149,6 +150,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 
 def _wait(
     process: subprocess.Popen[bytes],
+    launcher: Launcher,
     ranks: HostRanks,
     daemons: MpiDaemons,
     received: Sequence[Received],
@@ -193,7 +195,7 @@ def _wait(
             _kill(
                 pid
                 for pid, environ in registry.processes(ranks.run_dir).items()
-                if _RANK.search(environ)
+                if any(b"\0%s=" % name.encode() in environ for name in launcher.rank)
             )
         else:
             _kill([process.pid, *registry.processes(ranks.run_dir)])

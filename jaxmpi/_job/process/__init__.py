@@ -1,6 +1,7 @@
 """A rank as a process of this host. Nothing here imports JAX.
 
 settings              the environment variables
+launchers             the table of MPI's launchers: variables, options, how they report a failure
 run_dir               who takes part, in files that `jaxmpi run` reads
 refused_count         a rank cannot work in a job of so many ranks, for `jaxmpi run`
 init_failure          who has not called `init`, while others wait there

@@ -3,20 +3,11 @@
 import os
 from typing import NamedTuple
 
+from jaxmpi._job.process import launchers
+
 __all__ = ["Parent", "note_rank", "parent"]
 
 _VARIABLE = "JAXMPI_RANK_PROCESS"  # what the rank tells them
-# What launchers tell a rank: where these differ, another launcher has started this process within
-# the rank.
-_LAUNCH = (
-    "JAXMPI_RUN_DIR",
-    "PMIX_NAMESPACE",
-    "PMIX_RANK",
-    "PMI_FD",
-    "PMI_RANK",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-)
 
 
 class Parent(NamedTuple):
@@ -41,4 +32,6 @@ def parent() -> Parent | None:
 
 
 def _launch() -> list[str]:
-    return [f"{name}={os.environ[name]}" for name in _LAUNCH if name in os.environ]
+    # Where these differ, another launcher has started this process within the rank.
+    names = ("JAXMPI_RUN_DIR", *launchers.names(lambda launcher: launcher.identity))
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi._job.process import run_dir
+from jaxmpi._job.process import launchers, run_dir
 from jaxmpi._job.process.busy import Work, work_of
 
 __all__ = ["INIT", "MONITOR", "Peer", "all_are_here", "mark_thread", "peers", "rank_here"]
@@ -15,27 +15,6 @@ INIT, MONITOR = (
     "jaxmpi-init",
     "jaxmpi-monitor",
 )  # names of threads, by which other processes see how far a rank is; 15 letters at most
-_RANK = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "PALS_RANKID",
-    "FLUX_TASK_RANK",
-    "PMIX_RANK",
-    "SLURM_PROCID",
-)
-_LOCAL_SIZE = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-)
-_JOB = (
-    "PMIX_NAMESPACE",
-    "JAXMPI_RUN_DIR",
-)  # equal in all processes of a job; without them the launcher's daemon is their parent
-# what the processes that start ranks are called
-_DAEMONS = ("prte", "orted", "mpirun", "mpiexec", "hydra", "slurmstepd")
 _PR_SET_NAME = 15
 
 
@@ -50,13 +29,15 @@ class Peer(NamedTuple):
 
 def rank_here() -> int | None:
     """This process's rank, as the launcher's environment has it; None without one."""
-    return _number(dict(os.environ), _RANK)
+    return launchers.launched(os.environ).rank
 
 
 def all_are_here(size: int) -> bool:
     """Whether all ranks are on this host and /proc shows what their launcher has started: a rank that is not seen has ended."""
     daemon = _read("/proc", str(os.getppid()), "comm")
-    return _number(dict(os.environ), _LOCAL_SIZE) == size and daemon.startswith(_DAEMONS)
+    return launchers.launched(os.environ).local_size == size and daemon.startswith(
+        launchers.names(lambda launcher: launcher.daemons)
+    )
 
 
 def mark_thread(name: str) -> None:
@@ -76,7 +57,7 @@ def peers() -> dict[int, Peer]:
     for path in Path("/proc").glob("[0-9]*"):
         if job is None or _job(path.name) != job:
             continue
-        rank = _number(_environ(path.name), _RANK)
+        rank = launchers.launched(_environ(path.name)).rank
         if rank is None or (rank in found and found[rank].called):
             continue
         pid, called = int(path.name), _has_called(path)
@@ -89,7 +70,9 @@ def peers() -> dict[int, Peer]:
 
 def _job(pid: str) -> str | None:
     environ = _environ(pid)
-    named = next((environ[name] for name in _JOB if name in environ), None)
+    # equal in all processes of a job; without them the launcher's daemon is their parent
+    variables = (*launchers.names(lambda launcher: launcher.job), "JAXMPI_RUN_DIR")
+    named = next((environ[name] for name in variables if name in environ), None)
     return named or (_parent(pid) if environ else None)
 
 
@@ -112,7 +95,3 @@ def _read(*path: str) -> str:
         return Path(*path).read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _number(environ: dict[str, str], names: tuple[str, ...]) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)

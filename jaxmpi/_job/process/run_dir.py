@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxmpi._job.process import files as _files
+from jaxmpi._job.process import launchers
 
 __all__ = [
     "Member",
@@ -40,7 +41,8 @@ FOLDER = "/dev/shm"  # which a container may lack
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and
 # those must survive the job.
 _SEGMENT = re.compile(
-    r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi)[._-][^\s/]+"
+    rf"/dev/shm/(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))}|jaxmpi)"
+    r"[._-][^\s/]+"
 )
 
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._job.launch import mpiexec
-from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.launch.machine import Machine
 from jaxmpi._job.process import compiled_files, processor, settings
 from jaxmpi._job.tools.finding import Finding, ask, two
 

@@ -9,9 +9,8 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 
-from jaxmpi._job.launch.environment import prepare
+from jaxmpi._job.launch.machine import Machine, prepare, survey
 from jaxmpi._job.launch.mpiexec import LaunchError
-from jaxmpi._job.launch.placement import Machine, survey
 from jaxmpi._job.tools import checks, installed
 from jaxmpi._job.tools.finding import Finding
 from jaxmpi._job.tools.speed import speed

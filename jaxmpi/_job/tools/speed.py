@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.launch.machine import Machine
 from jaxmpi._job.tools.finding import START_SECONDS, Finding, environment
 from jaxmpi._leaves import PyTree
 

@@ -16,19 +16,21 @@ import pytest
 from jaxmpi.__main__ import main
 from jaxmpi._job.launch import mpiexec
 from jaxmpi._job.launch.failure_report import End, find_failure
-from jaxmpi._job.launch.mpiexec import Launcher, LaunchError
+from jaxmpi._job.launch.machine import Machine, survey
+from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
 from jaxmpi._job.launch.output import Relay
-from jaxmpi._job.launch.placement import Machine, check_counts, command, plan, survey
+from jaxmpi._job.launch.placement import check_counts, command, plan
+from jaxmpi._job.process import launchers
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process.run_dir import Member
 
 pytestmark = pytest.mark.launcher
 
 ROOT = Path(__file__).parents[3]
-OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
-MPICH = Launcher("/opt/bin/mpiexec", "MPICH", "5.0.2")
-INTEL = Launcher("/opt/bin/mpiexec", "Intel MPI", "2021.13")
+OPEN_MPI = Mpiexec("/opt/bin/mpirun", launchers.OPEN_MPI_5, "5.0.11")
+MPICH = Mpiexec("/opt/bin/mpiexec", launchers.MPICH, "5.0.2")
+INTEL = Mpiexec("/opt/bin/mpiexec", launchers.INTEL_MPI, "2021.13")
 
 # What a rank is told to do after it joined; {rank} and {size} are MPI's.
 SCRIPT = """
@@ -620,23 +622,28 @@ def test_find_launcher_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("says", "vendor", "version"),
+    ("says", "launcher", "version"),
     [
-        ("mpirun (Open MPI) 5.0.11", "Open MPI", "5.0.11"),
-        ("prterun (PRRTE) 3.0.7", "Open MPI", "3.0.7"),
-        ("mpirun (Open MPI) 4.1.4", "Open MPI", "4.1.4"),
-        ("mpirun.openmpi (OpenRTE) 4.1.4", "Open MPI", "4.1.4"),  # by another name than mpirun
+        ("mpirun (Open MPI) 5.0.11", launchers.OPEN_MPI_5, "5.0.11"),
+        ("prterun (PRRTE) 3.0.7", launchers.OPEN_MPI_5, "3.0.7"),
+        ("mpirun (Open MPI) 4.1.4", launchers.OPEN_MPI_4, "4.1.4"),
+        # by another name than mpirun
+        ("mpirun.openmpi (OpenRTE) 4.1.4", launchers.OPEN_MPI_4, "4.1.4"),
         (
             "HYDRA build details:\n    Version:                                 4.2.1",
-            "MPICH",
+            launchers.MPICH,
             "4.2.1",
         ),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024", "Intel MPI", "2021.13"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024",
+            launchers.INTEL_MPI,
+            "2021.13",
+        ),
     ],
 )
-def test_identify_knows(tmp_path, says, vendor, version):
+def test_identify_knows(tmp_path, says, launcher, version):
     path = fake(tmp_path / "mpirun", f"echo '{says}'")
-    assert mpiexec.identify(path) == Launcher(path, vendor, version)
+    assert mpiexec.identify(path) == Mpiexec(path, launcher, version)
 
 
 def test_identify_refuses_what_it_does_not_know(tmp_path):
@@ -671,6 +678,7 @@ LISTS = {
 }
 PROGRAMS = {"4.1.4": "ompi_info", "5.0.11": "prte_info"}
 SCRATCH = {"4.1.4": "OMPI_MCA_orte_local_tmpdir_base", "5.0.11": "PRTE_MCA_prte_local_tmpdir_base"}
+ROWS = {"4.1.4": launchers.OPEN_MPI_4, "5.0.11": launchers.OPEN_MPI_5}
 
 
 @pytest.mark.parametrize("version", ["4.1.4", "5.0.11"])
@@ -694,7 +702,7 @@ SCRATCH = {"4.1.4": "OMPI_MCA_orte_local_tmpdir_base", "5.0.11": "PRTE_MCA_prte_
 def test_files_of_a_job_are_kept_where_the_user_wants_them(
     tmp_path, version, file_says, environ, options, ours
 ):
-    launcher = Launcher(fake(tmp_path / "mpirun", ""), "Open MPI", version)
+    launcher = Mpiexec(fake(tmp_path / "mpirun", ""), ROWS[version], version)
     if file_says is not None:
         fake(tmp_path / PROGRAMS[version], f"cat << END\n{LISTS[version].format(file_says)}\nEND")
     own = mpiexec.environment(launcher, environ, options, "/run")
@@ -703,7 +711,7 @@ def test_files_of_a_job_are_kept_where_the_user_wants_them(
 
 def test_no_rank_of_open_mpi_4_sees_where_the_files_of_a_job_are_kept():
     request = Request(2, **{**PLAIN, "mpi_options": ("-a",)})
-    words = command(request, Launcher("/opt/bin/mpirun", "Open MPI", "4.1.4"), [], [])
+    words = command(request, Mpiexec("/opt/bin/mpirun", launchers.OPEN_MPI_4, "4.1.4"), [], [])
     hidden = ["env", "-u", "OMPI_MCA_orte_local_tmpdir_base"]
     assert words == ["/opt/bin/mpirun", "-n", "2", "-a", *hidden, sys.executable, "train.py"]
 
@@ -718,7 +726,7 @@ def test_run_where_open_mpi_has_been_told_where_to_keep_files(script, tmp_path, 
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     if launcher.vendor != "Open MPI":
         pytest.skip("only Open MPI has such parameters")
-    older = "orte" in launcher.family.scratch
+    older = launcher.launcher is launchers.OPEN_MPI_4
     name, option, folder = (
         ("orte", "--mca", ".openmpi") if older else ("prte", "--prtemca", ".prte")
     )

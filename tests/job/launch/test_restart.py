@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from jaxmpi._job.launch.failed_host import failed_host
-from jaxmpi._job.launch.hosts import named_hosts, same_host, with_hosts
 from jaxmpi._job.launch.mpi_daemons import MpiDaemons
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import parse
+from jaxmpi._job.launch.placement import named_hosts, same_host, with_hosts
 from jaxmpi._job.launch.restart import Restarts
+from jaxmpi._job.process.launchers import MPICH
 
 
 def request(tmp_path, *options, hosts="a slots=2\nb slots=2\nc slots=2\n", ranks=6):
@@ -263,7 +264,7 @@ STALL = "stalled for 9 s: rank 1 on node2.example did not come"
 OPEN_MPI = (
     "prterun noticed that process rank 1 with PID 5 on node node2 exited on\n signal 9 (Killed)."
 )
-MPICH = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
+MPICH_SAYS = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
 DAEMON = "HNP daemon   : [prterun-a-1@0,0] on node a\n  Remote daemon: [prterun-a-1@0,2] on node c"
 LOST = "A daemon failed to report back after being spawned. This could\n Local host: a\n  Remote host:   c\n  Daemon exit"
 OTHERS = "the launcher ended with code 0; these ranks did not end in order: 0 (pid 3 on a)"
@@ -275,7 +276,7 @@ OTHERS = "the launcher ended with code 0; these ranks did not end in order: 0 (p
         ("", DEATH, "node3"),
         ("", STALL, "node2.example"),
         (OPEN_MPI, "", "node2"),
-        (MPICH, OTHERS, "node4"),
+        (MPICH_SAYS, OTHERS, "node4"),
         (DAEMON, OTHERS, "c"),
         (DAEMON, DEATH, "c"),
         (LOST, OTHERS, "c"),
@@ -290,7 +291,7 @@ def test_the_host_that_failed(text, verdict, host):
 def test_the_first_daemon_of_mpich_that_ended():
     lost = "[mpiexec@a] control_cb (/src/pmiserv_cb.c:280): assert\n (!closed) failed\n"
     waits = "import time; time.sleep(60)"
-    daemons = MpiDaemons(["10.0.0.1", "10.0.0.2", "10.0.0.3"])
+    daemons = MpiDaemons(MPICH, ["10.0.0.1", "10.0.0.2", "10.0.0.3"])
     processes = [
         subprocess.Popen([sys.executable, "-c", waits, "--proxy-id", str(i)]) for i in range(3)
     ]
