@@ -4,15 +4,11 @@ machine         the host on which a job is started, and whether it allows one
 options         what the command line asks for
 mpiexec         the launcher and the MPI library of this environment
 placement       hosts, cores of each rank, the launcher's command line
-supervisor      the launcher, run to its end
-host_ranks      the ranks of this host, and in which order they end
-mpi_daemons     through which MPICH's launcher reaches the hosts
-output          its output, passed on
-failure_report  which rank failed, and how
-failed_host     on which host
-restart         what a restart runs on
-scaling         a program on several numbers of ranks, compared
-run             all of that: `jaxmpi run`
+run             `jaxmpi run`: from the command line to the exit code, with restarts
+scaling         `jaxmpi run --scaling`: throughput against the number of ranks
+supervisor      one run of the launcher: output, signals, the end of the job
+host_ranks      the ranks and daemons of this host, and the order in which they end
+find_failure    the rank that ended a job, from the launcher's output and the ends of ranks
 pool            `jaxmpi.launch` and the ranks of tests: ranks that wait for functions to run
 worker          one of these ranks
 """

@@ -7,6 +7,7 @@ ends in order, and otherwise with a line about the first rank that was gone.
 """
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -46,8 +47,13 @@ def start() -> str:
 
     It needs Linux 5.3 or later.
     """
+    # not above: the process that it starts runs this file, without jaxmpi's other modules
+    from jaxmpi._job.process.failure import MARK
+
     try:
-        words = [sys.executable, "-I", "-S", __file__]
+        # `jaxmpi run` on another host reads a record in the output of the job
+        mark = MARK if os.environ.get("JAXMPI_RUN_DIR") else ""
+        words = [sys.executable, "-I", "-S", __file__, mark]
         return subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, text=True
         ).stdout
@@ -88,10 +94,10 @@ def _listen() -> None:
         return
     os.setsid()  # the launcher kills process groups
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    _watch(listener, starter)
+    _watch(listener, starter, sys.argv[1])
 
 
-def _watch(listener: socket.socket, starter: int) -> None:
+def _watch(listener: socket.socket, starter: int, mark: str = "") -> None:
     """Wait until a rank is gone, and say which one was the first; or until a rank says that the job ends.
 
     Any user of this host can connect. Another user's connection is closed unread, and nobody is
@@ -128,7 +134,7 @@ def _watch(listener: socket.socket, starter: int) -> None:
         elif fd not in ranks or (fd in links and links[fd].recv(1)):
             return
         else:
-            _report(*ranks[fd])
+            _report(*ranks[fd], mark)
             return
 
 
@@ -141,14 +147,16 @@ def _peer(link: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _report(rank: int, size: int, pid: int) -> None:
+def _report(rank: int, size: int, pid: int, mark: str) -> None:
+    """Write which rank was the first to end: a line for the user, and a record after `mark`."""
+    host = os.uname().nodename
+    line = f"jaxmpi: [rank {rank}/{size} on {host}] was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n"
+    if mark:
+        record = {"rank": rank, "pid": pid, "host": host, "cause": "ended", "joined": True}
+        line += f"{mark}{json.dumps([record])}\n"
     # At once: the launcher soon stops passing on what it is told. It says itself which signal it
     # was.
-    where = f"[rank {rank}/{size} on {os.uname().nodename}]"
-    os.write(
-        2,
-        f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The job ends.\n".encode(),
-    )
+    os.write(2, line.encode())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 settings              the environment variables
 launchers             the table of MPI's launchers: variables, options, how they report a failure
+failure               the record of a failure: rank, pid, host and cause; the sentence about it
 run_dir               who takes part, in files that `jaxmpi run` reads
 refused_count         a rank cannot work in a job of so many ranks, for `jaxmpi run`
 init_failure          who has not called `init`, while others wait there

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from jaxmpi._job.process import peers, run_dir, settings, stderr
 from jaxmpi._job.process.at_exit import start_thread
+from jaxmpi._job.process.failure import Cause, Failure
 from jaxmpi._job.process.peers import Peer
 
 __all__ = ["joining"]
@@ -97,7 +98,7 @@ class Wait:
     def _report(self, waited: float) -> bool:
         missing = self._look()
         lines = [f"stalled: has waited {waited:.0f} s in jaxmpi.init"]
-        lines += [f"  missing: {self._of(rank)}" for rank in missing]
+        lines += [f"  missing: {self._absent(rank).describe()}" for rank in missing]
         if not missing:
             others = "; the ranks of other hosts are not seen from here" * (
                 len(self._seen) < self._size
@@ -119,17 +120,17 @@ class Wait:
             self._end("the job cannot start")
         return True
 
-    def _of(self, rank: int) -> str:
+    def _absent(self, rank: int) -> Failure:
+        """Return the record about a rank that has not called `init`."""
         peer = self._seen[rank]
-        if peer.work.counts:
-            return f"rank {rank} (pid {peer.pid} on {os.uname().nodename}) is {peer.work.block}"
-        state = {
-            "ended": "has ended",
-            "stopped": "is stopped (SIGSTOP, or a debugger)",
-            "runs": "runs",
-        }[peer.state]
-        where = f"pid {peer.pid} on" if peer.pid else "on"
-        return f"rank {rank} ({where} {os.uname().nodename}) {state}, and has not joined the others in jaxmpi.init"
+        return Failure(
+            rank=rank,
+            pid=peer.pid or None,
+            host=os.uname().nodename,
+            cause=Cause.ABSENT,
+            state=peer.state,
+            work=str(peer.work.block) if peer.work.counts else "",
+        )
 
     def _say(self, text: str) -> bool:
         """Say it on one rank of each host; returns whether this is the one."""
@@ -143,10 +144,8 @@ class Wait:
 
     def _end(self, why: str) -> None:
         """End the job, unless `init` has just returned."""
-        missing = (
-            "; ".join(map(self._of, self._look()))
-            or "a rank of another host has not joined the others"
-        )
+        failures = [self._absent(rank) for rank in self._look()] or [Failure(cause=Cause.ABSENT)]
+        missing = "; ".join(failure.describe() for failure in failures)
         if self._over.is_set():
             return
         time.sleep(
@@ -155,7 +154,7 @@ class Wait:
         if self._over.is_set():  # they have come meanwhile
             return
         with contextlib.suppress(KeyError, OSError):
-            run_dir.give_verdict(os.environ["JAXMPI_RUN_DIR"], missing)
+            run_dir.report_failures(os.environ["JAXMPI_RUN_DIR"], failures)
         stderr.end_process(1, _abort)
 
 

@@ -10,16 +10,16 @@ import json
 import os
 import re
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxmpi._job.process import files as _files
 from jaxmpi._job.process import launchers
+from jaxmpi._job.process.failure import Failure, from_json, to_json
 
 __all__ = [
     "Member",
-    "give_verdict",
     "join",
     "leave",
     "members",
@@ -29,13 +29,14 @@ __all__ = [
     "refuse_count",
     "refused_count",
     "remove_segments",
+    "report_failures",
+    "reported_failures",
     "segments",
     "state",
     "takes_sigterm",
-    "verdict",
 ]
 
-VERDICT, RATES, REFUSED = "verdict", "rates", "refused.json"
+FAILURES, RATES, REFUSED = "failures.json", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
 
 # What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and
@@ -96,18 +97,18 @@ def takes_sigterm(directory: str, rank: int) -> None:
             _files.replace(folder, f"preemptible-{rank}", "")
 
 
-def give_verdict(directory: str, text: str) -> None:
-    """Say why the job has ended, for `jaxmpi run`, unless another rank has said so."""
+def report_failures(directory: str, failures: Sequence[Failure]) -> None:
+    """Report to `jaxmpi run` why the job ends, unless another rank has."""
     with _opened(directory) as folder:
-        if folder is not None and not verdict(directory):
-            _files.replace(folder, VERDICT, text)
+        if folder is not None and not Path(directory, FAILURES).exists():
+            _files.replace(folder, FAILURES, to_json(failures))
 
 
-def verdict(directory: str) -> str:
-    """What a rank has said; "" if none has."""
-    with contextlib.suppress(OSError):
-        return Path(directory, VERDICT).read_text()
-    return ""
+def reported_failures(directory: str) -> list[Failure]:
+    """Return the failures that a rank has reported; none if no rank has."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return from_json(Path(directory, FAILURES).read_text())
+    return []
 
 
 def refuse_count(directory: str, reason: str) -> None:

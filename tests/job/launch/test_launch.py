@@ -15,12 +15,12 @@ import pytest
 
 from jaxmpi.__main__ import main
 from jaxmpi._job.launch import mpiexec
-from jaxmpi._job.launch.failure_report import End, find_failure
+from jaxmpi._job.launch.find_failure import End, find_failure
 from jaxmpi._job.launch.machine import Machine, survey
 from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
-from jaxmpi._job.launch.output import Relay
 from jaxmpi._job.launch.placement import check_counts, command, plan
+from jaxmpi._job.launch.supervisor import Relay
 from jaxmpi._job.process import launchers
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process.run_dir import Member
@@ -839,7 +839,9 @@ def intel(*ranks):
 
 
 INTEL_KILLED = intel((0, "vm", 9), (1, "vm", 9))
-NAMED = "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): killed, crashed or by os._exit. The job ends.\n"
+NAMED = (
+    'jaxmpi-failure: [{"rank": 7, "pid": 77, "host": "there", "cause": "ended", "joined": true}]\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -1329,7 +1331,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._job.launch.output import Relay
+from jaxmpi._job.launch.supervisor import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1383,6 +1385,17 @@ def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks)
         == relay.tail
         == b"".join(chunks).replace(LINE + b"\0", LINE)
     )
+
+
+def test_a_record_for_jaxmpi_run_is_not_shown(tmp_path):
+    read, write = os.pipe()
+    with open(tmp_path / "out", "wb") as sink, os.fdopen(read, "rb") as source:
+        relay = Relay(source, sink.fileno())
+        os.write(write, f"before\n{NAMED}after\n".encode())
+        os.close(write)
+        relay.join(10)
+    assert (tmp_path / "out").read_bytes() == b"before\nafter\n"
+    assert NAMED.encode() in relay.tail
 
 
 @pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])
