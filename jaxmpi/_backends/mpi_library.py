@@ -14,7 +14,7 @@ import jax
 
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
-from jaxmpi._job.process import launchers, loaded_mpi, peers, run_dir, stderr
+from jaxmpi._job.process import joining, launchers, loaded_mpi, run_dir, stderr
 from jaxmpi._job.process.at_exit import Step, at_exit
 
 __all__ = [
@@ -61,7 +61,7 @@ def import_mpi4py(launched: int) -> ModuleType:
         raise MPIError(f"{_ranks(launched)}MPI has ended in this process already. Start a new one.")
     if not MPI.Is_initialized():
         # once for a job, and before MPI starts, which may not come back
-        if (twice := loaded_twice(MPI)) and peers.rank_here() in (None, 0):
+        if (twice := loaded_twice(MPI)) and joining.rank_here() in (None, 0):
             stderr.say(f"jaxmpi: {twice}\n")
         _start(MPI, mpi4py.rc)
     return MPI

@@ -30,8 +30,7 @@ from jaxmpi._job.monitor.live import Live
 from jaxmpi._job.monitor.messages import Messages
 from jaxmpi._job.monitor.preemption import Preemption
 from jaxmpi._job.monitor.watchdog import Watchdog
-from jaxmpi._job.process import at_exit, peers, run_dir, stderr
-from jaxmpi._job.process.refused_count import note_refused_count
+from jaxmpi._job.process import at_exit, joining, run_dir, stderr
 from jaxmpi._job.process.signals import Signals
 
 __all__ = ["Monitor"]
@@ -69,7 +68,7 @@ class Monitor(Messages):
         self._dismiss_reporter = death_reporter.call(backend)
         self._stay = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
         # `leave` ends it
-        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=joining.MONITOR, daemon=True)
 
     def start(self) -> None:
         """Watch from now on."""
@@ -96,7 +95,7 @@ class Monitor(Messages):
         """Watch until this rank leaves; whatever ends it sooner ends the job, as nobody would notice that others are gone."""
         why = "the thread that watches this rank has ended"
         try:
-            peers.mark_thread(peers.MONITOR)
+            joining.mark_thread(joining.MONITOR)
             self._watch()
         except BaseException as error:
             why = f"the thread that watches this rank has failed ({stderr.one_line(error)})"
@@ -168,7 +167,7 @@ class Monitor(Messages):
                 keepends=True
             )
             label = f"[{self.backend.place.rank}] "
-            note_refused_count(error)
+            run_dir.note_refused_count(error)
             stderr.say("".join(label + line for line in lines))
         finally:
             self.end(code, f"{stderr.one_line(error)}.")

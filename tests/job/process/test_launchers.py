@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxmpi._job.launch import mpiexec
-from jaxmpi._job.process import children, launchers, peers
+from jaxmpi._job.process import joining, launchers
 from jaxmpi._job.process.launchers import FLUX, Launched, Launcher, find_for_library, launched
 
 ZEPHYR = Launcher(  # there is no such launcher
@@ -61,15 +61,15 @@ def test_a_row_is_enough_to_find_rank_and_size(row):
 def test_a_row_is_enough_to_know_the_ranks_of_a_launcher(row, monkeypatch):
     for name, value in ENVIRONMENTS[row].items():
         monkeypatch.setenv(name, value)
-    assert peers.rank_here() == 5
-    monkeypatch.setenv(children._VARIABLE, "")
+    assert joining.rank_here() == 5
+    monkeypatch.setenv(joining._RANK_VARIABLE, "")
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
-        children.note_rank(local_rank=1, size=8)
+        joining.note_rank(local_rank=1, size=8)
     # this process has the variables of process 1, and another number
-    assert children.parent() == (1, 1, 8)
+    assert joining.parent() == (1, 1, 8)
     monkeypatch.setenv(row.rank[0], "6")
-    assert children.parent() is None  # the launcher has started it
+    assert joining.parent() is None  # the launcher has started it
 
 
 def test_a_row_is_enough_to_identify_a_launcher(row, tmp_path):
@@ -85,7 +85,7 @@ def test_a_row_is_enough_to_identify_a_launcher(row, tmp_path):
 
 def test_ranks_of_flux_see_each_other():
     """By the variables of their processes, in /proc."""
-    code = "from jaxmpi._job.process.peers import peers; print(*peers())"
+    code = "from jaxmpi._job.process.joining import peers; print(*peers())"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environ = {**kept, **ENVIRONMENTS[FLUX], "JAXMPI_RUN_DIR": "/nowhere/of-flux"}

@@ -11,7 +11,7 @@ from test_launch import end, start
 
 import jaxmpi
 from jaxmpi.__main__ import main
-from jaxmpi._job.process import children, settings
+from jaxmpi._job.process import joining, settings
 
 PAGE = Path(__file__).parents[3] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
@@ -65,7 +65,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
         name for text in sources.values() for name in re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text)
     }
     # ranks set it, for their children
-    assert named - {children._VARIABLE} == set(settings.SETTINGS)
+    assert named - {joining._RANK_VARIABLE} == set(settings.SETTINGS)
     past = {
         (str(path), name)
         for path, text in sources.items()
