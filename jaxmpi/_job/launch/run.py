@@ -219,7 +219,10 @@ class Restarts:
         return replace(request, ranks=self._accepted(request.ranks - 1, self._most(request)))
 
     def _most(self, request: Request) -> int:
-        """Return the largest number of ranks of a restart; named hosts may have no room for more."""
+        """Return the largest number of ranks of a restart.
+
+        Named hosts may have no room for more than now.
+        """
         return request.ranks if named_hosts(request.mpi_options) else self.first.ranks
 
     def _accepted(self, ranks: int, most: int) -> int:
