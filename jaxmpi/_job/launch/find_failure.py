@@ -57,13 +57,12 @@ def _find_rank(text: str, flat: str, joined: Sequence[Member], ended: Sequence[E
         # The launcher kills with SIGKILL: another signal is that of the rank that was first.
         # Otherwise it is the rank that was seen to end first, unless a rank of another host may
         # have been.
-        crashed = [fields for fields in killed if fields["signal"] != signal.SIGKILL]
-        away = [
-            fields for fields in killed if joined and not same_host(fields["host"], joined[0].host)
-        ]
+        crashed = [each for each in killed if each["signal"] != signal.SIGKILL]
+        seen = [each for each in killed if first and each.get("pid") == first.member.pid]
+        hosts = {each["host"] for each in killed}
+        away = joined and not all(same_host(host, joined[0].host) for host in hosts)
         if away and not crashed:
             return _failure({}, missing.values())
-        seen = [fields for fields in killed if first and fields["pid"] == first.member.pid]
         fields = next(iter(crashed or seen), {})
     else:
         patterns = launchers.names(lambda row: row.verdicts)

@@ -52,7 +52,7 @@ Received = tuple[int, float]  # a signal, and when it came
 
 
 class Outcome(NamedTuple):
-    """How a job ended."""
+    """The end of a job."""
 
     code: int  # of the exit
     failed: bool  # whether its ranks have failed, and a restart may help
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
 
 class _Stage(enum.IntEnum):
-    """How far a job that a signal stops has been brought."""
+    """The measures taken so far to stop a job after a signal."""
 
     RUNS = 0
     PREEMPTED = 1  # ranks that handle SIGTERM have got it
@@ -111,7 +111,10 @@ def supervise(
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
         # A job that ended in order may have left processes on purpose: only its ranks are killed.
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
-        registry.remove_segments({path for m in joined for path in m.segments}, started)
+        segments: set[str] = set()
+        for member in joined:
+            segments.update(member.segments)
+        registry.remove_segments(segments, started)
         shutil.rmtree(run_dir, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -130,7 +133,8 @@ def supervise(
         say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
         host = failure.lost_host or failures[0].host or failure.host
         return Outcome(failure.exit_code(code), failed=True, host=host)
-    lost = [missing for relay in relays if (missing := relay.missing())]
+    # The ranks have done their work, so a restart would not help where a disk is full.
+    lost = [relay.missing() for relay in relays if relay.lost]
     for missing in lost:
         say(missing)
     return Outcome(int(bool(lost)), failed=False, rates=rates)

@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
     @property
     def past_limit(self) -> bool:
-        """Whether the block lasts longer than it was said to last at most."""
+        """True once the block has lasted longer than its limit."""
         return time.monotonic() > self.end
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ MARK = "jaxmpi-failure: "
 
 
 class Cause(enum.StrEnum):
-    """How a rank, or its host, failed."""
+    """The kinds of failure of a rank or its host."""
 
     SIGNAL = "signal"  # a signal killed the rank
     EXIT = "exit"  # the rank exited

@@ -1,4 +1,4 @@
-"""How the ranks of a host come together in `init`, as processes that see each other in /proc.
+"""The ranks of a host before and in `init`, as processes that see each other in /proc.
 
 MPI starts once every rank has started it, and so `init` waits for the slowest, before there is a
 monitor that could send messages. A thread looks at the processes of this host meanwhile. It reports

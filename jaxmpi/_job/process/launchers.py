@@ -295,10 +295,13 @@ def launched(environ: Mapping[str, str]) -> Launched:
     Several launchers may have set theirs, as mpirun in an allocation of Slurm. The rank is that of
     the first row; the size is the largest.
     """
-    marked = (launcher for launcher in LAUNCHERS if any(name in environ for name in launcher.marks))
+    by = None
+    for row in reversed(LAUNCHERS):  # the first row counts
+        if any(name in environ for name in row.marks):
+            by = row
     sizes = _numbers(environ, names(lambda launcher: launcher.size))
     return Launched(
-        launcher=next(marked, None),
+        launcher=by,
         rank=first_number(environ, names(lambda launcher: launcher.rank)),
         size=max(sizes, default=1),
         local_rank=first_number(environ, names(lambda launcher: launcher.local_rank)),
@@ -308,7 +311,10 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 def names(field: Field) -> tuple[str, ...]:
     """Return the names in one field of all rows, each once."""
-    return tuple(dict.fromkeys(name for launcher in LAUNCHERS for name in field(launcher)))
+    found: dict[str, None] = {}  # in order
+    for launcher in LAUNCHERS:
+        found.update(dict.fromkeys(field(launcher)))
+    return tuple(found)
 
 
 def find_by_version_text(text: str) -> Launcher | None:
