@@ -274,8 +274,9 @@ def _layout(request: Request, machine: Machine, environ: Mapping[str, str]) -> _
     """Decide where the ranks of a node run."""
     options = request.mpi_options
     ranks = _ranks_of_a_node(request.ranks, options, environ)
-    share = max(1, machine.cores // ranks) if ranks else 0
-    crowded = bool(ranks) and ranks > machine.cores
+    share, crowded = 0, False
+    if ranks:
+        share, crowded = max(1, machine.cores // ranks), ranks > machine.cores
     hosts = on_other_nodes(options, environ)
     placing = _option(lambda row: row.placing + row.ranks_per_node)
     placed = any(re.match(placing, option) for option in options)

@@ -65,8 +65,11 @@ class Failure:
         """
         if self.signal:
             # With another code a rank has ended the job, and the signal is the launcher's own.
-            rows = [row for row in launchers.LAUNCHERS if row.killed_code]
-            if launcher_code in (0, *(row.killed_code(self.signal) for row in rows)):
+            reported = {0}
+            for row in launchers.LAUNCHERS:
+                if row.killed_code is not None:
+                    reported.add(row.killed_code(self.signal))
+            if launcher_code in reported:
                 return 128 + self.signal
         exit_code = None if self.cause is Cause.ABORT else self.code
         return exit_code or launcher_code or 1
