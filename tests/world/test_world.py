@@ -15,15 +15,16 @@ from programs import on_ranks, run
 import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import jax_processes, mpi_library
+from jaxmpi._job.process import launchers
 from jaxmpi._world.axes import sized_axes
-from jaxmpi._world.init import LAUNCHERS, _choose
+from jaxmpi._world.init import _choose
 from jaxmpi.testing import run_ranks
 
 PACKAGE = Path(jaxmpi.__file__).parent
 
 
 def python(code, **environ):
-    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
+    clean = {k: v for k, v in os.environ.items() if k not in launchers.names(lambda row: row.size)}
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
