@@ -1,4 +1,4 @@
-"""Doctests run on one rank, after `jaxmpi.init()`; what one rank has compiled, those that tests start later find."""
+"""Doctests run on one rank after `jaxmpi.init()`; all tests share a compilation cache."""
 
 import os
 from collections import defaultdict
@@ -14,54 +14,75 @@ import pytest
 
 import jaxmpi
 
+ROOT = Path(__file__).parent
+COMPILED = ROOT / "build" / "compiled"
 ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
-# programs of tests, which are no modules
-collect_ignore = [
-    "tests/job/monitor/busy_script.py",
-    "tests/job/monitor/fault_script.py",
-    "tests/optim/strict_script.py",
-    "tests/pmap_programs",
-    "tests/job/process/exit_script.py",
-    "tests/smoke.py",
-]
-COMPILED = Path(__file__).parent / "build" / "compiled"
+# markers of tests that `make test-all` runs, and neither `make test` nor `make test-slow`
+LONG = (
+    *("exhaustive", "matrix", "disagreements", "faults"),
+    *("environments", "soak", "examples"),
+)
 
 
-def pytest_configure() -> None:
-    """Share what is compiled among the processes that the tests start, and with the next run of the tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tables`, with which tests write the tables of docs/ and do not compare them."""
+    parser.addoption("--tables", action="store_true", help="write docs/'s tables from the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share compiled programs among the processes that the tests start, and with later runs."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if config.getoption("tables"):
+        os.environ["JAXMPI_WRITE_TABLES"] = "1"  # pytest-xdist's workers inherit it
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the tables whose rows the tests have recorded, once all have run."""
+    if session.config.getoption("tables") and not hasattr(session.config, "workerinput"):
+        import tables
+
+        tables.write()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect only test_*.py below tests/: its other files are programs and tables of tests."""
+    in_tests = collection_path.is_relative_to(ROOT / "tests")
+    if in_tests and collection_path.suffix == ".py" and not collection_path.match("test_*"):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of as many ranks stand beside each other within a file, so that these ranks are started once."""
+    """Sort the tests of a file by their number of ranks, so that each pool starts once."""
     items.sort(key=lambda item: (str(item.path), _ranks(item)))
+    for item in items:
+        if item.path.parent.name == "end_to_end":
+            item.add_marker(pytest.mark.examples)
     _mark_repeated(items)
+    for item in items:
+        if any(item.get_closest_marker(name) for name in LONG):
+            item.add_marker(pytest.mark.long)
     if find_spec("mpi4jax") is None:
         for item in items:
-            wants = any(
-                isinstance(value, str) and value == "mpi4jax"
-                for value in _parameters(item).values()
-            )
-            if wants or item.get_closest_marker("mpi4jax"):
-                item.add_marker(
-                    pytest.mark.skip(reason="mpi4jax is not installed: make test-mpi4jax")
-                )
+            if item.get_closest_marker("mpi4jax") or "mpi4jax" in _texts(item):
+                reason = "mpi4jax is not installed: make test TRANSPORT=mpi4jax"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _mark_repeated(items: list[pytest.Item]) -> None:
-    """Of a test on several numbers of ranks, `make test` runs that on 3; another target has the other numbers."""
+    """Mark every run of a test but the one on 3 ranks, which `make test` runs.
+
+    Other suites run the other numbers of ranks.
+    """
     numbers = defaultdict(set)
     for item in items:
         if not item.get_closest_marker("exhaustive"):
             numbers[_test(item)].add(_ranks(item))
     for item in items:
         if 3 in numbers[_test(item)] - {_ranks(item)}:
-            item.add_marker(
-                pytest.mark.slow
-                if item.path.parent.name == ON_ALL_RANKS
-                else pytest.mark.exhaustive
-            )
+            on_all_ranks = item.path.parent.name == ON_ALL_RANKS
+            item.add_marker(pytest.mark.slow if on_all_ranks else pytest.mark.exhaustive)
 
 
 def _test(item: pytest.Item) -> tuple[str, str]:
@@ -73,6 +94,10 @@ def _test(item: pytest.Item) -> tuple[str, str]:
 def _ranks(item: pytest.Item) -> int:
     ranks = _parameters(item).get("ranks", 0)
     return ranks if isinstance(ranks, int) else 0
+
+
+def _texts(item: pytest.Item) -> list[str]:
+    return [value for value in _parameters(item).values() if isinstance(value, str)]
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""How well examples/digits.py does with each way to send less, and what it sends: the table of docs/performance.md.
+"""Test accuracy of examples/digits.py, and bytes sent, for each way to communicate less.
+
+This makes the table of docs/performance.md.
 
     python benchmarks/accuracy.py
 
@@ -17,14 +19,23 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 LIMIT = 0.5  # percent
 OPTIONS = (
-    "", "--codec bf16", "--codec f16", "--codec int8", "--codec powersgd", "--codec topk", "--sharded", "--accumulate 2",
-    "--local-every 8", "--local-every 4 --diloco", "--local-every 8 --diloco",
-)  # fmt: skip
+    "",
+    "--codec bf16",
+    "--codec f16",
+    "--codec int8",
+    "--codec powersgd",
+    "--codec topk",
+    "--sharded",
+    "--accumulate 2",
+    "--local-every 8",
+    "--local-every 4 --diloco",
+    "--local-every 8 --diloco",
+)
 
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
-note = "those to compare, the first of which is the plain one; a single word alone is written --options=--sharded"
+note = "options to compare, the baseline first; write a single one as --options=--sharded"
 parser.add_argument("--options", nargs="+", default=OPTIONS, help=note)
 parser.add_argument("--seeds", type=int, default=5, help="of each, from 0")
 parser.add_argument("--ranks", type=int, default=2)

@@ -31,9 +31,14 @@ CONTENDERS = {
     "JAX gloo": peers.jax_gloo,
 } | ({"torch gloo, one array": peers.torch_gloo(torch)} if torch else {})
 BF16 = ml_dtypes.bfloat16
-SIZES = {f"one array {label}": [(count,)] for label, count in [
-    ("256 B", 64), ("4 KB", 1024), ("64 KB", 2**14), ("1 MB", 2**18), ("16 MB", 2**22), ("256 MB", 2**26),
-]}  # fmt: skip
+SIZES = {
+    "one array 256 B": [(64,)],
+    "one array 4 KB": [(1024,)],
+    "one array 64 KB": [(2**14,)],
+    "one array 1 MB": [(2**18,)],
+    "one array 16 MB": [(2**22,)],
+    "one array 256 MB": [(2**26,)],
+}
 MODELS = {"ResNet-50": resnet50(), "MLP 10M": mlp(), "GPT-2 small": gpt2()}
 CASES = [(name, shapes, np.float32) for name, shapes in (SIZES | MODELS).items()]
 CASES += [("ResNet-50 bf16", MODELS["ResNet-50"], BF16), ("one array 16 MB bf16", [(2**23,)], BF16)]
@@ -73,11 +78,10 @@ for case, shapes, dtype in report.progress([c for c in CASES if args.cases in c[
 
 def plot(axes, rows):
     for name in CONTENDERS:
-        points = [
-            (4 * np.prod(SIZES[r["case"]][0]), r)
-            for r in rows
-            if r["contender"] == name and r["case"] in SIZES
-        ]
+        points = []
+        for r in rows:
+            if r["contender"] == name and r["case"] in SIZES:
+                points.append((4 * np.prod(SIZES[r["case"]][0]), r))
         if points:
             sizes, values = zip(*points, strict=True)
             axes.plot(sizes, [v["median_us"] for v in values], marker="o", markersize=3, label=name)

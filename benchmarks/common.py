@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, medians and their spread, ratios and their bounds, JSON, a plot."""
+"""Measuring and reporting for the benchmarks: rounds of contenders, medians, bounds, plots."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ PACKAGES = ("jax", "jaxlib", "mpi4py", "mpi4jax", "torch")
 
 
 def parser(doc):
-    """The options of every benchmark."""
+    """Make an argument parser with the options of every benchmark."""
     made = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -37,7 +37,7 @@ def parser(doc):
 
 
 def machine(world):
-    """One line about where this runs."""
+    """Describe the machine, the ranks and the versions in one line."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split(",")[0].strip("\0 \n")
@@ -51,25 +51,21 @@ def machine(world):
         "XLA" if world.size > 1 else "in process",
     )
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, {world.size} ranks on "
-        f"{len(os.sched_getaffinity(0))} cores each, "
-        f"{world.device.device_kind}, backend {world.backend} ({transport}), Python "
-        f"{platform.python_version()}, "
-        f"{', '.join(versions)}, {library}"
+        f"{platform.machine()}, {os.cpu_count()} cores, "
+        f"{world.size} ranks on {len(os.sched_getaffinity(0))} cores each, "
+        f"{world.device.device_kind}, backend {world.backend} ({transport}), "
+        f"Python {platform.python_version()}, {', '.join(versions)}, {library}"
     )
 
 
 def bars(axes, rows):
-    """A group of bars for each case, with one for each contender."""
+    """Draw a group of bars for each case, with one bar for each contender."""
     cases = list(dict.fromkeys(r["case"] for r in rows))
     names = list(dict.fromkeys(r["contender"] for r in rows))
     for i, name in enumerate(names):
         mine = {r["case"]: r for r in rows if r["contender"] == name}
-        places = [
-            k + (i - len(names) / 2) * 0.8 / len(names)
-            for k, case in enumerate(cases)
-            if case in mine
-        ]
+        shift = (i - len(names) / 2) * 0.8 / len(names)
+        places = [k + shift for k, case in enumerate(cases) if case in mine]
         axes.bar(
             places,
             [mine[case]["median_us"] / 1e3 for case in cases if case in mine],
@@ -80,7 +76,7 @@ def bars(axes, rows):
 
 
 def save(folder, name, found, title, draw):
-    """Write NAME.json, and NAME.png with what `draw(axes)` draws."""
+    """Write NAME.json, and NAME.png with the plot of `draw(axes)`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     try:
@@ -100,7 +96,7 @@ def save(folder, name, found, title, draw):
 
 
 class Report:
-    """Times and ratios, as they are found; printed by rank 0."""
+    """Times and ratios of a benchmark, printed by rank 0 as they are found."""
 
     def __init__(self, name, args):
         self.name, self.args, self.world = name, args, jaxmpi.init()
@@ -117,7 +113,9 @@ class Report:
         return tqdm(cases, desc=self.name, disable=self.world.rank != 0 or not sys.stderr.isatty())
 
     def measure(self, case, contenders, seconds=1.0, turn=contextlib.nullcontext):
-        """Have the contenders take turns, each for about so many seconds in all; returns {name: µs [rounds, ranks · calls]}.
+        """Measure contenders in rounds, each for about `seconds` in all.
+
+        Returns {name: µs [rounds, ranks · calls]}.
 
         All ranks start each turn together, inside of `turn(contender)`, and the times of all ranks
         count.
@@ -153,13 +151,16 @@ class Report:
                 }
             )
             self.show(
-                f"{case:22} {name:34} median {median:12.1f} µs, quartiles {low:12.1f} to "
-                f"{high:12.1f}"
+                f"{case:22} {name:34} median {median:12.1f} µs, "
+                f"quartiles {low:12.1f} to {high:12.1f}"
             )
         return times
 
     def _calls(self, call, seconds):
-        """How many calls of the slowest rank take so long: at least 3, but of long ones 1."""
+        """Return how many calls take `seconds` on the slowest rank.
+
+        At least 3, but 1 if the calls are long.
+        """
         # compiles for the state as it begins, and for what a call makes of it
         for _ in range(UNTIMED):
             jax.block_until_ready(call())
@@ -174,11 +175,11 @@ class Report:
         """Note the ratio of two medians, and its range over the rounds."""
         ratio = np.median(above) / np.median(below)
         by_round = np.median(above, axis=1) / np.median(below, axis=1)
-        bounds = [
-            f"{word} {x:g}"
-            for word, x in (("at least", at_least), ("at most", at_most))
-            if x is not None
-        ]
+        bounds = []
+        if at_least is not None:
+            bounds.append(f"at least {at_least:g}")
+        if at_most is not None:
+            bounds.append(f"at most {at_most:g}")
         bound = " and ".join(bounds) or "no bound"
         holds = (at_most is None or ratio <= at_most) and (at_least is None or ratio >= at_least)
         verdict = "" if not bounds else ": holds" if holds else ": MISSED"
@@ -195,7 +196,7 @@ class Report:
         self.show(f"{case:22} {name:50} {ratio:7.2f}, {spread}, {bound}{verdict}")
 
     def finish(self, plot=bars):
-        """Write what was found, with `plot(axes, rows)`, and end with 1 where a bound was missed."""
+        """Write results and the plot of `plot(axes, rows)`; exit with 1 if a bound was missed."""
         missed = [r for r in self.ratios if not r["holds"]]
         if self.args.out and self.world.rank == 0:
             found = {

@@ -1,4 +1,6 @@
-"""What a call of a jitted function costs, with one allreduce of 1 KB in it and without: jaxmpi.jit, plain jax.jit and mpi4jax.
+"""Time of a call of a jitted function, with one allreduce of 1 KB and without.
+
+The contenders are jaxmpi.jit, plain jax.jit and mpi4jax.
 
     jaxmpi run -n 2 benchmarks/dispatch.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/dispatch.py
@@ -60,7 +62,7 @@ def meet():
 
 
 def make_step(allreduce):
-    """A step of k arrays, all of which depend on the allreduce."""
+    """Make a step of k arrays, all of which depend on the allreduce."""
 
     def step(state, x):
         shift = 0.1 * jnp.mean(allreduce(x))
@@ -77,7 +79,10 @@ class Steps:
 
     @contextlib.contextmanager
     def turn(self):
-        """On a new state: where 1500 arrays lie in memory makes more difference than what is measured."""
+        """Start on a new state, whose 1500 arrays may lie elsewhere in memory.
+
+        Where they lie changes the time more than the contenders do.
+        """
         self.state = {f"array{i}": jnp.full(16, float(i)) for i in range(self.k)}
         yield
         del self.state  # leaves the caches to the next contender
@@ -90,13 +95,13 @@ class Steps:
 
 
 def check(name, value, want):
-    """Neither transport is timed where it is wrong."""
+    """Check that a contender's result is right before it is timed."""
     if name in ("jaxmpi.jit", "mpi4jax under jax.jit", "mpi4py Allreduce"):
         np.testing.assert_allclose(value, want, rtol=1e-5, err_msg=name)
 
 
 def show_ratios(case, times, ours_beside, below, limit, gain):
-    """The ratio of jaxmpi's times to those below, and of mpi4jax's to jaxmpi's, with their bounds."""
+    """Report jaxmpi's times over those in `below`, and mpi4jax's over jaxmpi's."""
     report.ratio(
         case,
         f"jaxmpi.jit / {ours_beside}",
@@ -154,9 +159,7 @@ if on_mpi:
 for name, call in small.items():
     check(name, np.mean(np.asarray(call())), total)
 times = report.measure("1 KB", small, SECONDS)
-# of each round
-floor = sum(
-    np.median(times[name], axis=1, keepdims=True) for name in ("mpi4py Allreduce", "jit(x + 1)")
-)
+medians = {name: np.median(times[name], axis=1, keepdims=True) for name in times}  # of each round
+floor = medians["mpi4py Allreduce"] + medians["jit(x + 1)"]
 show_ratios("1 KB", times, "(mpi4py Allreduce + jit(x + 1))", floor, SMALL_LIMIT, SMALL_GAIN)
 report.finish()

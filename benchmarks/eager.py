@@ -1,4 +1,4 @@
-"""What an eager collective costs beside the jitted one and raw MPI, for a small message.
+"""Time of an eager collective beside the jitted one and raw MPI, for a small message.
 
     jaxmpi run -n 2 benchmarks/eager.py
 

@@ -1,4 +1,4 @@
-"""What stands before the first step: seconds to trace, to lower and to compile it, and of the first call, beside plain JAX.
+"""Seconds before the first step: to trace, lower and compile it, and to call it, beside plain JAX.
 
     python benchmarks/first_call.py
     python benchmarks/first_call.py --simulate 2
@@ -44,7 +44,7 @@ args = options.parse_args()
 
 
 def mean_over_ranks():
-    """The mean of the gradients as one would write it for `jax.vmap`."""
+    """Average gradients as one would write it for `jax.vmap`."""
     return optax.stateless(lambda updates, params: lax.pmean(updates, jaxmpi.AXIS))
 
 
@@ -66,7 +66,7 @@ def simulated(step):
 
 
 def seconds_of(jit, loss_of, tx, arguments, stage):
-    """How long a stage of a function that JAX has not seen yet takes."""
+    """Return the seconds of one stage for a function that JAX has not seen before."""
     jitted = jit(make_step(loss_of, tx))
     traced = jitted.trace(*arguments) if stage == "compile" else None
     prepared = traced.lower() if traced else None
@@ -84,7 +84,7 @@ def seconds_of(jit, loss_of, tx, arguments, stage):
 
 
 def compare(report, case, stage, contenders):
-    """Have the contenders take turns; returns {name: µs [rounds, ranks]}."""
+    """Measure the contenders in turns; return {name: µs [rounds, ranks]}."""
     rounds = (
         2 if args.quick else args.rounds if stage in ("trace", "lower") else min(args.rounds, 3)
     )
@@ -109,8 +109,8 @@ def compare(report, case, stage, contenders):
         }
         report.rows.append(row)
         report.show(
-            f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, quartiles {low / 1e6:7.3f} "
-            f"to {high / 1e6:7.3f}"
+            f"{row['case']:36} {name:10} median {median / 1e6:7.3f} s, "
+            f"quartiles {low / 1e6:7.3f} to {high / 1e6:7.3f}"
         )
     return times
 
@@ -155,7 +155,7 @@ def models(report):
 
 
 def transforms():
-    """Each transform, and the chain of optax that comes nearest to what it does on one rank."""
+    """Pair each transform with the nearest chain of optax for one rank."""
     adam, mean, codecs = optax.adam(1e-3), jaxmpi.distributed, jaxmpi.codecs
     if_finite, every_four = (
         optax.apply_if_finite(adam, 10**6),
@@ -217,13 +217,12 @@ def compile_times(report):
 
 
 def slopes(axes, rows):
-    """Seconds to compile against the number of arrays."""
+    """Plot the seconds to compile against the number of arrays."""
     for case in dict.fromkeys(row["case"].partition(", ")[0] for row in rows):
-        mine = [
-            row
-            for row in rows
-            if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi"
-        ]
+        mine = []
+        for row in rows:
+            if row["case"].startswith(f"{case}, ") and row["contender"] == "jaxmpi":
+                mine.append(row)
         axes.plot(
             [int(row["case"].split()[-3]) for row in mine],
             [row["median_us"] / 1e6 for row in mine],
@@ -234,7 +233,7 @@ def slopes(axes, rows):
 
 
 def stacked(axes, rows):
-    """Seconds of each stage of each model, beside plain JAX."""
+    """Plot the seconds of each stage of each model, beside plain JAX."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     for i, name in enumerate(("plain", "jaxmpi")):
         mine = {row["case"]: row["median_us"] / 1e6 for row in rows if row["contender"] == name}

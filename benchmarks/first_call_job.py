@@ -1,11 +1,14 @@
-"""The first call of a step in a job whose ranks share the cores, beside that of one rank alone; nothing is in a cache before.
+"""Seconds of a step's first call in a job whose ranks share the cores, beside one rank alone.
 
-    jaxmpi run -n 1 benchmarks/first_call_job.py      # seconds, of the clock and of all cores; programs compiled
+    jaxmpi run -n 1 benchmarks/first_call_job.py
     jaxmpi run -n 4 benchmarks/first_call_job.py
-    jaxmpi run -n 4 benchmarks/first_call_job.py --plain        # each rank calls, with plain JAX, a step of its own
-    jaxmpi run -n 4 benchmarks/first_call_job.py --plain-share  # and only rank 0 compiles it: what tracing alone costs
+    jaxmpi run -n 4 benchmarks/first_call_job.py --plain
+    jaxmpi run -n 4 benchmarks/first_call_job.py --plain-share
 
-With JAXMPI_CACHE_BYTES=0, as the second run would compile nothing.
+Prints seconds of wall time and of all cores, and how many programs were compiled. With --plain each
+rank calls a step of its own in plain JAX; with --plain-share only rank 0 compiles it, which leaves
+the cost of tracing. JAXMPI_CACHE_BYTES=0 keeps the cache empty: with a cache, the second run would
+compile nothing.
 """
 
 import argparse

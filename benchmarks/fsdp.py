@@ -1,4 +1,6 @@
-"""A GPT of 24 layers in a scan with Adam: whole parameters, ZeRO-1 and FSDP; memory, bytes sent and time of a step.
+"""Memory, bytes sent and time of a step with replicated parameters, ZeRO-1 and FSDP.
+
+The model is a GPT of 24 layers in a scan, trained with Adam.
 
     jaxmpi run -n 2 benchmarks/fsdp.py
 
@@ -77,13 +79,13 @@ for name, step in steps.items():
     held = size_of((step.params, step.state))
     sent = step.plan.sent_bytes
     report.show(
-        f"{name:12} MB of a rank: peak {step.peak_bytes / 1e6:7.1f}, held {held / 1e6:7.1f}, sent "
-        f"{sent / 1e6:7.1f}"
+        f"{name:12} MB of a rank: peak {step.peak_bytes / 1e6:7.1f}, "
+        f"held {held / 1e6:7.1f}, sent {sent / 1e6:7.1f}"
     )
 layer = size_of(params["blocks"]) / args.layers
 report.show(
-    f"MB: parameters {whole / 1e6:.1f}, a layer {layer / 1e6:.2f}, activations "
-    f"{activations / 1e6:.1f}"
+    f"MB: parameters {whole / 1e6:.1f}, a layer {layer / 1e6:.2f}, "
+    f"activations {activations / 1e6:.1f}"
 )
 fsdp, number = steps["FSDP"], lambda x: np.full((1, 1), x)
 expected = 4 * whole / size + 2 * layer + activations

@@ -42,12 +42,9 @@ class Part:
 
     def command(self, folder):
         arguments = [str(HERE / "gpu_checks.py"), *self.arguments.format(out=folder).split()]
-        start = (
-            [sys.executable]
-            if self.ranks == 1
-            else [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks)]
-        )
-        return [*start, *arguments]
+        if self.ranks == 1:
+            return [sys.executable, *arguments]
+        return [sys.executable, "-m", "jaxmpi", "run", "-n", str(self.ranks), *arguments]
 
 
 MPS = "nvidia-cuda-mps-control"
@@ -106,7 +103,7 @@ PARTS = {
 
 
 def carry_out(part, environ):
-    """Run a part; returns what it found."""
+    """Run a part of the checks; return its results."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         flags = " ".join(filter(None, (environ.get("XLA_FLAGS"), part.environ.get("XLA_FLAGS"))))
@@ -132,11 +129,10 @@ def carry_out(part, environ):
                     [MPS], env=own, input="quit\n", text=True, capture_output=True, timeout=30
                 )
     seconds = round(time.monotonic() - start, 1)
-    results = [
-        json.loads(line.split("RESULT ", 1)[1])
-        for line in output.splitlines()
-        if "RESULT {" in line
-    ]
+    results = []
+    for line in output.splitlines():
+        if "RESULT {" in line:
+            results.append(json.loads(line.split("RESULT ", 1)[1]))
     if code is None:
         status = f"wrong: it had not ended after {part.seconds} s"
     elif part.ends_with:
@@ -172,7 +168,7 @@ def _text(stream):
 
 
 def table(parts):
-    """All results, in Markdown."""
+    """Format all results as a Markdown table."""
     lines = []
     for about in dict.fromkeys(
         (part["device"], part["software"], part["date"]) for part in parts.values()
@@ -183,16 +179,14 @@ def table(parts):
                 continue
             lines.append(f"| **{part['title']}** | {part['status']} | {part['seconds']:g} s |")
             for result in part["results"]:
-                lines.append(
-                    f"| {result['what']} | {str(result['value']) + ' ' + result['unit']} | "
-                    f"{result['note']} |"
-                )
+                value = f"{result['value']} {result['unit']}"
+                lines.append(f"| {result['what']} | {value} | {result['note']} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def card(environ):
-    """The GPU that JAX has, or the CPU."""
+    """Return the name of JAX's GPU, or of the CPU."""
     code = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep=', ')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     said = done.stdout.strip().splitlines()

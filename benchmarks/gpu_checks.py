@@ -1,4 +1,4 @@
-"""What gpu.py runs, each in processes of its own; prints a line of JSON for each thing that it finds.
+"""Checks that gpu.py runs, each in its own processes; each result is printed as a line of JSON.
 
     jaxmpi run -n 2 benchmarks/gpu_checks.py collectives
 
@@ -8,6 +8,7 @@ The docstrings of the functions say what each shows. On CPUs they run as well, w
 import argparse
 import ctypes
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "complex64", "bool
 
 
 def say(what, value, unit="", right=True, note=""):
-    """One line of the results, by rank 0, of what all ranks have found."""
+    """Print one line of results on rank 0, right only if it is right on all ranks."""
     right = all(jaxmpi.allgather_object(bool(right))) if jaxmpi.size() > 1 else bool(right)
     if jaxmpi.rank() == 0:
         line = {"what": what, "value": value, "unit": unit, "right": right, "note": note}
@@ -39,7 +40,7 @@ def say(what, value, unit="", right=True, note=""):
 
 
 def median_of(call, seconds=1.0):
-    """Seconds of a call, the median over all ranks, and its quartiles."""
+    """Return the seconds of a call: the median over all ranks, and its quartiles."""
     for _ in range(3):
         jax.block_until_ready(call())
     start = time.perf_counter()
@@ -56,13 +57,13 @@ def median_of(call, seconds=1.0):
 
 
 def numbers(rank, shape, dtype):
-    """Whole numbers, which every dtype sums without rounding."""
+    """Make whole numbers, which every dtype sums without rounding."""
     found = np.random.default_rng(rank).integers(0, 5, shape)
     return found.astype(bool) if dtype == "bool" else np.asarray(found, dtype=jnp.dtype(dtype))
 
 
 def cases(n):
-    """name: (traced, the same of the arrays of all ranks, for rank r)."""
+    """Return {name: (traced function, expected result on rank r from all ranks' arrays)}."""
     turn = [(r, (r + 1) % n) for r in range(n)]
     return {
         "psum": (lambda x: lax.psum(x, AXIS), lambda xs, r: sum(xs)),
@@ -82,7 +83,10 @@ def cases(n):
 
 
 def collectives():
-    """Every collective of every dtype on the device, behind and before computation; aliasing, loops, and arrays of the CPU."""
+    """Check every collective and dtype on the device, before and after computation.
+
+    Also checks aliasing, loops, and arrays that live on the CPU.
+    """
     world = jaxmpi.init()
     n, rank = world.size, world.rank
     say(
@@ -92,21 +96,19 @@ def collectives():
     )
     for name, (traced, expected) in cases(n).items():
         reduces = name in ("psum", "pmax", "psum_scatter")
-        dtypes = [
-            d
-            for d in DTYPES
-            if not (reduces and d == "bool") and not (name == "pmax" and d == "complex64")
-        ]
-        xs = [
-            [numbers(r, shape, dtype) for dtype in dtypes for shape in ((n * 3,), (n * 50_000, 5))]
-            for r in range(n)
-        ]  # [ranks][arrays]
+        without = {"bool"} if reduces else set()
+        if name == "pmax":
+            without.add("complex64")
+        dtypes = [dtype for dtype in DTYPES if dtype not in without]
+        xs = [[] for _ in range(n)]  # [ranks][arrays]
+        for r, dtype in itertools.product(range(n), dtypes):
+            xs[r].append(numbers(r, (n * 3,), dtype))
+            xs[r].append(numbers(r, (n * 50_000, 5), dtype))
         done = jaxmpi.jit(partial(jax.tree.map, traced))([jnp.asarray(x) for x in xs[rank]])
-        wrong = [
-            f"{x.dtype}{list(x.shape)}"
-            for x, y, *of_ranks in zip(xs[rank], done, *xs, strict=True)
-            if not np.array_equal(np.asarray(y), expected(of_ranks, rank))
-        ]
+        wrong = []
+        for x, y, *of_ranks in zip(xs[rank], done, *xs, strict=True):
+            if not np.array_equal(np.asarray(y), expected(of_ranks, rank)):
+                wrong.append(f"{x.dtype}{list(x.shape)}")
         say(
             name,
             f"{len(done)} arrays",
@@ -206,7 +208,7 @@ def _powers(x):
 
 
 def staging():
-    """GB/s of a mean of arrays of the device, beside the same of arrays of the CPU, and plain copies of pinned memory."""
+    """Measure GB/s of a mean of device arrays, of CPU arrays, and of copies of pinned memory."""
     world = jaxmpi.init()
     on_gpu = world.device.platform != "cpu"
     big = 25_600_000 if on_gpu else 250_000
@@ -222,22 +224,24 @@ def staging():
         for where in ("GPU", "CPU") if on_gpu else ("CPU",):
             device = jax.local_devices(backend=where.lower())[0]
             with jax.default_device(device):
-                tree = [
-                    jax.device_put(jnp.full(k, world.rank + 1.0, jnp.float32), device)
-                    for k in sizes
-                ]
+                tree = []
+                for k in sizes:
+                    x = jnp.full(k, world.rank + 1.0, jnp.float32)
+                    tree.append(jax.device_put(x, device))
                 low, median, high = median_of(lambda tree=tree: mean(tree))
-            unit = "ms"
             say(
-                f"mean of {name}, {len(sizes)} arrays, on the {where}", round(1e3 * median, 4), unit,
-                note=f"quartiles {1e3 * low:.3f} to {1e3 * high:.3f}; {bytes_ / median / 1e9:.2f} GB/s",
-            )  # fmt: skip
+                f"mean of {name}, {len(sizes)} arrays, on the {where}",
+                round(1e3 * median, 4),
+                "ms",
+                note=f"quartiles {1e3 * low:.3f} to {1e3 * high:.3f}; "
+                f"{bytes_ / median / 1e9:.2f} GB/s",
+            )
     if on_gpu:
         _plain_copies(world)
 
 
 def _plain_copies(world):
-    """GB/s between pinned memory of the host and the GPU, of one rank, while the others wait."""
+    """Measure GB/s between pinned host memory and the GPU on one rank, while the others wait."""
     cuda = ctypes.CDLL("libcuda.so.1")
     size, context, device, host, gpu = (
         100 << 20,
@@ -278,19 +282,16 @@ def _plain_copies(world):
 
 
 def _step_of(model, cpu):
-    """(step(params, opt_state, batch) of an optimizer, the optimizer, params, batch) of a model, sized for what it runs on."""
+    """Build one model's train step, sized for the device; return (step, optimizer, params, batch).
+
+    `step(params, opt_state, batch)` is built for any optimizer.
+    """
     if model == "digits":
-        (loss_of, params, batch), optimizer, dtype = (
-            step_models.cnn(),
-            optax.adamw(3e-3),
-            jnp.float32,
-        )
+        loss_of, params, batch = step_models.cnn()
+        optimizer, dtype = optax.adamw(3e-3), jnp.float32
     elif model == "resnet50":
-        (loss_of, params, _), optimizer, dtype = (
-            step_models.resnet_50(),
-            optax.sgd(0.01, momentum=0.9),
-            jnp.bfloat16,
-        )
+        loss_of, params, _ = step_models.resnet_50()
+        optimizer, dtype = optax.sgd(0.01, momentum=0.9), jnp.bfloat16
         count, pixels = (2, 32) if cpu else (128, 224)
         rng = np.random.default_rng(1)
         batch = (
@@ -299,11 +300,8 @@ def _step_of(model, cpu):
         )
     else:
         shape = (2, 64, 4, 32, 2) if cpu else (12, 768, 12, 512, 16)
-        (loss_of, params, batch), optimizer, dtype = (
-            step_models.stacked_gpt(*shape),
-            optax.adam(1e-4),
-            jnp.bfloat16,
-        )
+        loss_of, params, batch = step_models.stacked_gpt(*shape)
+        optimizer, dtype = optax.adam(1e-4), jnp.bfloat16
 
     def lowered(tree):
         return jax.tree.map(
@@ -312,9 +310,10 @@ def _step_of(model, cpu):
 
     def step_with(optimizer):
         def step(params, opt_state, batch):
-            loss, grads = jax.value_and_grad(
-                lambda params: loss_of(lowered(params), lowered(batch)).astype(jnp.float32)
-            )(params)
+            def wide_loss(params):
+                return loss_of(lowered(params), lowered(batch)).astype(jnp.float32)
+
+            loss, grads = jax.value_and_grad(wide_loss)(params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
@@ -324,7 +323,7 @@ def _step_of(model, cpu):
 
 
 def steps(model):
-    """Milliseconds of a train step by jaxmpi.jit and distributed, over those of plain JAX, in turns in the same process."""
+    """Compare a train step of jaxmpi.jit and `distributed` with plain JAX, in one process."""
     world = jaxmpi.init()
     cpu = world.device.platform == "cpu"
     step_with, optimizer, params, batch = _step_of(model, cpu)
@@ -374,9 +373,11 @@ def steps(model):
             note=f"first five steps {compiled[name]:.1f} s",
         )
     say(
-        f"{model}, {about}: jaxmpi / plain JAX", round(float(np.median(ratios)), 4), "times",
+        f"{model}, {about}: jaxmpi / plain JAX",
+        round(float(np.median(ratios)), 4),
+        "times",
         note=f"{rounds} turns of {turns} steps: {ratios.min():.3f} to {ratios.max():.3f}",
-    )  # fmt: skip
+    )
     same = difference < (1e-5 if model == "digits" else 5e-3)
     say(
         f"{model}, {about}: the loss after five steps, relative difference",
@@ -389,7 +390,7 @@ def steps(model):
 
 
 def overlap():
-    """A step whose messages are on their way while the GPU computes, over the same step without, and its bits."""
+    """Compare a step that communicates while the GPU computes with one that waits."""
     world = jaxmpi.init("mpi")
     step_with, optimizer, params, batch = _step_of("gpt", world.device.platform == "cpu")
     optimizer = jaxmpi.distributed(optimizer)
@@ -423,7 +424,7 @@ def overlap():
 
 
 def _training(directory, until):
-    """A run that saves every second step, and goes on from what it finds; returns the bytes of its parameters."""
+    """Train with a checkpoint every second step, from the newest; return the parameters' bytes."""
     rng = np.random.default_rng(0)
     batches = rng.normal(size=(10, 4, 16)).astype(np.float32)
     optimizer = jaxmpi.distributed(optax.adam(1e-2))
@@ -449,7 +450,7 @@ def _training(directory, until):
 
 
 def checkpoint(directory):
-    """A run of the device that stops and goes on ends with the bits of one that does not."""
+    """Check that a resumed run on the device ends with the bits of an undisturbed one."""
     jaxmpi.init()
     whole = _training(Path(directory) / "whole", 8)
     _training(Path(directory) / "parts", 4)
@@ -458,17 +459,17 @@ def checkpoint(directory):
 
 
 def killed():
-    """One rank is killed; the job is to end with an error."""
+    """Kill one rank, and expect the job to end with an error."""
     _until(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stalled():
-    """One rank stops; the others are to say so, and the job to end."""
+    """Stop one rank, and expect the others to report it and the job to end."""
     _until(lambda: time.sleep(3600))
 
 
 def out_of_memory():
-    """A program that asks for more than the GPU has: an error on the rank that runs it, and the job ends."""
+    """Check that a program too large for the GPU raises on its rank, and that the job then ends."""
     world = jaxmpi.init()
     size = 10**14 if world.rank == 0 else 10
     jax.block_until_ready(jax.jit(lambda: jnp.zeros(size, jnp.float32) + 1)())
@@ -487,7 +488,10 @@ def _until(ends):
 
 
 def profile(directory):
-    """Where the time of a mean of ResNet-50's arrays goes: the parts of its staging, and the longest events that JAX sees."""
+    """Show where the time of a mean of ResNet-50's arrays goes.
+
+    Prints the stages of its staging, and the longest events that JAX's profiler sees.
+    """
     from jaxmpi import _native
 
     world = jaxmpi.init()

@@ -1,4 +1,4 @@
-"""The mean of arrays over ranks of several hosts, beside what the cable allows and what else the field has.
+"""Mean of arrays over ranks on several hosts, beside the cable's limit and other libraries.
 
     python benchmarks/hosts.py [--only "2 hosts"] [--launches 3]
 
@@ -28,7 +28,7 @@ COORDINATOR = "10.77.0.1"  # the first host
 
 
 class Network(NamedTuple):
-    """Hosts, and the cables between them."""
+    """Hosts and the cables between them."""
 
     hosts: int
     ranks: int  # of each
@@ -71,7 +71,7 @@ args = arguments.parse_args()
 
 
 def work(network):
-    """The contenders in turn, on one launch."""
+    """Measure the contenders in turns, in one launch."""
     import peers  # which starts MPI
 
     if not args.alone:
@@ -121,9 +121,11 @@ def launch(number, folder):
     words += ["--out", folder, "--rounds", 3, *["--quick"] * args.quick, *["--alone"] * args.alone]
     environ = {"PYTHON": sys.executable, "JAXMPI_HOST": COORDINATOR, "MPLBACKEND": "Agg"}
     subprocess.run(
-        [str(HERE.parent / "tests" / "network.sh"), *map(str, words)], check=True, env={**os.environ, **environ},
+        [str(HERE.parent / "tests" / "network.sh"), *map(str, words)],
+        check=True,
+        env={**os.environ, **environ},
         stdout=None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     found = json.loads(Path(folder, "hosts.json").read_text())
     return found["machine"], {
         (row["case"], row["contender"]): row["median_us"] for row in found["rows"]
@@ -131,7 +133,7 @@ def launch(number, folder):
 
 
 def ratios(network, us):
-    """(case, what by what, ratio, what it is at most) of a network."""
+    """Yield (case, contenders, ratio, bound) of a network."""
     for case, name in sorted(us):
         if name == "jaxmpi" and case.startswith("16 arrays"):
             megabytes = network.megabytes / (2 if case.endswith("bf16") else 1)
@@ -180,20 +182,13 @@ def main():
         for case, name, value, at_most in ratios(network, us):
             late = at_most is not None and value > at_most
             missed += late
-            bound = (
-                "no bound"
-                if at_most is None
-                else f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
-            )
+            bound = "no bound"
+            if at_most is not None:
+                bound = f"at most {at_most:g}: {'MISSED' if late else 'holds'}"
             print(f"  {case:24} {name:40} {value:6.2f}, {bound}", flush=True)
     if args.out:
-        save(
-            args.out,
-            "hosts",
-            {"machine": machine, "rows": rows},
-            "hosts",
-            lambda axes: bars(axes, rows),
-        )
+        found = {"machine": machine, "rows": rows}
+        save(args.out, "hosts", found, "hosts", lambda axes: bars(axes, rows))
     print(f"hosts: {missed} ratios missed their bound")
     sys.exit(int(bool(missed) and not args.quick))
 

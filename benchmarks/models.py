@@ -4,7 +4,7 @@ from itertools import pairwise
 
 
 def resnet50():
-    """161 arrays, 25.6 million numbers (He et al. 2015, as in torchvision)."""
+    """Shapes of ResNet-50: 161 arrays, 25.6 million numbers (He et al. 2015, as in torchvision)."""
     shapes = [(7, 7, 3, 64), (64,), (64,)]
     width_in = 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -26,7 +26,7 @@ def resnet50():
 
 
 def gpt2():
-    """148 arrays, 124 million numbers (Radford et al. 2019, the small one)."""
+    """Shapes of the small GPT-2: 148 arrays, 124 million numbers (Radford et al. 2019)."""
     d = 768
     block = [
         (d,),
@@ -46,6 +46,9 @@ def gpt2():
 
 
 def mlp():
-    """8 arrays, 10 million numbers."""
+    """Shapes of an MLP: 8 arrays, 10 million numbers."""
     widths = (784, 2048, 2048, 2048, 10)
-    return [shape for a, b in pairwise(widths) for shape in ((a, b), (b,))]
+    shapes = []
+    for a, b in pairwise(widths):
+        shapes += [(a, b), (b,)]
+    return shapes

@@ -1,5 +1,7 @@
-"""What watching costs: a step of about 10 ms with the monitor's thread and without it, what the ranks' agreement adds, and what
-`jaxmpi top` in another terminal does.
+"""Cost of supervision in a step of about 10 ms, with the monitor's thread and without it.
+
+Also measures what the ranks' comparison before a program adds, and what `jaxmpi top` in another
+terminal adds.
 
     jaxmpi run -n 2 benchmarks/overhead.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 benchmarks/overhead.py
@@ -34,7 +36,7 @@ poll_seconds = monitor.POLL_SECONDS
 
 
 def watch(seconds):
-    """Have the monitor's thread look so often; it learns of it at its next look, which is now."""
+    """Set the interval of the monitor's thread, and wake it so that it takes effect now."""
     if seconds != monitor.POLL_SECONDS:
         monitor.POLL_SECONDS = seconds
         watching.signals.wake()
@@ -80,7 +82,7 @@ def seen():
 
 @contextlib.contextmanager
 def on_screen(contender):
-    """`jaxmpi top` in a terminal of its own, started by rank 0, for the turns of `seen`."""
+    """Run `jaxmpi top` in its own terminal, started by rank 0, for the turns of `seen`."""
     if contender is not seen or report.world.rank:
         jaxmpi.barrier()
         yield

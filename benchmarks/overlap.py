@@ -1,4 +1,4 @@
-"""Train steps between hosts whose messages are on their way while they compute, beside the same step that waits for them.
+"""Train steps between hosts that communicate while they compute, beside the same steps that wait.
 
     python benchmarks/overlap.py [--mbit 1000] [--delay-ms 1] [--heat-delay-ms 10] [--launches 3]
 
@@ -63,7 +63,7 @@ def jaxmpi_step(overlap, loss_of, params, batch):
 
 
 def peers_of(case, factor, loss_of, params, batch):
-    """The steps of other libraries, those that are installed."""
+    """Make the steps of other libraries, where they are installed."""
     calls = {}
     if importlib.util.find_spec("mpi4jax"):
         calls["mpi4jax per leaf"] = mpi4jax_step(loss_of, params, batch)
@@ -76,7 +76,7 @@ def peers_of(case, factor, loss_of, params, batch):
 
 
 def contenders(loss_of, params, batch):
-    """The parts of a step, and the steps."""
+    """Make the contenders: a step's parts, and whole steps."""
     jitted = partial(jax.jit, donate_argnums=0)
     forward, backward = jax.jit(loss_of), jax.jit(jax.value_and_grad(loss_of))
     mean, grads = jaxmpi.jit(jaxmpi.tree_allreduce), jax.tree.map(jax.numpy.array, params)
@@ -93,14 +93,17 @@ def contenders(loss_of, params, batch):
 
 
 def beside(local, mean):
-    """A step without communication, and a mean that does not depend on it: how much of one the cores leave room for."""
+    """Run a step without communication beside an independent mean.
+
+    It shows how much of a mean these cores can hide.
+    """
     arriving = OTHER_THREAD.submit(lambda: jax.block_until_ready(mean()))
     jax.block_until_ready(local())
     return arriving.result()
 
 
 def balanced(report, case):
-    """The model with a batch for which computation takes about as long as communication."""
+    """Grow a model's batch until computation takes about as long as communication."""
     loss_of, params, batch = MODELS[case]()
     calls = contenders(loss_of, params, batch)
     took = report.measure(
@@ -116,7 +119,10 @@ def times(batch, factor):
 
 
 class Heat:
-    """Turns of the heat equation on a plate, of which each rank has some rows: calls, each on what the last one left."""
+    """Iterations of the heat equation on a plate whose rows are shared out over the ranks.
+
+    Each call starts from the result of the last one.
+    """
 
     def __init__(self, size, overlap=None):
         if overlap is not None:
@@ -124,11 +130,10 @@ class Heat:
         self.u = jax.numpy.asarray(
             np.random.default_rng(jaxmpi.rank()).normal(size=(size, size)), np.float32
         )
-        self.turn = (
-            jax.jit(partial(self.heat, lambda row, way: row))
-            if overlap is None
-            else jaxmpi.jit(partial(self.heat, self.moved))
-        )
+        if overlap is None:
+            self.turn = jax.jit(partial(self.heat, lambda row, way: row))
+        else:
+            self.turn = jaxmpi.jit(partial(self.heat, self.moved))
         jax.block_until_ready(self())
 
     def __call__(self):
@@ -149,7 +154,7 @@ class Heat:
 
 
 def measure_heat(report):
-    """On a plate for which computation takes about as long as the halo's message."""
+    """Measure the heat equation on a plate that takes as long to compute as to exchange."""
     size, case = 1024, "heat"
     times = report.measure(
         f"{case}, first", {"at once": Heat(size, "0"), "local": Heat(size)}, seconds=1.0
@@ -165,10 +170,8 @@ def measure_heat(report):
     calls = {"local": local, "exchange": lambda: exchange(u), "at once": once, "overlap": overlap}
     calls["local beside an exchange"] = lambda: beside(local, calls["exchange"])
     times = report.measure(f"{case} {size}", calls, seconds=8.0)
-    turns = [
-        jax.device_get(plate.turn(jax.numpy.ones((size, size)) * jaxmpi.rank()))
-        for plate in (once, overlap)
-    ]
+    start = jax.numpy.ones((size, size)) * jaxmpi.rank()
+    turns = [jax.device_get(plate.turn(start)) for plate in (once, overlap)]
     np.testing.assert_array_equal(*turns)
     report.ratio(
         f"{case} {size}", "at once / overlap", times["at once"], times["overlap"], at_least=FASTER
@@ -243,7 +246,7 @@ def measure_models(report):
 
 
 def launched(worker, delay_ms):
-    """The exit status of two ranks on hosts that are so far apart."""
+    """Run two ranks on hosts with a cable of this delay; return the exit status."""
     words = [
         2,
         1,
@@ -267,14 +270,11 @@ def launched(worker, delay_ms):
 
 
 def main():
-    codes = [
-        launched(worker, delay)
-        for _ in range(1 if args.quick else args.launches)
-        for worker, delay in (
-            ("heat", args.heat_delay_ms),
-            *[("models", args.delay_ms)] * bool(args.models),
-        )
-    ]
+    codes = []
+    for _ in range(1 if args.quick else args.launches):
+        codes.append(launched("heat", args.heat_delay_ms))
+        if args.models:
+            codes.append(launched("models", args.delay_ms))
     print(f"overlap: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
     sys.exit(max(codes))
 

@@ -35,7 +35,10 @@ BOUND = 1.1  # working tree by commit, of a median over the launches
 SMALL_GPT = (
     "gpt.py --steps 12 --batch-size 12 --length 32 --layers 2 --width 32 --megabytes 0.3 --sample 0"
 )
-SMALL_IMAGENET = "imagenet.py {photos} --out {out} --model resnet18 --width 4 --pixels 32 --batch-size 8 --epochs 2 --warmup 1"
+SMALL_IMAGENET = (
+    "imagenet.py {photos} --out {out} --model resnet18 --width 4 --pixels 32 --batch-size 8 "
+    "--epochs 2 --warmup 1"
+)
 
 EXAMPLES = [  # (example and its arguments, ranks, environment)
     ("quickstart.py", 1, {}),
@@ -61,7 +64,7 @@ EXAMPLES = [  # (example and its arguments, ranks, environment)
 
 
 class Installed(NamedTuple):
-    """A jaxmpi that can be run, and the tree whose benchmarks belong to it."""
+    """An installed jaxmpi, and the tree with the benchmarks that belong to it."""
 
     name: str
     python: Path
@@ -69,7 +72,7 @@ class Installed(NamedTuple):
 
 
 def install(commit):
-    """Install a commit beside this environment's packages, into build/parity/COMMIT, unless it is there."""
+    """Install a commit beside this environment's packages, unless build/parity/COMMIT exists."""
     sha = subprocess.check_output(
         ["git", "rev-parse", "--short=12", f"{commit}^{{commit}}"], cwd=ROOT, text=True
     ).strip()
@@ -114,7 +117,10 @@ def install(commit):
 
 
 def launch(installed, ranks, command, environment, log):
-    """Run a command on so many ranks of an installed jaxmpi; returns its exit code, and writes what it prints to `log`."""
+    """Run a command on `ranks` ranks of an installed jaxmpi, with its output in `log`.
+
+    Returns the exit code.
+    """
     launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -132,7 +138,7 @@ def launch(installed, ranks, command, environment, log):
 
 
 def make_photos(folder):
-    """DIR/train and DIR/val with two classes of pieces of photographs that scikit-learn ships, as imagenet.py reads them."""
+    """Write DIR/train and DIR/val for imagenet.py: two classes cut from scikit-learn's photos."""
     import numpy as np
     import sklearn.datasets
     from PIL import Image
@@ -151,7 +157,7 @@ def make_photos(folder):
 
 
 def record(installed, number, example, ranks, environment, script_tree, photos):
-    """Run an example under recorded.py; returns what its ranks recorded, or the end of its output where it failed."""
+    """Run an example under recorded.py; return its ranks' records, or its last output."""
     folder = BUILD / "bits" / f"{number:02}-{installed.name}"
     shutil.rmtree(folder, ignore_errors=True)
     script, *arguments = example.format(photos=photos, out=folder / "out").split()
@@ -173,14 +179,15 @@ def difference(base, head):
                 return f"explain of {a['name']} on rank {rank}:\n{a['table']}---\n{b['table']}"
             if len(a["calls"]) != len(b["calls"]):
                 return f"{a['name']} on rank {rank}: {len(a['calls'])} and {len(b['calls'])} calls"
-            for call, (x, y) in enumerate(zip(a["calls"], b["calls"], strict=True)):
+            for call, (x, y) in enumerate(zip(a["calls"], b["calls"], strict=True), 1):
                 if x != y:
-                    return f"{a['name']} on rank {rank}: other bits from call {call + 1} of {len(a['calls'])} on"
+                    which = f"from call {call} of {len(a['calls'])} on"
+                    return f"{a['name']} on rank {rank}: other bits {which}"
     return None
 
 
 def compare_bits(base, head, cases):
-    """Run all examples on both; returns how many differ."""
+    """Run all examples on both; return how many differ."""
     photos = BUILD / "photos"
     make_photos(photos)
     differ = 0
@@ -203,7 +210,7 @@ def compare_bits(base, head, cases):
 
 
 def compare_speed(base, head, launches, cases):
-    """Run the benchmarks of both in turns; returns how many ratios became worse by more than BOUND."""
+    """Run the benchmarks of both in turns; return how many ratios grew by more than BOUND."""
     found = {}  # {(benchmark, case, ratio): {name: [values]}}
     for turn in range(launches):
         for installed in (base, head) if turn % 2 == 0 else (head, base):
@@ -237,13 +244,13 @@ def compare_speed(base, head, launches, cases):
         concerns_us = "jaxmpi" in ratio
         worse += 1 if concerns_us and quotient > BOUND else 0
         verdict = "" if not concerns_us else ": WORSE" if quotient > BOUND else ": holds"
-        spread = ", ".join(
-            f"{side.name} {min(values[side.name]):.2f} to {max(values[side.name]):.2f}"
-            for side in (base, head)
-        )
+        spreads = []
+        for side in (base, head):
+            low, high = min(values[side.name]), max(values[side.name])
+            spreads.append(f"{side.name} {low:.2f} to {high:.2f}")
         print(
             f"{benchmark} {case:22} {ratio:50} {before:6.2f} -> {after:6.2f}, by {quotient:.2f} "
-            f"({spread}){verdict}"
+            f"({', '.join(spreads)}){verdict}"
         )
     return worse
 
@@ -263,8 +270,8 @@ def main():
     differ = compare_bits(base, head, args.cases) if args.only != "speed" else 0
     worse = compare_speed(base, head, args.launches, args.cases) if args.only != "bits" else 0
     print(
-        f"parity with {base.name}: {differ} examples differ, {worse} ratios are worse by more than "
-        f"{BOUND:g}"
+        f"parity with {base.name}: {differ} examples differ, "
+        f"{worse} ratios are worse by more than {BOUND:g}"
     )
     return int(bool(differ or worse))
 

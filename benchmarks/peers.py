@@ -1,4 +1,6 @@
-"""Other ways to average arrays over the ranks. Each function takes shapes and a dtype, and returns a call without arguments.
+"""Other libraries' ways to average arrays over the ranks.
+
+Each function takes shapes and a dtype, and returns a call without arguments.
 
 Every call averages in the place of the last result where the library can.
 """
@@ -19,7 +21,7 @@ COMM = MPI.COMM_WORLD.Dup()
 
 
 def start_jax(host="localhost"):
-    """Have JAX's own processes join each other, for gloo, at an address of rank 0; before anything starts its backend."""
+    """Start JAX's own processes for gloo, at an address of rank 0, before a backend exists."""
     if host != "localhost":
         _jaxcompat.gloo_listens_at(_towards(host))
     port = 0
@@ -34,7 +36,7 @@ def start_jax(host="localhost"):
 
 
 def start_torch(host="localhost"):
-    """The module torch with its gloo started, at an address of rank 0; None where it is not installed."""
+    """Return the module torch with gloo started at an address of rank 0; None if not installed."""
     try:
         import torch
         import torch.distributed
@@ -67,7 +69,7 @@ def memcpy(shapes, dtype):
 
 
 def mpi4py_in_place(shapes, dtype):
-    """Without the division; MPI knows no bfloat16."""
+    """Sum with mpi4py in place, without the division; MPI knows no bfloat16."""
     arrays = host(shapes, np.float32 if dtype == ml_dtypes.bfloat16 else dtype)
 
     def call():
@@ -79,7 +81,7 @@ def mpi4py_in_place(shapes, dtype):
 
 
 def mpi4py_after_jit(shapes, dtype):
-    """The same behind an empty jitted call, of arrays of its own: what a jitted call and a message take."""
+    """Average with mpi4py after an empty jitted call: the cost of a jitted call plus a message."""
     jitted, message = jax.jit(lambda xs: [x + 1 for x in xs]), mpi4py_in_place(shapes, dtype)
     given = [jnp.asarray(x) for x in host(shapes, dtype)]
 
@@ -111,18 +113,17 @@ def jaxmpi_mean(shapes, dtype):
 
 
 def mpi4jax_per_leaf(shapes, dtype):
-    """In float32, as mpi4jax knows no bfloat16."""
+    """Average with mpi4jax, one message an array, in float32 as it knows no bfloat16."""
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()  # mpi4py and mpi4jax must not share one
 
     def mean(tree):
-        return [
-            (mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm) / comm.size).astype(
-                x.dtype
-            )
-            for x in tree
-        ]
+        means = []
+        for x in tree:
+            total = mpi4jax.allreduce(x.astype(jnp.float32), op=MPI.SUM, comm=comm)
+            means.append((total / comm.size).astype(x.dtype))
+        return means
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
@@ -136,16 +137,14 @@ def mpi4jax_concatenated(shapes, dtype):
     def mean(tree):
         flat = jnp.concatenate([x.ravel().astype(jnp.float32) for x in tree])
         flat = mpi4jax.allreduce(flat, op=MPI.SUM, comm=comm) / comm.size
-        return [
-            part.reshape(x.shape).astype(x.dtype)
-            for part, x in zip(jnp.split(flat, ends[:-1]), tree, strict=True)
-        ]
+        parts = jnp.split(flat, ends[:-1])
+        return [y.reshape(x.shape).astype(x.dtype) for y, x in zip(parts, tree, strict=True)]
 
     return Fed(jax.jit(mean, donate_argnums=0), list(map(jnp.asarray, host(shapes, dtype))))
 
 
 def mesh():
-    """One device of each process, and the sharding of arrays that each process has its own of."""
+    """Return a mesh of one device per process, and the sharding of per-process arrays."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
     return mesh, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -156,20 +155,23 @@ def global_array(sharding, x):
 
 
 def jax_gloo(shapes, dtype):
-    """`pmean` of every array in a `shard_map` over one device a process."""
+    """Average with `pmean` in a `shard_map` over one device per process."""
     spec = jax.sharding.PartitionSpec()
     over, sharding = mesh()
     mean = jax.shard_map(
         lambda tree: jax.tree.map(lambda x: jax.lax.pmean(x, "ranks"), tree),
-        mesh=over, in_specs=spec, out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        mesh=over,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
     return Fed(
         jax.jit(mean, donate_argnums=0), [global_array(sharding, x) for x in host(shapes, dtype)]
     )
 
 
 def torch_gloo(torch):
-    """One flat tensor, which is what DDP makes of its buckets."""
+    """Average one flat tensor with torch's gloo, as DDP does with its buckets."""
 
     def peer(shapes, dtype):
         kind = torch.bfloat16 if dtype == ml_dtypes.bfloat16 else torch.float32

@@ -1,4 +1,4 @@
-"""How long `explain` says that a mean takes, beside how much longer each further mean makes a step.
+"""Time of a mean as `explain` predicts it, beside the time that each further mean adds to a step.
 
     jaxmpi run -n 2 benchmarks/prediction.py
     python benchmarks/prediction.py --mbit 1000 --delay-ms 1
@@ -21,8 +21,8 @@ import jaxmpi
 from jaxmpi._world import session
 
 OFF = 0.25  # of what is measured, at most
-# the arrays of a mean, and how many further means a step has: they differ more than two calls of
-# one step do
+# The arrays of a mean, and how many further means a step has. There are so many that their time
+# exceeds the difference between two calls of one step.
 CASES = {
     "1 KB": ([(256,)], 20),
     "1 MB": ([(262_144,)], 5),
@@ -41,12 +41,12 @@ args = arguments.parse_args()
 
 
 def repeated(means, arrays):
-    """The mean of the mean of ..."""
+    """Apply the mean several times in a row."""
     return repeated(means - 1, jaxmpi.tree_allreduce(arrays)) if means else arrays
 
 
 class Calls:
-    """Of a step with so many means, each in the place of the last one."""
+    """Calls of a step with a given number of means, each in place of the last result."""
 
     def __init__(self, means, shapes):
         self.step = jaxmpi.jit(lambda arrays: repeated(means, arrays), donate_argnums=0)
@@ -91,10 +91,8 @@ def main():
     ]
     command = [str(Path(__file__).resolve().parents[1] / "tests" / "network.sh"), *map(str, words)]
     environ = {**os.environ, "PYTHON": sys.executable, "MPLBACKEND": "Agg"}
-    codes = [
-        subprocess.run(command, env=environ).returncode
-        for _ in range(1 if args.quick else args.launches)
-    ]
+    launches = 1 if args.quick else args.launches
+    codes = [subprocess.run(command, env=environ).returncode for _ in range(launches)]
     print(f"prediction: {sum(map(bool, codes))} of {len(codes)} launches missed a bound or failed")
     sys.exit(max(codes))
 

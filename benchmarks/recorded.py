@@ -1,4 +1,4 @@
-"""Run a script that trains with jaxmpi, and record the bits that its jitted steps return and what `explain` says of them.
+"""Run a training script and record the bits of its jitted steps and what `explain` says of them.
 
     jaxmpi run -n 2 benchmarks/recorded.py FOLDER examples/digits.py --epochs 3
 
@@ -39,7 +39,7 @@ class RecordedStep:
             self._record = {"name": name, "table": table, "calls": []}
             self._records.append(self._record)
         out = self._step(*args, **kwargs)
-        # nn.jit returns what its objects have become in the objects themselves
+        # nn.jit changes its objects in place, so they are part of the result
         self._record["calls"].append(
             hashed((out, args, kwargs) if holds_objects((args, kwargs)) else out)
         )
@@ -58,7 +58,7 @@ def holds_objects(tree):
 
 
 def hashed(tree):
-    """The first 16 digits of SHA-256 over the dtypes, shapes and bytes of all arrays."""
+    """Return 16 digits of SHA-256 over the dtypes, shapes and bytes of all arrays."""
     digest = hashlib.sha256()
     tree = jax.tree.map(lambda x: nnx.state(x) if is_object(x) else x, tree, is_leaf=is_object)
     for leaf in jax.tree.leaves(jaxmpi.local(tree)):
@@ -71,7 +71,7 @@ def hashed(tree):
 
 
 def recording(make, records):
-    """`jaxmpi.jit` or `jaxmpi.nn.jit`, of which each result is a RecordedStep."""
+    """Wrap `jaxmpi.jit` or `jaxmpi.nn.jit` so that it makes a RecordedStep."""
 
     def jit(fun=None, **options):
         if fun is None:

@@ -1,4 +1,4 @@
-"""Seconds from the SIGKILL of a rank to the next training step, under `jaxmpi run --restarts`, and where they go.
+"""Seconds from the SIGKILL of a rank to the next training step under `jaxmpi run --restarts`.
 
     python benchmarks/restart.py
     python benchmarks/restart.py --ranks 2 --folder /dev/shm
@@ -57,7 +57,7 @@ args = arguments.parse_args()
 
 
 def note(folder, event):
-    """Write down when this rank has come to an event."""
+    """Record the time at which this rank reaches an event."""
     line = {
         "start": os.environ["JAXMPI_RESTART"],
         "rank": jaxmpi.rank(),
@@ -69,7 +69,7 @@ def note(folder, event):
 
 
 def work(folder, kills):
-    """Go on from the checkpoint, and train until it is this rank's turn to be killed."""
+    """Resume from the checkpoint, and train until it is this rank's turn to be killed."""
     world, restart = jaxmpi.init(), int(os.environ["JAXMPI_RESTART"])
     note(folder, "init")
     tx = jaxmpi.distributed(optax.adam(1e-4))
@@ -111,7 +111,7 @@ def work(folder, kills):
 
 
 def launch(ranks, folder, kills):
-    """Run a job; returns when it was started, and when `jaxmpi run` said that it starts again."""
+    """Run a job; return the time of its start, and those at which `jaxmpi run` restarted it."""
     words = [
         sys.executable,
         "-m",
@@ -127,23 +127,22 @@ def launch(ranks, folder, kills):
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     (folder / "events.jsonl").unlink(missing_ok=True)
     began, again, lines = time.time(), [], []
-    with subprocess.Popen(
-        words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environ, **streams) as job:
         for line in job.stderr:
             lines.append(line)
             if f" of {kills}" in line and "restart " in line:
                 again.append(time.time())
     if job.returncode or len(again) != kills:
         sys.exit(
-            f"the job of {ranks} ranks ended with {job.returncode} after {len(again)} "
-            f"restarts:\n{''.join(lines)}"
+            f"the job of {ranks} ranks ended with {job.returncode} "
+            f"after {len(again)} restarts:\n{''.join(lines)}"
         )
     return began, again
 
 
 def events(folder, start):
-    """The time at which the slowest rank came to each event of a start of the job."""
+    """Return the time at which the slowest rank reached each event of a start."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     mine = [one for one in found if one["start"] == str(start)]
     return {one["event"]: one["time"] for one in sorted(mine, key=lambda one: one["time"])}
@@ -178,8 +177,8 @@ def main():
         for name, values in seconds.items():
             low, median, high = np.percentile(values, [25, 50, 75])
             print(
-                f"{ranks} ranks  {name:10} median {median:6.2f} s, quartiles {low:6.2f} to "
-                f"{high:6.2f}",
+                f"{ranks} ranks  {name:10} median {median:6.2f} s, "
+                f"quartiles {low:6.2f} to {high:6.2f}",
                 flush=True,
             )
             row = {"case": f"{ranks} ranks", "contender": name}

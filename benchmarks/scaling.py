@@ -1,4 +1,4 @@
-"""How the time of a mean grows with the ranks: 1, 2, 4 and 8 of them, beside what the bytes alone would take.
+"""Time of a mean on 1, 2, 4 and 8 ranks, beside what the bytes alone would take.
 
     python benchmarks/scaling.py
 
@@ -59,7 +59,7 @@ def launch(ranks, folder):
 
 
 def expected(median_us, case, ranks, cores):
-    """µs for the bytes of all ranks on these cores, from what two ranks take."""
+    """Predict the µs for the bytes of all ranks on these cores from those of two ranks."""
     alpha, two = median_us[2]["1 KB"], median_us[2][case]
     crowd = max(1.0, ranks / cores) / max(1.0, 2 / cores)
     return (alpha + max(0.0, two - alpha) * 2 * (ranks - 1) / ranks) * crowd
@@ -71,15 +71,17 @@ def main():
         for ranks in sorted({2, *args.ranks}):
             found[ranks] = launch(ranks, folder)
             print(found[ranks]["machine"])
-    median_us = {
-        ranks: {row["case"]: row["median_us"] for row in each["rows"]}
-        for ranks, each in found.items()
-    }
+    median_us = {}  # {ranks: {case: µs}}
+    for ranks, each in found.items():
+        median_us[ranks] = {row["case"]: row["median_us"] for row in each["rows"]}
     cores, missed, rows = len(os.sched_getaffinity(0)), 0, []
     for ranks in args.ranks:
         for case, count in SIZES.items():
             sent = 4 * count * 2 * (ranks - 1) / ranks
-            line = f"{ranks} ranks  {case:8} sent per rank {sent / 1e6:8.3f} MB  median {median_us[ranks][case]:11.1f} µs"
+            line = (
+                f"{ranks} ranks  {case:8} sent per rank {sent / 1e6:8.3f} MB  "
+                f"median {median_us[ranks][case]:11.1f} µs"
+            )
             if ranks > 2:
                 ratio = median_us[ranks][case] / expected(median_us, case, ranks, cores)
                 judged = 4 * count >= 2**20  # below, the scheduler's turns are what takes the time

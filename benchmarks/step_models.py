@@ -1,4 +1,7 @@
-"""Models for train_step.py, as plain functions: each makes a loss of (params, batch), the parameters and one rank's batch."""
+"""Models for train_step.py, as plain functions.
+
+Each makes a loss of (params, batch), the parameters, and one rank's batch.
+"""
 
 import itertools
 
@@ -15,12 +18,13 @@ def _cross_entropy(logits, labels):
 
 def _random(shapes, scale=0.02):
     rng = np.random.default_rng(0)
-    return [
-        rng.normal(size=shape).astype(np.float32) * scale
-        if len(shape) > 1
-        else np.ones(shape, np.float32)
-        for shape in shapes
-    ]
+    arrays = []
+    for shape in shapes:
+        if len(shape) > 1:
+            arrays.append(rng.normal(size=shape).astype(np.float32) * scale)
+        else:
+            arrays.append(np.ones(shape, np.float32))
+    return arrays
 
 
 def _batch(inputs_shape, classes, labels_shape):
@@ -60,7 +64,7 @@ def cnn():
 
 
 def resnet_50():
-    """On images of 32 pixels."""
+    """Build ResNet-50 on images of 32 pixels."""
 
     def loss_of(params, batch):
         x, labels = batch
@@ -109,14 +113,10 @@ def gpt_10m():
         words, targets = batch
         x = params["embed"][words] + params["place"]
         for p in params["blocks"]:
-            q, k, v = (
-                y.reshape(*y.shape[:2], heads, d // heads)
-                for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
-            )
-            x = (
-                x
-                + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-            )
+            parts = jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
+            q, k, v = (y.reshape(*y.shape[:2], heads, d // heads) for y in parts)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+            x = x + attended @ p["out"]
             x = x + jax.nn.gelu(norm(x, p["ln2"]) @ p["up"]) @ p["down"]
         return _cross_entropy(norm(x, params["ln"]) @ params["embed"].T, targets)
 
@@ -127,7 +127,10 @@ def gpt_10m():
 
 
 def stacked_gpt(layers, width, heads=8, length=64, batch=4, vocabulary=256):
-    """The same in a scan over stacked layers, computed again in the backward pass; `whole` makes parameters whole."""
+    """Build a GPT as a scan over stacked layers, with rematerialization in the backward pass.
+
+    `whole` gathers the parameters that a layer needs.
+    """
     block = {"ln1": (width,), "qkv": (width, 3 * width), "out": (width, width)}
     block |= {"ln2": (width,), "up": (width, 4 * width), "down": (4 * width, width)}
     shapes = {"embed": (vocabulary, width), "place": (length, width), "ln": (width,)}
@@ -141,14 +144,10 @@ def stacked_gpt(layers, width, heads=8, length=64, batch=4, vocabulary=256):
         @jax.checkpoint
         def layer(x, p):
             p = whole(p)
-            q, k, v = (
-                y.reshape(*y.shape[:2], heads, -1)
-                for y in jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
-            )
-            x = (
-                x
-                + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-            )
+            parts = jnp.split(norm(x, p["ln1"]) @ p["qkv"], 3, axis=-1)
+            q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in parts)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+            x = x + attended @ p["out"]
             return x + jax.nn.gelu(norm(x, p["ln2"]) @ p["up"]) @ p["down"], None
 
         words, targets = batch
@@ -164,7 +163,7 @@ MODELS = {"MLP 10M": mlp_10m, "CNN": cnn, "ResNet-50": resnet_50, "GPT 10M": gpt
 
 
 def torch_models(torch):
-    """The same in torch, but for ResNet-50: a function that makes the model, the batch and the loss."""
+    """Build the torch models, without ResNet-50: (function that makes the model, batch, loss)."""
     nn = torch.nn
 
     def dense():
@@ -176,9 +175,15 @@ def torch_models(torch):
 
     def convolutional():
         return nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Flatten(),
-            nn.Linear(12544, 128), nn.ReLU(), nn.Linear(128, 10),
-        )  # fmt: skip
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, 2, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(12544, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
 
     class Words(nn.Module):
         def __init__(self):

@@ -1,4 +1,7 @@
-"""Models for first_call.py: each makes a loss of (params, batch), parameters and one rank's batch; many arrays, few numbers."""
+"""Models for first_call.py with many arrays of few numbers.
+
+Each makes a loss of (params, batch), the parameters, and one rank's batch.
+"""
 
 from functools import partial
 
@@ -13,7 +16,7 @@ WIDTH, HEADS, LENGTH, VOCABULARY = 32, 4, 16, 64
 
 
 class Block(nnx.Module):
-    """[batch, length, width] to the same; 16 arrays."""
+    """Transformer block from [batch, length, width] to the same shape; 16 arrays."""
 
     def __init__(self, rngs):
         self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -29,7 +32,10 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """[batch, length] tokens to [batch, length, vocabulary] logits: 3 arrays and 16 a layer."""
+    """GPT from [batch, length] tokens to [batch, length, vocabulary] logits.
+
+    It has 3 arrays, and 16 a layer.
+    """
 
     def __init__(self, layers, unrolled, *, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)

@@ -1,4 +1,4 @@
-"""What distribution adds to a train step, beside JAX's gloo, mpi4jax and torch DDP.
+"""Time that distribution adds to a train step, beside JAX's gloo, mpi4jax and torch DDP.
 
     jaxmpi run -n 2 benchmarks/train_step.py
 
@@ -43,7 +43,7 @@ def contenders_of(loss_of, params, batch):
 
 
 def added(times, name, local):
-    """What a contender's steps take beyond the median local step of the same round."""
+    """Return the time of a contender's steps beyond the median local step of the same round."""
     return times[name] - np.median(times[local], axis=1, keepdims=True)
 
 
@@ -59,8 +59,8 @@ def show_added(case, times):
             continue
         theirs = added(times, name, local)
         report.show(
-            f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, by {name} "
-            f"{np.median(theirs) / 1e3:.2f} ms"
+            f"{case:22} added by jaxmpi {np.median(ours) / 1e3:.2f} ms, "
+            f"by {name} {np.median(theirs) / 1e3:.2f} ms"
         )
         if np.median(theirs) < NOISE * np.median(times[local]):
             report.show(

@@ -17,7 +17,7 @@ class Trained:
 
     def __init__(self, step, params, batch, put=lambda x: x):
         self.step, self.batch = step, jax.tree.map(put, batch)
-        # a copy: it is donated
+        # the step donates its state, so it gets a copy
         self.state = jax.tree.map(lambda x: put(jnp.array(x)), (params, optimizer.init(params)))
 
     def __call__(self):
@@ -36,18 +36,20 @@ def step_of(loss_of, average):
 
 
 def mpi4jax_step(loss_of, params, batch):
-    """A message for each array."""
+    """Make a step that sends one mpi4jax message for each array."""
     import mpi4jax
 
     comm = MPI.COMM_WORLD.Clone()
-    per_leaf = lambda grads: jax.tree.map(
-        lambda g: mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size, grads
-    )
-    return Trained(jax.jit(step_of(loss_of, per_leaf), donate_argnums=0), params, batch)
+
+    def mean(g):
+        return mpi4jax.allreduce(g, op=MPI.SUM, comm=comm) / comm.size
+
+    step = step_of(loss_of, partial(jax.tree.map, mean))
+    return Trained(jax.jit(step, donate_argnums=0), params, batch)
 
 
 def gloo_step(loss_of, params, batch):
-    """Of JAX's own processes, which `peers.start_jax` has started."""
+    """Make a step that averages over JAX's own processes, which `peers.start_jax` has started."""
     mesh, sharding = peers.mesh()
     spec = jax.sharding.PartitionSpec()
     step = step_of(loss_of, lambda grads: jax.tree.map(lambda g: jax.lax.pmean(g, "ranks"), grads))
@@ -58,7 +60,7 @@ def gloo_step(loss_of, params, batch):
 
 
 def torch_steps(torch, model, batch, loss_of):
-    """Its step without communication, and DDP's."""
+    """Make torch's step without communication, and DDP's."""
     inputs, targets = (torch.from_numpy(np.asarray(x)) for x in batch)
 
     def trained(model):

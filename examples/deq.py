@@ -1,4 +1,6 @@
-"""Train a deep equilibrium model on handwritten digits: a layer that is applied until nothing changes any more.
+"""Train a deep equilibrium model on handwritten digits.
+
+One layer is applied until its output no longer changes.
 
     python examples/deq.py
     jaxmpi run -n 2 examples/deq.py
@@ -45,14 +47,17 @@ solver = optx.FixedPointIteration(rtol=1e-4, atol=1e-4)
 
 
 def layer(z, weights_and_image):
-    """A contraction in z, so that there is one solution: no row of the matrix adds up to more than 0.9."""
+    """Apply a contraction in z: no row of the matrix adds up to more than 0.9.
+
+    A contraction has exactly one fixed point.
+    """
     weights, x = weights_and_image
     rows = jnp.sum(jnp.abs(weights["z"]), axis=1, keepdims=True)
     return jnp.tanh(weights["z"] * jnp.minimum(1, 0.9 / rows) @ z + weights["x"] @ x + weights["b"])
 
 
 def logits(weights, x):
-    """[64] to [10]."""
+    """Return the [10] logits of an image [64]."""
     solution = optx.fixed_point(layer, solver, jnp.zeros(args.width), (weights, x), max_steps=100)
     return weights["out"] @ solution.value
 

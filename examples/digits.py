@@ -1,12 +1,12 @@
-"""Classify 1797 real handwritten digits of 8×8 pixels with a small Flax CNN: one rank or many, the same script.
+"""Classify 1797 handwritten digits with a small Flax CNN, on one rank or many.
 
     python examples/digits.py
     jaxmpi run -n 2 examples/digits.py
     JAXMPI_BACKEND=xla jaxmpi run -n 2 examples/digits.py
-    jaxmpi run -n 2 examples/digits.py --codec int8      # or --sharded, --local-every 8, --accumulate 2: see docs/optimizers.md
+    jaxmpi run -n 2 examples/digits.py --codec int8
 
 Batches, augmentation and evaluation do not know the number of ranks, so neither does the loss
-curve.
+curve. docs/optimizers.md explains --codec, --sharded, --local-every and --accumulate.
 """
 
 import argparse
@@ -106,7 +106,10 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nnx.Module):
-    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
+    """CNN from [batch, 8, 8, 1] images to [batch, 10] logits.
+
+    It is smooth throughout: the kinks of ReLU and max-pooling would amplify round-off.
+    """
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 32, (3, 3), param_dtype=args.dtype, rngs=rngs)
@@ -139,7 +142,7 @@ else:
     # AdamW on the mean of all ranks' gradients
     optimizer = jaxmpi.distributed(optax.adamw(schedule), codec=codec)
 optimizer = jaxmpi.accumulate(optimizer, args.accumulate)
-# on all ranks: state and parameters, unless each takes steps of its own
+# arguments that are equal on all ranks; with --local-every each rank's parameters differ
 equal = (1,) if args.local_every else (0, 1)
 
 graph, params = nnx.split(CNN(rngs=nnx.Rngs(args.seed)), nnx.Param)
@@ -160,11 +163,10 @@ def shift(image, key):
 )
 def step(params, state, batch, key):
     x = batch["image"]
-    # a key for every image: with one for every rank the images would depend on the number of ranks
     if args.augment:
-        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(
-            x, batch["number"]
-        )
+        # a key for each image: keys for each rank would make images depend on the number of ranks
+        shifted = lambda image, number: shift(image, jax.random.fold_in(key, number))
+        x = jax.vmap(shifted)(x, batch["number"])
 
     def loss_of(params):
         logits = nnx.merge(graph, params)(x)
@@ -177,13 +179,13 @@ def step(params, state, batch, key):
 
 @jaxmpi.jit
 def count(params, batch, mask, counts):
-    """Add a batch to the images that are recognized, and to all of them."""
+    """Add a batch to the counts of recognized images and of all images."""
     right = nnx.merge(graph, params)(batch["image"]).argmax(-1) == batch["label"]
     return counts + jnp.stack([jnp.sum(mask & right), jnp.sum(mask)])
 
 
 def evaluate(params):
-    """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
+    """Count the correctly classified test images, and all of them; each is on one rank."""
     counts = np.zeros(2, np.int32)
     # 360 = 2·128 + 104: a mask covers what is missing
     for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):
@@ -220,6 +222,6 @@ if jaxmpi.rank() == 0:
     rate = np.median(rates[1:] or rates)  # the first epoch compiles
     ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
     print(
-        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s "
-        f"on {ranks}"
+        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), "
+        f"{rate:.0f} images/s on {ranks}"
     )

@@ -1,4 +1,6 @@
-"""examples/digits.py with flax.linen instead of nnx: it differs in the model and in how it is called.
+"""Classify handwritten digits as examples/digits.py does, with flax.linen instead of nnx.
+
+Only the model and its calls differ.
 
     python examples/digits_linen.py
     jaxmpi run -n 2 examples/digits_linen.py
@@ -64,7 +66,10 @@ train, test = jax.tree.map(lambda x: x[:1437], data), jax.tree.map(lambda x: x[1
 
 
 class CNN(nn.Module):
-    """[batch, 8, 8, 1] to [batch, 10]. Smooth throughout: the kinks of ReLU and max-pooling would amplify round-off."""
+    """CNN from [batch, 8, 8, 1] images to [batch, 10] logits.
+
+    It is smooth throughout: the kinks of ReLU and max-pooling would amplify round-off.
+    """
 
     @nn.compact
     def __call__(self, x):
@@ -96,11 +101,10 @@ def shift(image, key):
 @partial(jaxmpi.jit, donate_argnums=(0, 1), replicated_argnums=(0, 1, 3), replicated_outnums=(0, 1))
 def step(params, state, batch, key):
     x = batch["image"]
-    # a key for every image: with one for every rank the images would depend on the number of ranks
     if args.augment:
-        x = jax.vmap(lambda image, number: shift(image, jax.random.fold_in(key, number)))(
-            x, batch["number"]
-        )
+        # a key for each image: keys for each rank would make images depend on the number of ranks
+        shifted = lambda image, number: shift(image, jax.random.fold_in(key, number))
+        x = jax.vmap(shifted)(x, batch["number"])
 
     def loss_of(params):
         logits = model.apply(params, x)
@@ -113,13 +117,13 @@ def step(params, state, batch, key):
 
 @jaxmpi.jit
 def count(params, batch, mask, counts):
-    """Add a batch to the images that are recognized, and to all of them."""
+    """Add a batch to the counts of recognized images and of all images."""
     right = model.apply(params, batch["image"]).argmax(-1) == batch["label"]
     return counts + jnp.stack([jnp.sum(mask & right), jnp.sum(mask)])
 
 
 def evaluate(params):
-    """Count the test images that are recognized, and all of them: each once, on one of the ranks."""
+    """Count the correctly classified test images, and all of them; each is on one rank."""
     counts = np.zeros(2, np.int32)
     # 360 = 2·128 + 104: a mask covers what is missing
     for batch, mask in jaxmpi.batches(test, 128, remainder="mask"):
@@ -143,8 +147,8 @@ for epoch in range(args.epochs):
     loss = jaxmpi.average_metrics(np.mean(losses))
     correct, total = evaluate(params)
     log.info(
-        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  train "
-        f"loss {loss:.6e}  "
+        f"epoch {epoch + 1:2}/{args.epochs}  lr {schedule((epoch + 1) * steps - 1):.2e}  "
+        f"train loss {loss:.6e}  "
         f"test accuracy {correct / total:.2%}  {rates[-1]:.0f} images/s"
     )
 
@@ -152,6 +156,6 @@ if jaxmpi.rank() == 0:
     rate = np.median(rates[1:] or rates)  # the first epoch compiles
     ranks = f"{jaxmpi.size()} rank{'s' * (jaxmpi.size() > 1)}"
     print(
-        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), {rate:.0f} images/s "
-        f"on {ranks}"
+        f"test accuracy {100 * correct / total:.2f} % ({correct} of {total}), "
+        f"{rate:.0f} images/s on {ranks}"
     )

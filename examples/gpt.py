@@ -112,13 +112,12 @@ log = jaxmpi.get_logger("gpt")
 
 
 def windows():
-    """The text as [windows, length + 1] bytes, for training and held out."""
+    """Return training and held-out text as [windows, length + 1] bytes."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path
-        for path in library.rglob("*.py")
-        if "site-packages" not in path.parts and "test" not in path.parts
-    )
+    files = []
+    for path in sorted(library.rglob("*.py")):
+        if "site-packages" not in path.parts and "test" not in path.parts:
+            files.append(path)
     order = np.random.default_rng(0).permutation(len(files))  # the held-out files are of all kinds
     text, limit = bytearray(), int(args.megabytes * 1e6)
     for i in order:
@@ -132,7 +131,7 @@ def windows():
 
 
 class Block(nn.Module):
-    """[batch, length, width] to the same; a second output for `scan`."""
+    """Transformer block on [batch, length, width]; its second output is for `scan`."""
 
     @nn.compact
     def __call__(self, x, mask):
@@ -145,7 +144,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """[batch, length] bytes to [batch, length, 256] logits of the next one; the parameters of blocks may be shards."""
+    """GPT from [batch, length] bytes to [batch, length, 256] logits of the next byte.
+
+    The parameters of the blocks may be shards.
+    """
 
     shards: bool = False
 
@@ -153,12 +155,9 @@ class GPT(nn.Module):
     def __call__(self, text):
         length = text.shape[1]
         embed = nn.Embed(256, args.width, embedding_init=nn.initializers.normal(0.02))
-        x = (
-            embed(text)
-            + self.param("position", nn.initializers.normal(0.02), (args.length, args.width))[
-                :length
-            ]
-        )
+        shape = (args.length, args.width)
+        position = self.param("position", nn.initializers.normal(0.02), shape)
+        x = embed(text) + position[:length]
         block = nn.map_variables(Block, "params", jaxmpi.unshard) if self.shards else Block
         blocks = nn.scan(
             nn.remat(block, prevent_cse=False),
@@ -176,8 +175,8 @@ if len(train) < args.batch_size:
     parser.error(
         f"--batch-size is {args.batch_size}, and the text has {len(train)} windows to train on"
     )
-# rank 0's, on every rank
-params = jaxmpi.synchronize(GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"])
+params = GPT().init(jax.random.key(args.seed), train[:1, :-1])["params"]
+params = jaxmpi.synchronize(params)  # rank 0's, on every rank
 count = sum(x.size for x in jax.tree.leaves(params))
 if args.fully_sharded:
     params = jaxmpi.fully_shard(params, stacked={name: name == "blocks" for name in params})
@@ -188,16 +187,12 @@ schedule = optax.warmup_cosine_decay_schedule(
 )
 adamw = optax.chain(jaxmpi.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 if args.local_every:
-    outer = (
-        optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True)
-        if args.diloco
-        else None
-    )
-    inner = (
-        (jaxmpi.sharded if args.sharded else jaxmpi.distributed)(adamw, axis="member")
-        if args.islands
-        else adamw
-    )
+    inner, outer = adamw, None
+    if args.islands:
+        within = jaxmpi.sharded if args.sharded else jaxmpi.distributed
+        inner = within(adamw, axis="member")
+    if args.diloco:
+        outer = optax.sgd(args.outer_lr, momentum=args.outer_momentum, nesterov=True)
     optimizer = jaxmpi.local_sgd(
         inner,
         args.local_every,
@@ -219,7 +214,7 @@ equal = () if args.islands else (1,) if args.local_every else (0, 1)
 
 
 def losses(params, text):
-    """Nats per byte, for each window."""
+    """Return the nats per byte of each window."""
     outside = jaxmpi.unshard({name: x for name, x in params.items() if name != "blocks"})
     logits = GPT(args.fully_sharded).apply(
         {"params": {**outside, "blocks": params["blocks"]}}, text[:, :-1]
@@ -240,7 +235,7 @@ def add_losses(params, text, mask, total):
 
 
 def held_out(params):
-    """Nats per byte over all held-out windows, each once, on one of the ranks."""
+    """Return the nats per byte over all held-out windows, each on one of the ranks."""
     total = np.float32(0)
     for text, mask in jaxmpi.batches(test, 4 * args.batch_size, remainder="mask"):
         total = add_losses(params, text, mask, total)

@@ -1,8 +1,11 @@
-"""Train a ResNet or a ViT on a folder of images: DIR/train/<class>/<image> and DIR/val/<class>/<image>, one folder a class.
+r"""Train a ResNet or a ViT on a folder of images.
+
+The images are DIR/train/<class>/<image> and DIR/val/<class>/<image>, one folder a class.
 
     python examples/imagenet.py DIR
     jaxmpi run -n 4 examples/imagenet.py DIR --model resnet50 --dtype bfloat16
-    jaxmpi run -n 4 examples/imagenet.py DIR --model vit-s --optimizer adamw --lr 2.5e-4 --weight-decay 0.1
+    jaxmpi run -n 4 examples/imagenet.py DIR --model vit-s --optimizer adamw \
+        --lr 2.5e-4 --weight-decay 0.1
     jaxmpi run -n 2 examples/imagenet.py DIR --evaluate --pretrained runs/imagenet/best.npz
 
 The folder of --out gets `train.csv` and `eval.csv` (examples/plot_logs.py draws them), `best.npz`
@@ -95,8 +98,12 @@ def arguments():
         default="float32",
         help="bfloat16: parameters stay float32",
     )
-    add("--workers", type=int, default=argparse.SUPPRESS, help="processes per rank that read images (default: one per core "
-        "but one); 0: threads")  # fmt: skip
+    add(
+        "--workers",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="processes per rank that read images (default: one per core but one); 0: threads",
+    )
     add(
         "--save-every",
         type=int,
@@ -116,25 +123,25 @@ def arguments():
 
 
 def refuse(text):
-    """End the job, in order, with a line of rank 0."""
+    """End the job in order, with one line of rank 0."""
     raise SystemExit(f"imagenet: {text}" if jaxmpi.rank() == 0 else 1)
 
 
 def check(args, folders):
-    """Refuse what could not be trained."""
+    """Refuse settings and folders that cannot be trained."""
     for name in ("width", "pixels", "batch_size", "save_every", "log_every"):
         if getattr(args, name) < 1:
             refuse(f"--{name.replace('_', '-')} is {getattr(args, name)}. It is 1 or more.")
     if args.model.startswith("vit") and (args.pixels % 16 or args.width % 4):
         refuse(
-            f"--pixels is {args.pixels} and --width {args.width}. A ViT takes multiples of 16 and "
-            "of 4."
+            f"--pixels is {args.pixels} and --width {args.width}. "
+            "A ViT takes multiples of 16 and of 4."
         )
     for part, folder in folders.items():
         if not len(folder):
             refuse(
-                f"there are no images in {args.data / part}. It holds a folder of images for each "
-                "class."
+                f"there are no images in {args.data / part}. "
+                "It holds a folder of images for each class."
             )
     if args.evaluate:
         return
@@ -151,13 +158,16 @@ def check(args, folders):
         )
     if args.warmup >= args.epochs / (3 if args.schedule == "step" else 1) > 0:
         refuse(
-            f"--warmup {args.warmup} leaves none of {args.epochs} epochs for the highest learning "
-            "rate."
+            f"--warmup {args.warmup} leaves none of {args.epochs} epochs "
+            "for the highest learning rate."
         )
 
 
 def schedule_of(args, steps):
-    """Learning rate by step: linear to the highest, and on from there; `steps` of an epoch."""
+    """Make the learning rate by step: a linear warm-up, then the chosen schedule.
+
+    `steps` is the number of steps of an epoch.
+    """
     highest, total, warmup = (
         args.lr * args.batch_size / 256,
         args.epochs * steps,
@@ -177,9 +187,10 @@ def schedule_of(args, steps):
 
 
 def optimizer_of(args, schedule):
-    kernels = partial(
-        jax.tree_util.tree_map_with_path, lambda path, x: "kernel" in jax.tree_util.keystr(path)
-    )
+    def kernels(params):
+        is_kernel = lambda path, x: "kernel" in jax.tree_util.keystr(path)
+        return jax.tree_util.tree_map_with_path(is_kernel, params)
+
     decay = optax.add_decayed_weights(args.weight_decay, mask=kernels)
     inner = {
         "sgd": lambda: optax.chain(decay, optax.sgd(schedule, args.momentum)),
@@ -191,7 +202,10 @@ def optimizer_of(args, schedule):
 
 
 def counts_of(losses, logits, batch):
-    """Sums over this rank's good images: [loss, top-1, top-5, images]. A tie, or no number, is no hit."""
+    """Sum over this rank's good images: [loss, top-1, top-5, images].
+
+    A tie, or a NaN, counts as a miss.
+    """
     of_label = jnp.take_along_axis(logits, batch["label"][:, None], axis=1)
     before = jnp.sum(~(logits < of_label), axis=1) - 1  # classes that are not worse
     hits = [jnp.isfinite(of_label[:, 0]) & (before < k) for k in (1, 5)]
@@ -199,7 +213,7 @@ def counts_of(losses, logits, batch):
 
 
 def steps_of(model, optimizer, args):
-    """The training and the evaluation step, and the parameters and statistics to begin with."""
+    """Make the training and evaluation steps, the parameters and the batch statistics."""
     model.train()
     graph, params, stats = nnx.split(model, nnx.Param, ...)
     # nnx has them in float32
@@ -244,7 +258,10 @@ def steps_of(model, optimizer, args):
 
 
 def evaluate(eval_step, params, stats, batches, between_steps):
-    """Mean loss, top-1 and top-5 accuracy of all images, each counted once, and how many they are."""
+    """Return mean loss, top-1 and top-5 accuracy over all images, and their number.
+
+    Each image is counted once.
+    """
     total = np.zeros(4, jax.tree.leaves(params)[0].dtype)
     for batch in jaxmpi.progress(batches, desc="evaluation", leave=False):
         total = eval_step(params, stats, batch, total)
@@ -264,19 +281,17 @@ def report_unreadable(folders):
 
 
 def compare_settings(args, resumed):
-    """Name the settings that differ from those that the training was begun with; they are in --out."""
+    """Name the settings that differ from the run that --out resumes."""
     free = ("data", "out", "workers", "pretrained", "evaluate", "log_every", "save_every")
     now = {name: str(value) for name, value in vars(args).items() if name not in free}
     path = args.out / "settings.json"
     if jaxmpi.rank() == 0:
         begun = now | (json.loads(path.read_text()) if resumed and path.exists() else {})
-        changed = [
-            f"--{name.replace('_', '-')} {value} in the place of {begun[name]}"
-            for name, value in now.items()
-        ]
-        changed = [
-            text for name, text in zip(now, changed, strict=True) if now[name] != begun[name]
-        ]
+        changed = []
+        for name, value in now.items():
+            if value != begun[name]:
+                option = "--" + name.replace("_", "-")
+                changed.append(f"{option} {value} in the place of {begun[name]}")
         if changed:
             log.warning(f"going on with {', '.join(changed)}. Another --out begins anew")
         path.write_text(json.dumps(begun, indent=1))
@@ -321,7 +336,7 @@ def train(args, folders, load, model, begin):
             sys.exit(0)
 
     def write_row():
-        """The means since the last row, in the table and on the screen."""
+        """Write the means since the last row to the table and the screen."""
         if not counts:
             return
         own = np.sum(jax.device_get(counts), axis=0)  # waits for the last step
@@ -362,23 +377,18 @@ def train(args, folders, load, model, begin):
             eval_step, params, of_all, load(folders["val"], training=False), save_if_told_to_end
         )
         eval_rows.write(step=at["step"], epoch=epoch + 1, **result)
-        log.info(
-            "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images".format(
-                epoch + 1, **result
-            )
-        )
+        line = "epoch {}  top-1 {top1:.2%}, top-5 {top5:.2%}, loss {loss:.4f} over {images} images"
+        log.info(line.format(epoch + 1, **result))
         if result["top1"] > at["best"] and np.isfinite(result["loss"]):
             at |= {"best": result["top1"]}
             write_weights(best_path, {"params": params, "stats": of_all})
         at |= {"epoch": epoch + 1, "position": 0}
         meter = jaxmpi.Throughput()  # of training alone
     save()
-    if jaxmpi.rank() == 0:
-        print(
-            f"best top-1 {at['best']:.2%}, its weights in {best_path}"
-            if at["best"] >= 0
-            else "no epoch with a finite loss"
-        )
+    if jaxmpi.rank() == 0 and at["best"] >= 0:
+        print(f"best top-1 {at['best']:.2%}, its weights in {best_path}")
+    elif jaxmpi.rank() == 0:
+        print("no epoch with a finite loss")
 
 
 def main():
@@ -407,7 +417,7 @@ def main():
     weights = args.pretrained or (args.out / "best.npz" if args.evaluate else None)
 
     def begin(params, stats):
-        """Those of the file, or else rank 0's, on every rank."""
+        """Return the file's parameters and statistics, or rank 0's, on every rank."""
         if weights:
             try:
                 tree, missing = read_weights(weights, {"params": params, "stats": stats})
@@ -415,8 +425,8 @@ def main():
                 refuse(error)
             if missing and args.evaluate:
                 refuse(
-                    f"{weights} does not have {', '.join(missing)}: was it trained on other "
-                    "classes?"
+                    f"{weights} does not have {', '.join(missing)}: "
+                    "was it trained on other classes?"
                 )
             if missing:
                 log.info(f"not from {weights}: {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Draw the losses and the speed of runs of examples/imagenet.py, from the tables that they have left.
+"""Plot the losses and the speed of runs of examples/imagenet.py from their tables.
 
 python examples/plot_logs.py runs/imagenet runs/other --out curves.png
 """
@@ -23,7 +23,7 @@ args = parser.parse_args()
 
 
 def table(path):
-    """The columns of a CSV file by their names; NaN where a field is empty."""
+    """Read the columns of a CSV file by name; NaN where a field is empty."""
     if not path.exists():
         raise SystemExit(
             f"There is no {path}. A run of examples/imagenet.py leaves it in its --out."

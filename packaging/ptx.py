@@ -1,4 +1,4 @@
-"""Write native/gather_ptx.h: what nvcc makes of native/gather.cu, for the driver to compile at run time.
+"""Write native/gather_ptx.h: nvcc's PTX of native/gather.cu, compiled by the driver at run time.
 
     python packaging/ptx.py            # needs nvcc; --check only compares
 
@@ -27,7 +27,7 @@ constexpr char kGatherPtx[] = R"ptx({ptx})ptx";
 
 
 def header() -> str:
-    """The text of native/gather_ptx.h."""
+    """Return the text of native/gather_ptx.h."""
     command = [
         "nvcc",
         "--ptx",
@@ -40,11 +40,10 @@ def header() -> str:
         str(NATIVE / "gather.cu"),
     ]
     ptx = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    lines = [
-        line.rstrip()
-        for line in ptx.splitlines()
-        if line.strip() and not line.lstrip().startswith("//")
-    ]
+    lines = []
+    for line in ptx.splitlines():
+        if line.strip() and not line.lstrip().startswith("//"):
+            lines.append(line.rstrip())
     text = "\n".join(lines)
     text = re.sub(r"^\.version .*$", f".version {VERSION}", text, flags=re.MULTILINE)
     text = re.sub(r"^\.target .*$", f".target {TARGET}", text, flags=re.MULTILINE)
@@ -52,7 +51,7 @@ def header() -> str:
 
 
 def release() -> str:
-    """The version of nvcc: another one may make other PTX of the same source."""
+    """Return nvcc's version, since another one may make other PTX of the same source."""
     said = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
     return re.search(r"release \S+, V(\S+)", said)[1]
 

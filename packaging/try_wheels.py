@@ -1,4 +1,6 @@
-"""Install the wheels into empty environments without a compiler, with each MPI, and run the quick start on 2 ranks.
+"""Install the wheels into empty environments without a compiler, and run the quick start.
+
+Each MPI has an environment; the quick start runs on 2 ranks.
 
     python packaging/try_wheels.py --wheels dist/wheels python3.11 python3.12 python3.13
 
@@ -50,28 +52,17 @@ def main():
 
 
 def row(python, mpi, jax, wheels):
-    """Of one environment, which is removed afterwards."""
+    """Try one environment, remove it, and return its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder, "env")
         check([python, "-m", "venv", environment])
-        # nothing else is on PATH, so no compiler is found
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("CC", "CXX", "PYTHONPATH")
-        }
-        environ["PATH"] = str(environment / "bin")
+        environ = dict(os.environ)
+        for name in ("CC", "CXX", "PYTHONPATH"):
+            environ.pop(name, None)
+        environ["PATH"] = str(environment / "bin")  # and nothing else, so no compiler is found
         assert not any(shutil.which(name, path=environ["PATH"]) for name in COMPILERS)
-        # the newest Python whose wheel there is comes first; sources are refused, which would need
-        # a compiler
-        install = [
-            environment / "bin/python",
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--quiet",
-        ]
+        pip = [environment / "bin/python", "-m", "pip", "--disable-pip-version-check"]
+        install = [*pip, "install", "--quiet"]
         version = re.search(r"jaxmpi-([\w.]+)-", next(wheels.glob("*.whl")).name)[1]
         what = [
             f"jaxmpi=={version}",
@@ -79,6 +70,7 @@ def row(python, mpi, jax, wheels):
             "mpi4py",
             *([f"jax=={jax}", f"jaxlib=={jax}"] if jax else []),
         ]
+        # sources are refused, since they would need a compiler
         start = time.monotonic()
         check([*install, "--only-binary", ":all:", "--find-links", wheels, *what], env=environ)
         seconds = time.monotonic() - start
@@ -90,19 +82,18 @@ def row(python, mpi, jax, wheels):
             [environment / "bin/jaxmpi", "run", "-n", "2", "quickstart.py"], env=environ, cwd=folder
         )
         loss = re.search(r"loss after 100 epochs: (\S+) \(ranks: 2\)", said)[1]
-        return f"| {versions[0]} | {mpi} | {versions[1]} | {versions[2]} | {seconds:.0f} | loss {loss} |"
+        cells = [versions[0], mpi, versions[1], versions[2], f"{seconds:.0f}", f"loss {loss}"]
+        return f"| {' | '.join(cells)} |"
 
 
 def check(command, **options):
-    """Run it; returns its output."""
+    """Run a command that must succeed; return its output."""
     done = subprocess.run(
         [*map(str, command)], capture_output=True, text=True, timeout=900, **options
     )
     if done.returncode:
-        raise SystemExit(
-            f"{' '.join(map(str, command))} ended with "
-            f"{done.returncode}:\n{done.stdout}{done.stderr}"
-        )
+        said = f"{done.stdout}{done.stderr}"
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{said}")
     return done.stdout
 
 

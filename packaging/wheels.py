@@ -1,4 +1,6 @@
-"""Build the wheels of jaxmpi: one for CPython 3.11, one of the stable ABI for 3.12 and later, each for x86_64 and aarch64.
+"""Build the wheels of jaxmpi, each for x86_64 and aarch64.
+
+One is for CPython 3.11, and one of the stable ABI for 3.12 and later.
 
 Zig's C++ compiler, a wheel on PyPI, compiles for an old glibc and for another processor and brings
 its own C++ library; auditwheel proves the tag. The wheels link neither MPI nor CUDA nor jaxlib: one
@@ -18,10 +20,14 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# of RHEL 8, Debian 10 and Ubuntu 18.10, at most; the wheels need 2.27, as those of jaxlib do
+# RHEL 8, Debian 10 and Ubuntu 18.10 have this version or an older one. jaxlib's wheels need 2.27.
 GLIBC = "2.28"
 MACHINES = ("x86_64", "aarch64")
-BUILD = "import scikit_build_core.build as b, sys; print(b.build_wheel(sys.argv[1], {'build-dir': sys.argv[2]}))"
+BUILD = """
+import sys
+import scikit_build_core.build as backend
+print(backend.build_wheel(sys.argv[1], {"build-dir": sys.argv[2]}))
+"""
 # nanobind relies on its C++ library to include stdio.h, as GNU's does.
 TOOLS = {
     "cxx": "c++ -target {machine}-linux-gnu.{glibc} -g0 -include stdio.h",
@@ -57,7 +63,7 @@ def main() -> None:
 
 
 def make_environment(python: str, work: Path) -> Path:
-    """A virtual environment with what pyproject.toml builds with, and with the compiler; returns its Python."""
+    """Make a virtual environment with build requirements and compiler; return its Python."""
     version = output(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')")
     environment = work / f"python{version}"
     if not environment.exists():
@@ -78,14 +84,15 @@ def make_environment(python: str, work: Path) -> Path:
 
 
 def build(python: Path, machine: str, work: Path) -> Path:
-    """A wheel for this Python and a machine, with the tag of this system."""
+    """Build a wheel for a Python and a machine, with the tag of this system."""
     tools = toolchain(python, machine, work)
     version = output(python, "-c", "import sys; print(*sys.version_info[:2], sep='')")
     environ = {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "CXX": str(tools / "cxx"),
-        "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib -DCMAKE_CXX_COMPILER_AR={tools}/ar "
+        "CMAKE_ARGS": f"-DCMAKE_AR={tools}/ar -DCMAKE_RANLIB={tools}/ranlib "
+        f"-DCMAKE_CXX_COMPILER_AR={tools}/ar "
         f"-DCMAKE_CXX_COMPILER_RANLIB={tools}/ranlib -DCMAKE_SYSTEM_NAME=Linux "
         f"-DCMAKE_SYSTEM_PROCESSOR={machine} "
         "-DCMAKE_MODULE_LINKER_FLAGS=-Wl,-s -DCMAKE_SHARED_LINKER_FLAGS=-Wl,-s",
@@ -103,7 +110,7 @@ def build(python: Path, machine: str, work: Path) -> Path:
 
 
 def toolchain(python: Path, machine: str, work: Path) -> Path:
-    """A folder with Zig's tools as programs of one word, which CMake wants."""
+    """Make a folder with Zig's tools as one-word programs, which CMake wants."""
     folder = work / f"tools-{python.parents[1].name}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, command in TOOLS.items():
@@ -117,7 +124,7 @@ def toolchain(python: Path, machine: str, work: Path) -> Path:
 
 
 def repair(python: Path, wheel: Path, out: Path) -> None:
-    """The wheel with its manylinux tag, after auditwheel has looked at every symbol that it needs.
+    """Give the wheel its manylinux tag, after auditwheel has checked its symbols.
 
     auditwheel takes no tag of another processor than this, but finds it: the oldest glibc that has
     all symbols.

@@ -1,4 +1,4 @@
-"""Functions over the named axis, with what they must give: the one table that every way to run is tested against.
+"""Functions over the named axis, with their expected results: the one table for every backend.
 
 Each case makes, for n ranks, a function of one rank's arrays, the stacked arguments `[n, ...]`, and
 the stacked results in float64, from formulas that know nothing of ranks. Where a derivative is
@@ -32,7 +32,7 @@ def repeat(x, n):
 
 
 def differentiated(n, loss, whole, x=None, seed=1):
-    """The loss of each rank, its gradient on each rank, and the mean of the gradients."""
+    """Return each rank's loss, its gradient on each rank, and the mean of the gradients."""
     w = np.random.default_rng(seed).normal(size=(FEATURES, HIDDEN))
     x = values(n, BATCH, FEATURES) if x is None else x
 
@@ -208,7 +208,7 @@ def tree_functions(n):
 
 @case
 def keys_and_bits(n):
-    """What moves keeps its bits: the sign of zero, keys, booleans."""
+    """Cases that only move data, which keeps its bits: the sign of zero, keys, booleans."""
     zero = np.where(np.arange(n) % 2, 0.0, -0.0)
     seeds = np.arange(n)
 
@@ -316,9 +316,8 @@ def linear_transpose_of_tree_functions(n):
         )
         more = ((lambda x: jaxmpi.tree_reduce_scatter(x, "sum"), y[0]), (jaxmpi.tree_alltoall, y))
         transposed = [jax.linear_transpose(f, x)(ct)[0] for f, ct in (*cotangents, *more)]
-        return *transposed, jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)(y * 1j)[
-            0
-        ]
+        transpose = jax.linear_transpose(lambda z: jaxmpi.tree_bcast(z, 0), x * 1j)
+        return *transposed, transpose(y * 1j)[0]
 
     from_last = np.where(np.arange(n)[:, None, None] == n - 1, y.sum(0), 0)
     from_first = np.where(np.arange(n)[:, None, None] == 0, y.sum(0), 0)
@@ -522,7 +521,7 @@ def over_ranks_and_an_axis_of_vmap(n):
 
 @case
 def chains_of_rounds(n):
-    """Collectives that depend on each other, beside others that don't."""
+    """Collectives that depend on each other, beside independent ones."""
     x = values(n, 4)
 
     def fun(x):

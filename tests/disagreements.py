@@ -1,4 +1,4 @@
-"""Random programs, of which one rank deviates somewhere: the right numbers, or a RankMismatchError on all ranks.
+"""Random programs with one rank that deviates: right numbers, or an error on all ranks.
 
 A program is a list of calls: eager functions on trees, functions on objects, and steps of
 `jaxmpi.jit` that are lists of operations in loops, branches and `vmap`. What it must give is found
@@ -33,7 +33,7 @@ REDUCE = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod}
 
 
 def make(seed, size):
-    """Each rank's program: that of the seed, but for the deviation of one of them."""
+    """Make each rank's program from the seed, with a deviation on one of them."""
     rng = np.random.default_rng(seed)
     program = [a_call(rng, size, i) for i in range(rng.integers(2, 5))]
     programs = [deepcopy(program) for _ in range(size)]
@@ -109,7 +109,7 @@ def an_op(rng, size, depth):
 
 
 def some_pairs(rng, size):
-    """Part of a permutation."""
+    """Make a part of a permutation."""
     return [(p, int(q)) for p, q in enumerate(rng.permutation(size)) if rng.integers(4)]
 
 
@@ -118,9 +118,9 @@ def some_pairs(rng, size):
 
 def change(key, values):
     def deviate(rng, program, size):
-        if calls := [
-            call for call in program if call["name"] in PARAMETERS.get(key, [*EAGER, "step"])
-        ]:
+        takes_it = PARAMETERS.get(key, [*EAGER, "step"])
+        calls = [call for call in program if call["name"] in takes_it]
+        if calls:
             calls[rng.integers(len(calls))][key] = values(rng, size)
 
     return deviate
@@ -140,7 +140,7 @@ def one_fewer(rng, program, size):
 
 
 def in_a_step(edit):
-    """An edit of a list of operations somewhere in a step."""
+    """Make a deviation that edits the list of operations of a random step."""
 
     def deviate(rng, program, size):
         steps = [call for call in program if call["name"] == "step"]
@@ -165,15 +165,13 @@ def another_constant(rng, ops, size):
 
 
 def another_number(rng, ops, size):
-    """Another root, other pairs, another number of turns, another predicate, another dependence."""
+    """Change the root, pairs, number of turns, predicate or dependence of an operation."""
     i = rng.integers(len(ops))
     for _ in range(20):
         if (new := an_op(rng, size, 1))[0] == ops[i][0] and len(new) > 1:
-            ops[i] = (
-                new
-                if not isinstance(ops[i][-1], list) or new[0] == "permute"
-                else [*new[:-1], ops[i][-1]]
-            )
+            if isinstance(ops[i][-1], list) and new[0] != "permute":
+                new = [*new[:-1], ops[i][-1]]
+            ops[i] = new
 
 
 def unused_result(rng, ops, size):
@@ -217,7 +215,7 @@ DEVIATIONS = {
 
 
 def given(call, rank):
-    """The arguments of a call on a rank."""
+    """Return the arguments of a call on a rank."""
     rng = np.random.default_rng([call["number"], rank])
     return [
         rng.integers(1, 5, (i + 1, *call["shape"])).astype(call["dtype"])
@@ -230,7 +228,7 @@ def rows(x, size):
 
 
 def run(program):
-    """This rank's results."""
+    """Run the program on this rank; return its results."""
     outs = []
     for call in program:
         outs += CALLS[call["name"]](call, given(call, jaxmpi.rank()))
@@ -321,12 +319,12 @@ PARAMETERS = {
 }
 
 
-# in NumPy: generators of one rank's collectives, ("what they are", array), which are sent the
-# result
+# In NumPy: generators of one rank's collectives. Each yields (description, array), and receives the
+# result.
 
 
 def expected(programs):
-    """All ranks' results; None where their collectives are not the same."""
+    """Return all ranks' results; None where their collectives differ."""
     size = len(programs)
     ranks = [simulated(program, rank, size) for rank, program in enumerate(programs)]
     answers, outs = [None] * size, [None] * size
@@ -452,7 +450,7 @@ def one_simulated(op, x, k, size):
 
 
 def check(seeds):
-    """Run the programs of the seeds on all ranks; returns how often each deviation was found, and how often it was none."""
+    """Run the programs of the seeds on all ranks; count each (deviation, outcome)."""
     counts = collections.Counter()
     warnings.filterwarnings("ignore", "jaxmpi.jit: what is summed")
     for seed in seeds:

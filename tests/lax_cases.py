@@ -1,4 +1,4 @@
-"""What JAX's own tests say of collectives over one named axis, written anew as cases for `jaxmpi.jit`.
+"""JAX's own tests of collectives over one named axis, rewritten as cases for `jaxmpi.jit`.
 
 The subjects are those of JAX's `pmap_test`, `batching_test` and `shard_map_test`, and a case names
 the tests whose subject it shares. A case is a function of one rank's arrays and the stacked
@@ -49,7 +49,7 @@ def values(n, *shape, seed=0):
 
 
 def real(n):
-    """x `[n, 3]` of each rank."""
+    """Make x `[n, 3]` for each rank."""
     return (values(n, n, 3),)
 
 
@@ -62,7 +62,7 @@ def tall(n):
 
 
 def lanes(n):
-    """x `[2, 2 n]` of each rank, for a vmap over the first axis."""
+    """Make x `[2, 2 n]` for each rank, for a vmap over the first axis."""
     return (values(n, 2, 2 * n),)
 
 
@@ -77,15 +77,15 @@ def refused(title, tests, fun, error, instead, args=real, rows=ROWS, want=None, 
 
 
 def cases_here(name):
-    """The cases of a group, as this JAX has them."""
+    """Return the cases of a group, as this version of JAX has them."""
     if jax.__version_info__ < (0, 12):
         return GROUPS[name]
-    return [
-        case
-        if case.later is False
-        else case._replace(error=case.later, rows=ROWS if case.later else ())
-        for case in GROUPS[name]
-    ]
+    cases = []
+    for case in GROUPS[name]:
+        if case.later is not False:
+            case = case._replace(error=case.later, rows=ROWS if case.later else ())
+        cases.append(case)
+    return cases
 
 
 def not_here(text):
@@ -114,12 +114,12 @@ def turned():
 
 
 def everyone(y, n):
-    """What all ranks get, stacked."""
+    """Return the stacked results of n ranks that all get y."""
     return np.stack([np.asarray(y)] * n)
 
 
 def vmapped(fun):
-    """What vmap makes of another way to write a case."""
+    """Compute the expected results by vmap of another form of the case."""
     return lambda n, *args: jax.tree.map(np.asarray, jax.vmap(fun, axis_name=R)(*args))
 
 
@@ -1039,7 +1039,7 @@ holds(
 
 
 def growing(x):
-    """Each lane of a vmap has a number of turns of its own."""
+    """Loop for a number of turns that differs between the lanes of a vmap."""
     return lax.while_loop(
         lambda c: lax.psum(c, R) < 100, lambda c: lax.pmean(c * 2 + 1, R) + jnp.abs(x), jnp.abs(x)
     )

@@ -13,7 +13,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-marks="(launcher or not (slow or exhaustive)) and not (matrix or faults or disagreements or environments)"
+longest="matrix or faults or disagreements or environments or soak or examples"
+marks="(launcher or not (slow or exhaustive)) and not ($longest)"
 if [[ ${1:-} == --launcher ]]; then
   shift
   marks="launcher and not faults"

@@ -52,7 +52,7 @@ WRAPPERS = (  # send what the transforms or functions that they are made of need
 )
 
 
-# what `update` gets beside gradients and parameters
+# further arguments of `update`, after gradients and parameters
 
 
 def nothing(loss, value, grads):
@@ -79,7 +79,7 @@ def gradient(loss, value, grads):
 
 
 def real():
-    """A small network. No number of ranks divides all of its arrays."""
+    """Make a small network; no number of ranks divides all of its arrays."""
     rng = np.random.default_rng(7)
     shapes = {"w": (5, 4), "b": (3,), "scale": ()}
     return {
@@ -105,7 +105,10 @@ def fast_and_slow():
 
 
 def loss_of(params, batch):
-    """A mean over the samples of a batch `[samples, 2]`: L = mean_s a_s² · Σ_i k_i |x_i - b_s·k_i|² + Σ_i |x_i|⁴ / 9."""
+    """Return the mean over the samples of a batch `[samples, 2]`.
+
+    L = mean_s a_s² · Σ_i k_i |x_i - b_s·k_i|² + Σ_i |x_i|⁴ / 9.
+    """
     total = 0.0
     for x in jax.tree.leaves(params.fast if isinstance(params, optax.LookaheadParams) else params):
         k = 1 + np.arange(x.size).reshape(x.shape) / 7
@@ -129,12 +132,12 @@ class Case(NamedTuple):
 
 
 def down(transform):
-    """A transform that only scales gradients, as an optimizer."""
+    """Make an optimizer from a transform that only scales gradients."""
     return optax.chain(transform, optax.scale(-RATE))
 
 
 def large(tree):
-    """A mask that looks at sizes."""
+    """Make a mask that depends on sizes."""
     return jax.tree.map(lambda x: x.size > 4, tree)
 
 
@@ -323,7 +326,7 @@ CASES = OPTAX | {f"contrib.{name}": case for name, case in CONTRIB.items()}
 
 
 def names():
-    """What optax has that makes a transform: functions whose source names one, and `MultiSteps`."""
+    """List what makes a transform in optax: functions whose source names one, and `MultiSteps`."""
     found = {"MultiSteps"}
     for prefix, module in (("", optax), ("contrib.", contrib)):
         for name, f in inspect.getmembers(module):
@@ -333,17 +336,18 @@ def names():
 
 
 def trained():
-    """The cases to train with: all, but those that another one calls."""
+    """List the cases to train with: all but those that another one calls."""
     short = {name: name.removeprefix("contrib.") for name in CASES}
     modules = {name: optax if name == short[name] else contrib for name in CASES}
-    text = "".join(
-        _source(getattr(modules[name], short[name])) for name in CASES if "scale_by" not in name
-    )
+    text = ""
+    for name in CASES:
+        if "scale_by" not in name:
+            text += _source(getattr(modules[name], short[name]))
     return [name for name in CASES if "scale_by" not in name or f"{short[name]}(" not in text]
 
 
 def groups(count):
-    """The cases to train with in some groups, each of which is one program."""
+    """Split the cases to train with into `count` groups, each of which is one program."""
     return [tuple(trained()[i::count]) for i in range(count)]
 
 
@@ -360,7 +364,7 @@ def batches():
 
 
 def train(transforms, jit, part):
-    """Parameters and states after some steps with each (case, transform); they all are one program."""
+    """Train with each (case, transform) in one program; return parameters and states."""
 
     def start():
         params = {name: CASES[case].params() for name, (case, _) in transforms.items()}
@@ -371,11 +375,10 @@ def train(transforms, jit, part):
         for name, (case, tx) in transforms.items():
             loss, p = partial(loss_of, batch=part(batch)), params[name]
             value, grads = jax.value_and_grad(loss)(p)
-            grads = (
-                grads.fast
-                if isinstance(p, optax.LookaheadParams)
-                else jax.tree.map(jnp.conj, grads)
-            )
+            if isinstance(p, optax.LookaheadParams):
+                grads = grads.fast
+            else:
+                grads = jax.tree.map(jnp.conj, grads)
             updates, new_states[name] = tx.update(
                 grads, states[name], p, **CASES[case].extra(loss, value, grads)
             )
@@ -383,10 +386,11 @@ def train(transforms, jit, part):
         return new_params, new_states
 
     def end(params, states):
-        return params, {
-            name: jaxmpi.unshard(s).inner if hasattr(s, "layout") else s
-            for name, s in states.items()
-        }
+        inner = {}
+        for name, state in states.items():
+            sharded = hasattr(state, "layout")
+            inner[name] = jaxmpi.unshard(state).inner if sharded else state
+        return params, inner
 
     params, states = jit(start)()
     step = jit(step)
@@ -396,18 +400,20 @@ def train(transforms, jit, part):
 
 
 def check(chosen, wraps=("distributed", "sharded")):
-    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch: parameters and states."""
+    """Assert that the chosen cases train on these ranks as plain optax does on the whole batch.
+
+    Parameters and states are compared.
+    """
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of optax's own
         inner = {name: optax.with_extra_args_support(CASES[name].make()) for name in chosen}
         want = _arrays(
             train({name: (name, tx) for name, tx in inner.items()}, jax.jit, lambda x: x)
         )
-        transforms = {
-            (wrap, name): (name, getattr(jaxmpi, wrap)(tx))
-            for wrap in wraps
-            for name, tx in inner.items()
-        }
+        transforms = {}
+        for wrap in wraps:
+            for name, tx in inner.items():
+                transforms[wrap, name] = name, getattr(jaxmpi, wrap)(tx)
         got = _arrays(
             train(transforms, jaxmpi.jit, lambda x: x.reshape(jaxmpi.size(), -1, 2)[jaxmpi.rank()])
         )
@@ -421,7 +427,7 @@ def check(chosen, wraps=("distributed", "sharded")):
 
 
 def _arrays(params_and_states):
-    """Each leaf as a NumPy array, by kind, name and path."""
+    """Return each leaf as a NumPy array, by kind, name and path."""
     arrays = {}
     for kind, trees in zip(("params", "state"), params_and_states, strict=True):
         for name, tree in trees.items():
@@ -434,13 +440,14 @@ def _arrays(params_and_states):
 
 
 def sends_more(name, ranks=3):
-    """What `sharded` sends beside the shards of gradients and updates: "nothing", "numbers" or "arrays"."""
+    """Return what `sharded` sends beyond shards of gradients and updates.
+
+    Either "nothing", "numbers" or "arrays".
+    """
     case = CASES[name]
-    plain = (
-        optax.sgd(RATE)
-        if case.params is not fast_and_slow
-        else optax.lookahead(optax.sgd(RATE), 2, 0.5)
-    )
+    plain = optax.sgd(RATE)
+    if case.params is fast_and_slow:
+        plain = optax.lookahead(plain, 2, 0.5)
     with jax.enable_x64(True), jaxmpi.simulate(ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         params = case.params()
@@ -456,26 +463,21 @@ def sends_more(name, ranks=3):
                 _collectives(jax.make_jaxpr(step, axis_env=[(jaxmpi.AXIS, ranks)])(params, fast))
             )
 
-        more = [
-            sent(jaxmpi.sharded, inner) - sent(jaxmpi.distributed, inner)
-            for inner in (case.make(), plain)
-        ]
-    numbers, gathered = more[0] - more[1]
+        def more(inner):
+            return sent(jaxmpi.sharded, inner) - sent(jaxmpi.distributed, inner)
+
+        numbers, gathered = more(case.make()) - more(plain)
     return "arrays" if gathered > 0 else "numbers" if numbers > 0 else "nothing"
 
 
 def _collectives(jaxpr):
-    """How many numbers are summed, and how many are gathered, in a jaxpr and in those inside of it."""
+    """Count the numbers that are summed, and those gathered, in a jaxpr and its inner ones."""
     sums = gathered = 0
     for eqn in jaxpr.eqns:
-        sums += (
-            sum(v.aval.size for v in eqn.outvars)
-            if eqn.primitive.name in ("psum", "pmax", "pmin")
-            else 0
-        )
-        gathered += (
-            sum(v.aval.size for v in eqn.outvars) if eqn.primitive.name == "all_gather" else 0
-        )
+        if eqn.primitive.name in ("psum", "pmax", "pmin"):
+            sums += sum(v.aval.size for v in eqn.outvars)
+        elif eqn.primitive.name == "all_gather":
+            gathered += sum(v.aval.size for v in eqn.outvars)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if hasattr(inner, "eqns"):

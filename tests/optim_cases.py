@@ -1,4 +1,4 @@
-"""Law 1 for everything that stands between gradients and parameters: n ranks train as plain optax does on the whole batch.
+"""Law 1 for gradient transforms: n ranks train as plain optax does on the whole batch.
 
 `check` trains on the ranks that there are, whatever their backend, and compares with a reference
 that knows of no ranks.
@@ -32,7 +32,7 @@ VARIANTS = (
     "sharded clip",
     "bf16",
 )
-# of parameters in shards: fully_shard
+# variants with parameters in shards, by fully_shard
 SHARDED_VARIANTS = ("plain", "weighted", "accumulate", "clip", "bf16")
 STEPS = 6
 EVEN, UNEVEN = 24, 23  # samples: 1 to 4 ranks divide the first
@@ -57,7 +57,7 @@ def parameters(dtype=np.float64):
 
 
 def loss(params, batch, mask):
-    """The mean over the samples that count."""
+    """Return the mean over the samples that the mask keeps."""
     out = jnp.tanh(batch["x"] @ params["w"] + params["b"]) @ params["v"] * params["scale"]
     errors = jnp.sum((out - batch["y"]) ** 2, axis=1)
     return jnp.sum(jnp.where(mask, errors, 0)) / jnp.sum(mask)
@@ -86,18 +86,16 @@ def transform(variant, optimizer):
 
 
 def settings(variant):
-    """Samples, batch size, and whether the batches are weighted."""
+    """Return the number of samples, the batch size, and whether batches are weighted."""
     if variant in ("weighted", "fully weighted"):
         return UNEVEN, UNEVEN, True
-    return (
-        (UNEVEN, 12, True)
-        if variant in ("accumulate", "sharded weighted", "fully accumulate")
-        else (EVEN, EVEN, False)
-    )
+    if variant in ("accumulate", "sharded weighted", "fully accumulate"):
+        return UNEVEN, 12, True
+    return EVEN, EVEN, False
 
 
 def train(variant, optimizer, jit):
-    """The parameters after some steps on these ranks."""
+    """Train on these ranks; return the parameters."""
     if variant.startswith("fully "):
         return train_shards(variant, optimizer, jit)
     samples, batch_size, weighted = settings(variant)
@@ -120,7 +118,7 @@ def train(variant, optimizer, jit):
 
 
 def train_shards(variant, optimizer, jit):
-    """The same with parameters of which each rank has a shard."""
+    """Train with parameters of which each rank has a shard."""
     samples, batch_size, weighted = settings(variant)
     short = variant == "fully bf16"
     dtype = jnp.bfloat16 if short else np.float64
@@ -136,11 +134,9 @@ def train_shards(variant, optimizer, jit):
         grads = jax.grad(
             lambda shards: loss(jaxmpi.unshard(shards, dtype=dtype, weight=weight), batch, mask)
         )(params)
-        total = (
-            {"weight": jaxmpi.tree_allreduce(weight, "sum")}
-            if variant == "fully accumulate"
-            else {}
-        )
+        total = {}
+        if variant == "fully accumulate":
+            total["weight"] = jaxmpi.tree_allreduce(weight, "sum")
         updates, state = tx.update(grads, state, params, **total)
         return optax.apply_updates(params, updates), state
 
@@ -151,16 +147,15 @@ def train_shards(variant, optimizer, jit):
 
 
 def reference(variant, optimizer, ranks):
-    """The same of plain optax."""
+    """Train with plain optax on the whole batch."""
     samples, _, _ = settings(variant)
     whole = data(samples)
     inner = OPTIMIZERS[optimizer]()
     gradient = jax.jit(jax.grad(loss))
-    parts = (
-        [jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole) for r in range(ranks)]
-        if samples % ranks == 0
-        else []
-    )
+    parts = []
+    if samples % ranks == 0:
+        for r in range(ranks):
+            parts.append(jax.tree.map(lambda x, r=r: np.split(x, ranks)[r], whole))
     if variant in ("clip after", "sharded clip", "fully clip"):
         inner = optax.chain(optax.clip_by_global_norm(CLIP), inner)
     clip = optax.clip_by_global_norm(CLIP)
@@ -171,21 +166,19 @@ def reference(variant, optimizer, ranks):
     update = jax.jit(inner.update)
     for _ in range(STEPS):
         if variant == "clip before":
-            grads = [
-                clip.update(
-                    gradient(params, part, np.ones(len(part["x"]), bool)), clip.init(params)
-                )[0]
-                for part in parts
-            ]
+            grads = []
+            for part in parts:
+                grad = gradient(params, part, np.ones(len(part["x"]), bool))
+                grads.append(clip.update(grad, clip.init(params))[0])
             grads = jax.tree.map(lambda *xs: sum(xs) / ranks, *grads)
         elif short:
             rounded = [jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), part) for part in parts]
             grads = [gradient(params, part, np.ones(len(part["x"]), bool)) for part in rounded]
-            mean = lambda *xs: (
-                (sum(x.astype(jnp.float32) for x in xs) / ranks)
-                .astype(jnp.bfloat16)
-                .astype(jnp.float32)
-            )
+
+            def mean(*xs):
+                wide = sum(x.astype(jnp.float32) for x in xs) / ranks
+                return wide.astype(jnp.bfloat16).astype(jnp.float32)
+
             grads = jax.tree.map(mean, *grads)
         else:
             grads = gradient(params, whole, np.ones(samples, bool))

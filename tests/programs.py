@@ -17,19 +17,22 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_ranks(ranks, *program):
-    return (
-        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
-        if ranks > 1
-        else [sys.executable, *program]
-    )
+    if ranks == 1:
+        return [sys.executable, *program]
+    return [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), *program]
 
 
 def run(command, **environ):
-    """The output of a command that must succeed; its whole process group ends with it."""
+    """Run a command that must succeed, and end its process group; return its output."""
     with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environ},
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environ},
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             output, _ = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
@@ -40,28 +43,26 @@ def run(command, **environ):
 
 
 def run_all(commands):
-    """The outputs of commands, of which two run at a time: much of each is imports, on one core."""
+    """Run commands, two at a time, since much of each is imports on one core.
+
+    Returns their outputs.
+    """
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(run, commands)]
 
 
 def segments_left(before):
-    """What MPI and jaxmpi left in /dev/shm since it held the names `before`: nobody maps it, and it stays.
+    """Return the names that MPI and jaxmpi left in /dev/shm since `before`, mapped by nobody.
 
     Jobs of a test beside this one come and go meanwhile, and so does their shared memory.
     """
 
     def unmapped():
-        names = {
-            name
-            for name in os.listdir("/dev/shm")
-            if re.match(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi", name)
-        }
-        return names - {
-            Path(path).name
-            for entry in Path("/proc").glob("[0-9]*")
-            for path in run_dir.segments(entry.name)
-        }
+        ours = re.compile(r"sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi")
+        names = {name for name in os.listdir("/dev/shm") if ours.match(name)}
+        for entry in Path("/proc").glob("[0-9]*"):
+            names.difference_update(Path(path).name for path in run_dir.segments(entry.name))
+        return names
 
     left, deadline = unmapped().difference(before), time.monotonic() + 10
     while left and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""An installed jaxmpi in an environment that holds nothing else: what `make package` runs in each of its two.
+"""Check an installed jaxmpi in an otherwise empty environment; packaging/package.sh runs it in two.
 
 empty/bin/python tests/smoke.py
 """
@@ -20,9 +20,11 @@ def main():
     assert metadata.version("jaxmpi") == jaxmpi.__version__
     assert resources.files("jaxmpi").joinpath("py.typed").is_file()
     import_module("jaxmpi._native")
-    run = lambda *command: subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300
-    )
+
+    def run(*command):
+        command = [sys.executable, *map(str, command)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
     done = run(QUICKSTART)
     assert "loss after 100 epochs: 7.37" in done.stdout, done.stdout + done.stderr
     done = run("-m", "jaxmpi", "doctor")

@@ -30,7 +30,7 @@ LAYERS = [FOUNDATION, *({folder} for folder in FOLDERS), PUBLIC]
 
 
 def modules():
-    """The name of each module below `jaxmpi`, and its file."""
+    """List the name and the file of each module below `jaxmpi`."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield (
             ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"),
@@ -39,13 +39,13 @@ def modules():
 
 
 def folder(name):
-    """The folder of a module by which LAYERS orders it: of `_job`, the folder within."""
+    """Return the folder that orders a module in LAYERS; within `_job`, the inner folder."""
     first, *rest = name.split(".")
     return f"_job.{rest[0]}" if first == "_job" and rest else first
 
 
 def imports(path):
-    """The modules of jaxmpi that a file imports."""
+    """Return the modules of jaxmpi that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "jaxmpi":
             module = node.module.removeprefix("jaxmpi").removeprefix(".")
@@ -72,35 +72,34 @@ def test_modules_import_from_their_own_layer_or_below():
 
 
 def test_no_two_files_import_each_other():
-    graph = {
-        name: {found for found in imports(path) if found != name}
-        for name, path in modules()
-        if name != "testing"
-    }
+    graph = {}
+    for name, path in modules():
+        if name != "testing":
+            graph[name] = {found for found in imports(path) if found != name}
     assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def imported(node):
+    """Return the names of the modules that a statement imports; none if it is no import."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
 def test_what_a_rank_is_as_a_process_needs_no_jax():
     for path in (PACKAGE / "_job" / "process").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [getattr(node, "module", None) or ""]
-            )
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert not any(
-                    name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names
-                ), path
-                assert not any(
-                    name in ("jaxmpi._jaxcompat", "jaxmpi._devices") for name in names
-                ), path
+            names = imported(node)
+            packages = {name.partition(".")[0] for name in names}
+            assert packages.isdisjoint({"jax", "jaxlib", "flax", "optax"}), path
+            assert {"jaxmpi._jaxcompat", "jaxmpi._devices"}.isdisjoint(names), path
 
 
 STATE = {  # what modules hold that changes, and why it is not in the Session
     "_world.session": {"_session": "it is the Session"},
     "_job.launch.pool": {
-        "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is no rank"
+        "_pools": "the ranks of `launch` and of tests outlive the calls, in a process that is "
+        "no rank"
     },
     "_data.prefetch": {
         "_left": "what was read ahead of an iterator belongs to the iterator, whatever the job"
@@ -118,9 +117,10 @@ EMPTY = ("[]", "{}", "set()", "dict()", "list()", "threading.Condition()", "thre
 def test_the_state_of_a_job_is_in_the_session():
     for name, path in modules():
         tree = ast.parse(path.read_text())
-        found = {
-            name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
-        }
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                found.update(node.names)
         for node in tree.body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             target = (
@@ -138,7 +138,7 @@ def test_the_state_of_a_job_is_in_the_session():
 
 
 def test_no_class_holds_state():
-    """A container that a class has, and not its objects, is filled later: it belongs into the Session."""
+    """A container on a class is filled later: it belongs in the Session."""
     for _, path in modules():
         for found in ast.walk(ast.parse(path.read_text())):
             for line in found.body if isinstance(found, ast.ClassDef) else ():
@@ -149,19 +149,14 @@ def test_no_class_holds_state():
 
 
 def test_no_code_asks_for_the_name_of_a_backend():
-    """But what it can: `Backend` has an attribute for each such question."""
+    """Code asks `Backend` what it can do: each such question has an attribute."""
     for name, path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare) and not name.startswith("_backends"):
-                asked = [
-                    part
-                    for part in ast.walk(node)
-                    if isinstance(part, ast.Attribute) and part.attr == "name"
-                ]
-                assert not any(
-                    "backend" in ast.unparse(part.value) or "current(" in ast.unparse(part.value)
-                    for part in asked
-                ), path
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Attribute) and part.attr == "name":
+                        owner = ast.unparse(part.value)
+                        assert "backend" not in owner and "current(" not in owner, path
 
 
 def test_each_folder_has_a_line_for_each_of_its_files():
@@ -184,14 +179,7 @@ def test_file_names_are_told_apart_by_more_than_a_line_below():
 def test_what_is_imported_in_one_place_only(words, home):
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [a.name for a in node.names]
-                if isinstance(node, ast.Import)
-                else [getattr(node, "module", None) or ""]
-            )
-            if isinstance(node, ast.Import | ast.ImportFrom) and any(
-                name.startswith(word) for name in names for word in words
-            ):
+            if any(name.startswith(words) for name in imported(node)):
                 assert path.is_relative_to(PACKAGE / home)
 
 

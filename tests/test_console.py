@@ -1,4 +1,4 @@
-"""What many ranks show on one screen."""
+"""Output of many ranks on one screen."""
 
 import io
 import logging
@@ -207,10 +207,9 @@ def test_throughput_counts_all_ranks_and_the_time_in_collectives():
     if os.environ.get("JAXMPI_TRANSPORT") == "mpi4jax" and n > 1:
         assert rate.communication is None and "collectives" not in str(rate)
     else:
-        assert (
-            (rate.communication == 0.0)
-            if n == 1
-            else (0.1 < rate.communication < 0.9 * (n - 1) / n)
-        ), rate
+        if n == 1:
+            assert rate.communication == 0.0, rate
+        else:
+            assert 0.1 < rate.communication < 0.9 * (n - 1) / n, rate
         assert "of the time in collectives" in str(rate)
     assert meter.read().per_second == 0.0  # each look begins anew

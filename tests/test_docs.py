@@ -1,4 +1,7 @@
-"""Every block of Python in the documentation runs; those with >>> are doctests, the others are run here, on one rank."""
+"""Every block of Python in the documentation runs.
+
+Blocks with >>> are doctests; the others run here, on one rank.
+"""
 
 import functools
 import re
@@ -18,12 +21,12 @@ import jaxmpi
 ROOT = Path(__file__).parent.parent
 # go on from other ranks: test_recipes.py runs them
 RECIPES = "fresh = tx.init(params)", '"stats": jaxmpi'
-# which run them on several ranks
+# pages whose blocks another test runs, on several ranks
 ELSEWHERE = {"README.md": "test_quickstart.py", "docs/data.md": "test_loaders.py"}
 
 
 def blocks(language):
-    """(page, line, code) of every block that is no doctest."""
+    """List (page, line, code) of every block that is no doctest."""
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page, name = path.read_text(), str(path.relative_to(ROOT))
@@ -39,7 +42,7 @@ def blocks(language):
 
 @pytest.fixture
 def names(tmp_path):
-    """What the pages speak of."""
+    """Return the names that the pages use."""
     params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
 
     def loss_of(params, batch, mask=1):
@@ -110,19 +113,16 @@ def test_a_block_of_bash(code):
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHERS = [
-    ROOT / name
-    for name in (
-        "CONTRIBUTING.md",
-        "examples/README.md",
-        "native/README.md",
-        "benchmarks/results/README.md",
-    )
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    ROOT / "native/README.md",
+    ROOT / "benchmarks/results/README.md",
 ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_ends_before_column_80(page):
-    """On the site, longer lines are cut, comments first."""
+    """Code in the documentation ends before column 80, where the site cuts lines."""
     in_fence, long = False, []
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.startswith("```"):
@@ -134,7 +134,7 @@ def test_code_ends_before_column_80(page):
 
 @functools.cache
 def anchors(page):
-    """The names of a page's headings, as Python-Markdown and GitHub make them."""
+    """Return the anchors of a page's headings, as Python-Markdown and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {

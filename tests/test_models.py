@@ -1,4 +1,4 @@
-"""Law 1 for whole models: n ranks with batch b train as one rank with batch n·b does, on every way to run."""
+"""Law 1 for whole models: n ranks with batch b train as one with batch n·b, on every backend."""
 
 from functools import partial
 
@@ -79,7 +79,10 @@ def nnx_cnn(axis):
 
 
 def transformer(axis):
-    """Three blocks of attention over a `lax.scan`, each under `jax.checkpoint`; normalized over the ranks, if there are any."""
+    """Run three blocks of attention in a `lax.scan`, each under `jax.checkpoint`.
+
+    Activations are normalized over the ranks, if there are any.
+    """
     rng = np.random.default_rng(1)
     shapes = {"qkv": (3, 8, 24), "out": (3, 8, 8), "up": (3, 8, 16), "down": (3, 16, 8)}
     params = {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()} | {
@@ -134,7 +137,7 @@ def optimizer_of():
 
 
 def check(model, wrap, part):
-    """`wrap` makes a step of one for all ranks; `part` takes the ranks' own of a whole batch."""
+    """Check a model: `wrap` makes one step for all ranks, `part` a rank's part of a batch."""
     with jax.enable_x64(True):
         data = Data()
         inputs = data.words if model == "transformer" else data.images

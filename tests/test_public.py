@@ -1,4 +1,6 @@
-"""Every public function on every row: one rank, ranks of mpi and of xla, simulated ranks; a second call compiles nothing.
+"""Every public function on one rank, on ranks of mpi and xla, and on simulated ranks.
+
+A second call compiles nothing.
 
 The names come from the modules' `__all__`: a new one fails until it has a row here. A row is a
 function that returns a call; the call checks what it gets, or that it is refused as documented, and
@@ -26,16 +28,22 @@ from jaxmpi.testing import run_ranks
 MODULES = ("checkpoint", "codecs", "console", "data", "diagnose", "nn", "testing")
 # the names of the programs that this process has compiled, or found in the persistent cache
 COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, _, **about: (
-        COMPILED.append(about) if event == "/jax/core/compile/backend_compile_duration" else None
-    )
-)
+
+
+def listen(event, _, **about):
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(about)
+
+
+jax.monitoring.register_event_duration_secs_listener(listen)
 ROWS = {}
 
 
 def public():
-    """All public names; what stands in two places, such as `jaxmpi.save` and `checkpoint.save`, once."""
+    """Return all public names; an object with two names counts once.
+
+    `jaxmpi.save` and `checkpoint.save` are such names.
+    """
     names = {name: getattr(jaxmpi, name) for name in jaxmpi.__all__}
     for module in MODULES:
         of_module = getattr(jaxmpi, module)
@@ -56,7 +64,7 @@ def simulated():
 
 
 def each(of_rank):
-    """This rank's value of a function of the rank; simulated ranks have all of them."""
+    """Return a function's value on this rank; under simulation, the values of all ranks."""
     if not simulated():
         return of_rank(jaxmpi.rank())
     return jax.tree.map(
@@ -65,7 +73,7 @@ def each(of_rank):
 
 
 def assert_each(got, want):
-    """Every rank here has got `want(rank)`."""
+    """Assert that every rank here has got `want(rank)`."""
     is_own = lambda x: isinstance(x, jaxmpi.PerRank)
     for rank in range(jaxmpi.size()) if simulated() else [jaxmpi.rank()]:
         mine = jax.tree.map(lambda x, rank=rank: x[rank] if is_own(x) else x, got, is_leaf=is_own)
@@ -87,7 +95,7 @@ def mean(size):
 
 @contextlib.contextmanager
 def refused(condition, error, match):
-    """What stands under it is refused if the condition holds."""
+    """Check that the body is refused if the condition holds."""
     with pytest.raises(error, match=match) if condition else contextlib.nullcontext():
         yield
 
@@ -171,7 +179,7 @@ def votes():
 
 
 def updates_of(make, want, *, eager=True, weight=None, params=tree):
-    """A transform's updates for the gradients `tree(rank)`: in a step, and, for equal gradients, called eagerly."""
+    """Return a transform's updates for `tree(rank)`, in a step and eagerly for equal ones."""
     tx, n = make(), jaxmpi.size()
     params = jax.tree.map(jnp.asarray, params(0))
     step = jaxmpi.jit(
@@ -182,17 +190,11 @@ def updates_of(make, want, *, eager=True, weight=None, params=tree):
         w = each(lambda rank: np.float32(1 if weight is None else weight(rank)))
         assert_each(step(each(tree), tx.init(params), params, w)[0], lambda rank: want)
         if eager:  # in simulation, arrays outside of a step are those of all ranks
-            grads, weights = (
-                (mean(n), 1.0)
-                if simulated()
-                else (tree(jaxmpi.rank()), 1.0 if weight is None else weight(jaxmpi.rank()))
-            )
-            out, _ = tx.update(
-                jax.tree.map(jnp.asarray, grads),
-                tx.init(params),
-                params,
-                **({} if weight is None else {"weight": weights}),
-            )
+            grads = jax.tree.map(jnp.asarray, mean(n) if simulated() else tree(jaxmpi.rank()))
+            extra = {}
+            if weight is not None:
+                extra["weight"] = 1.0 if simulated() else weight(jaxmpi.rank())
+            out, _ = tx.update(grads, tx.init(params), params, **extra)
             if not simulated() or weight is None:
                 assert_each(out, lambda rank: want)
 
@@ -267,7 +269,7 @@ def codecs():
         jaxmpi.codecs.topk(1.0),
     ]
     assert all(isinstance(codec, jaxmpi.codecs.Codec) for codec in made)
-    # of halves; a codec rounds to less than that
+    # numbers are rounded to halves: a codec's error is smaller
     exact = jax.tree.map(lambda x: np.round(2 * x) / 2, mean(jaxmpi.size()))
     calls = []
     for codec in made:
@@ -282,11 +284,7 @@ def codecs():
                 jax.tree.map(lambda x: np.round(2 * np.asarray(x)) / 2, updates),
                 lambda rank: negative(exact),
             )
-            with (
-                pytest.raises(RuntimeError, match="outside of a step")
-                if simulated()
-                else contextlib.nullcontext()
-            ):
+            with refused(simulated(), RuntimeError, "outside of a step"):
                 tx.update(jax.tree.map(jnp.asarray, mean(jaxmpi.size())), tx.init(params))
 
         calls.append(call)
@@ -487,14 +485,12 @@ def explanations():
     def call():
         with contextlib.redirect_stdout(io.StringIO()):
             plan = jaxmpi.explain(step, np.ones(10, np.float32))
-        assert isinstance(plan, jaxmpi.diagnose.Explanation) and plan.messages == (
-            jaxmpi.size() > 1
-        )
-        assert (
-            plan.seconds is None
-            if simulated() and plan.messages
-            else (plan.seconds > 0) == (jaxmpi.size() > 1)
-        )
+        assert isinstance(plan, jaxmpi.diagnose.Explanation)
+        assert plan.messages == (jaxmpi.size() > 1)
+        if simulated() and plan.messages:
+            assert plan.seconds is None
+        else:
+            assert (plan.seconds > 0) == (jaxmpi.size() > 1)
 
     return call
 
@@ -541,9 +537,8 @@ def data():
 def per_rank_data():
     def call():
         r, n = jaxmpi.rank() if not simulated() else 0, jaxmpi.size()
-        with refused(
-            simulated(), RuntimeError, "per_rank_batches: simulated ranks are one process"
-        ):
+        words = "per_rank_batches: simulated ranks are one process"
+        with refused(simulated(), RuntimeError, words):
             batches = [np.full(2, 10.0 * r + k) for k in range(r + 1)]
             seen = [float(batch[0]) for batch in jaxmpi.per_rank_batches(batches)]
             assert seen == [10.0 * r]

@@ -42,7 +42,10 @@ def test_notebook_runs_without_mpi(tmp_path, monkeypatch):
         (tmp_path / f"{package}.py").write_text(NO_MPI)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
-    check = "import sys; print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
+    check = (
+        "import sys\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('mpi4py', 'mpi4jax')))"
+    )
     notebook.cells.append(nbformat.v4.new_code_cell(check))
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert notebook.cells[-1].outputs[0].text.strip() == "[]"
@@ -54,9 +57,10 @@ def test_notebooks_run(name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
-    )
+    shown = ""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            shown += output.get("text", "")
     words = {
         "simulated_ranks": "on eight",
         "several_ranks": "ValueError: only here",
@@ -75,7 +79,7 @@ def test_notebooks_are_stored_without_outputs(path):
 
 @pytest.mark.exhaustive
 def test_six_lines_make_a_script_for_one_device_one_for_many():
-    """Those that the quick start shows."""
+    """The six lines that the quick start shows make one_device.py into many_devices.py."""
     one, many = ROOT / "examples" / "one_device.py", ROOT / "examples" / "many_devices.py"
     names = [f"examples/{path.name}" for path in (one, many)]
     lines = [path.read_text().splitlines(keepends=True) for path in (one, many)]

@@ -1,4 +1,4 @@
-"""Recipes of the documentation, as they stand there, on several ranks: their numbers are those of one device."""
+"""Recipes of the documentation on several ranks give the numbers of one device."""
 
 import functools
 import re
@@ -19,20 +19,19 @@ ROOT = Path(__file__).parent.parent
 
 
 def recipe(page, marker):
-    """The only block of code on a page that has these words; a doctest without its prompts."""
+    """Return the one block of a page that has these words; a doctest loses its prompts."""
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
     )
     [found] = [block for block in blocks if marker in block]
     if ">>> " not in found:
         return found
-    return "".join(
-        line[4:] + "\n" for line in found.splitlines() if line.startswith((">>> ", "... ", "..."))
-    )
+    lines = [line for line in found.splitlines() if line.startswith((">>> ", "..."))]
+    return "".join(line[4:] + "\n" for line in lines)
 
 
 def run(page, marker, **names):
-    """What a recipe leaves, of the names that its page speaks of."""
+    """Run a recipe with the names of its page; return what it leaves."""
     modules = {
         "jax": jax,
         "jnp": jnp,
@@ -135,7 +134,7 @@ def test_a_port_keeps_the_axis_name_of_pmap_on_xla():
 
 @run_ranks(1, 2)
 def test_equinox_models_with_arrays_of_integers_are_split_by_floats():
-    """As the page splits them: an array of integers has no gradient, and must not be averaged."""
+    """The page splits by floats: an array of integers has no gradient, and must not be averaged."""
     import equinox as eqx
 
     class Model(eqx.Module):
@@ -212,7 +211,7 @@ FP8 = "_overwrite_with_gradient"
 
 
 def after_fp8_steps(batch):
-    """The train state after three steps of the recipe, on this rank's rows of a batch."""
+    """Return the train state after three steps of the recipe on this rank's rows."""
     mine = jaxmpi.shard(batch)[:]
     got = run("docs/migration.md", "Fp8DirectDotGeneralOp", batch=mine)
     state = got["state"]
@@ -242,7 +241,7 @@ def test_scales_of_fp8_are_those_of_all_samples():
 
 
 def local_steps(params, state, tx, first, last):
-    """Each rank's steps on samples of its own."""
+    """Run each rank's steps on its own samples."""
 
     @jaxmpi.jit
     def step(params, state, x):
@@ -316,7 +315,7 @@ def test_local_sgd_is_restored_on_another_number_of_ranks(tmp_path, codec):
 
 
 def train_nnx(model, optimizer, steps):
-    """Steps on samples that differ between the ranks."""
+    """Train on samples that differ between the ranks."""
     from flax import nnx
 
     @jaxmpi.nn.jit
@@ -393,7 +392,7 @@ def test_an_nnx_model_goes_on_with_another_number_of_ranks(tmp_path):
 
 @run_ranks(1, 2)
 def test_a_schedule_under_accumulate_counts_updates():
-    """As docs/optimizers.md says: outside of `accumulate` it counts calls."""
+    """Outside of `accumulate` a schedule counts calls, as docs/optimizers.md says."""
     halved = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     inside = jaxmpi.accumulate(jaxmpi.distributed(optax.sgd(halved)), every=2)
     outside = optax.chain(

@@ -1,4 +1,4 @@
-"""requirements/, which `make train LOCKED=1` installs, has what pyproject.toml asks for, in versions that it allows."""
+"""requirements/, which `make train LOCKED=1` installs, satisfies pyproject.toml."""
 
 import re
 import tomllib
@@ -13,11 +13,15 @@ LOCKED = ROOT / "requirements"
 
 
 def pinned(*names, python="3.11"):
-    """{package: version} of some files, for a Python on Linux."""
+    """Return {package: version} of some files, for a Python on Linux."""
     environment = {
-        "python_version": python, "python_full_version": f"{python}.5", "sys_platform": "linux", "platform_machine": "x86_64",
-        "implementation_name": "cpython", "platform_python_implementation": "CPython",
-    }  # fmt: skip
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
     found = {}
     for name in names:
         for line in re.findall(
@@ -54,7 +58,7 @@ def test_what_is_asked_for_is_there(files, extras, python):
     for requirement in wanted(*extras):
         version = there[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version, prereleases=True), (
-            f"{requirement}, and {version} is locked: make lock"
+            f"{requirement}, and {version} is locked: requirements/lock.sh"
         )
 
 

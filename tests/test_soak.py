@@ -1,6 +1,8 @@
-"""Chance and time: random trees, random kills, a long run. `make soak` takes 10 000 trees, 200 kills and 30 minutes."""
+"""Random trees, random kills and a long run.
 
-import os
+`make test-all ONLY=soak` takes 10,000 trees, 200 kills and 30 minutes.
+"""
+
 import re
 import sys
 from functools import partial
@@ -14,25 +16,24 @@ from test_monitor import end, jaxmpi_run
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
-pytestmark = pytest.mark.exhaustive
-SOAK = os.environ.get("JAXMPI_SOAK") == "1"
-TREES = 10_000 if SOAK else 60
-KILLS = 200 if SOAK else 3
-NUMBERS = 2**31 + 9 if SOAK else 2**18 + 9
-MINUTES = 30.0 if SOAK else 0.2
+
+def few_and_many(name, few, many):
+    """Run a test with few of something in the suite `exhaustive`, with many in `soak`."""
+    marked = [
+        pytest.param(few, marks=pytest.mark.exhaustive),
+        pytest.param(many, marks=pytest.mark.soak),
+    ]
+    return pytest.mark.parametrize(name, marked)
+
 
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int8", "uint16", "bool", "complex64")
 
 
 def random_tree(rng, op):
-    """A structure with shapes and dtypes."""
-    kinds = [
-        d
-        for d in DTYPES
-        if not (d == "bool" and op in ("sum", "mean", "prod"))
-        and not (d == "complex64" and op in ("max", "min"))
-    ]
+    """Make a random structure with shapes and dtypes."""
+    without = "bool" if op in ("sum", "mean", "prod") else "complex64"
+    kinds = [dtype for dtype in DTYPES if dtype != without]
 
     def node(depth):
         what = rng.integers(4) if depth < 3 else 3
@@ -62,10 +63,11 @@ def reduced(op, *xs):
     return OPS[op](np.stack(ordered), axis=0)
 
 
+@few_and_many("trees", 60, 10_000)
 @run_ranks(2, 3, timeout_seconds=7200.0)
-def test_random_trees():
+def test_random_trees(trees):
     size, here = jaxmpi.size(), jaxmpi.rank()
-    for seed in range(TREES):
+    for seed in range(trees):
         rng = np.random.default_rng(seed)
         kind = rng.choice(["allreduce", "bcast", "allgather"])
         op, root = str(rng.choice(list(OPS))), int(rng.integers(size))
@@ -101,9 +103,10 @@ def test_random_trees():
             jax.clear_caches()  # of 10 000 programs
 
 
+@few_and_many("n", 2**18 + 9, 2**31 + 9)
 @run_ranks(2, timeout_seconds=600.0)
-def test_more_numbers_than_an_int32_counts():
-    n, here = NUMBERS, jaxmpi.rank()
+def test_more_numbers_than_an_int32_counts(n):
+    here = jaxmpi.rank()
     sums = jaxmpi.jit(lambda x: jaxmpi.tree_allreduce(x, op="sum"), donate_argnums=0)
     x = np.full(n, here + 1, np.int8)  # NumPy's, as JAX without x64 indexes with 32 bits
     x[-1], x[n // 2] = 10 * here, 20 + here
@@ -135,16 +138,27 @@ def step(run, batch, mask):
         return jnp.sum(jnp.where(mask, (x @ p) ** 2, 0))
     updates, state = tx.update(jax.grad(loss)(run["params"]), run["state"], run["params"])
     seen = jnp.zeros(samples, jnp.int32).at[number].add(mask.astype(jnp.int32))
-    return run | {"params": optax.apply_updates(run["params"], updates), "state": state,
-                  "seen": run["seen"] + jaxmpi.tree_allreduce(seen, op="sum"), "row": jnp.minimum(run["row"] + 8, samples)}
+    return run | {
+        "params": optax.apply_updates(run["params"], updates),
+        "state": state,
+        "seen": run["seen"] + jaxmpi.tree_allreduce(seen, op="sum"),
+        "row": jnp.minimum(run["row"] + 8, samples),
+    }
 
 params = jnp.ones(3)
 zero = jnp.int32(0)
-run = {"params": params, "state": tx.init(params), "seen": jnp.zeros(samples, jnp.int32), "epoch": zero, "row": zero}
+run = {
+    "params": params,
+    "state": tx.init(params),
+    "seen": jnp.zeros(samples, jnp.int32),
+    "epoch": zero,
+    "row": zero,
+}
 if jaxmpi.latest(directory) is not None:
     run = jaxmpi.restore(directory, run)
 for epoch in range(int(run["epoch"]), epochs):
-    for batch, mask in jaxmpi.batches(data, 8, seed=0, epoch=epoch, start=int(run["row"]), remainder="mask"):
+    rest = {"seed": 0, "epoch": epoch, "start": int(run["row"]), "remainder": "mask"}
+    for batch, mask in jaxmpi.batches(data, 8, **rest):
         run = step(run, batch, mask)
         if attempt < kills:
             time.sleep(0.1)  # there are more steps than the kills have time for
@@ -152,17 +166,19 @@ for epoch in range(int(run["epoch"]), epochs):
     run |= {"epoch": run["epoch"] + 1, "row": jnp.int32(0)}
 if world.rank == 0:
     seen = np.asarray(run["seen"])
-    print("final", np.asarray(run["params"]).tobytes().hex(), seen.min(), seen.max(), "after", attempt, flush=True)
+    bits = np.asarray(run["params"]).tobytes().hex()
+    print("final", bits, seen.min(), seen.max(), "after", attempt, flush=True)
 """
 
 
-def test_random_kills(tmp_path):
-    """The parameters are those of an undisturbed run, bit by bit, and its steps have seen each sample once an epoch."""
+@few_and_many("number", 3, 200)
+def test_random_kills(tmp_path, number):
+    """Parameters equal an undisturbed run's, bit by bit; each epoch sees each sample once."""
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    epochs = max(6, 4 * KILLS)
+    epochs = max(6, 4 * number)
     finals = []
-    for kills in (0, KILLS):
+    for kills in (0, number):
         options = ["--restarts", str(kills + 2)]
         code, output, _, left = end(
             jaxmpi_run(2, *options, script, tmp_path / str(kills), str(kills), str(epochs)),
@@ -173,7 +189,7 @@ def test_random_kills(tmp_path):
         assert "a checkpoint is passed over" not in output, output[-5000:]
         finals.append(re.search(r"final (\S+) (\d+) (\d+) after (\d+)", output).groups())
     assert finals[0][:3] == finals[1][:3] == (finals[0][0], str(epochs), str(epochs))
-    assert int(finals[1][3]) == KILLS
+    assert int(finals[1][3]) == number
 
 
 LONG = """
@@ -195,7 +211,8 @@ state = tx.init(params)
 count, half = 0, None
 while jaxmpi.broadcast_object(time.time() < end):
     for _ in range(100):
-        params, state, loss = step(params, state, np.random.default_rng(count).normal(size=(8, 64)).astype(np.float32))
+        x = np.random.default_rng(count).normal(size=(8, 64)).astype(np.float32)
+        params, state, loss = step(params, state, x)
         count += 1
     jaxmpi.average_metrics(loss)
     jaxmpi.save(sys.argv[1], count, (params, state))
@@ -204,18 +221,21 @@ while jaxmpi.broadcast_object(time.time() < end):
     if half is None and time.time() > end - 30 * float(sys.argv[2]):
         half = now
 grown = " ".join(str(b - a) for a, b in zip(half, now))
-print(f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n", end="", flush=True)  # at once: ranks share it
+# one write with its newline: the ranks share the output
+line = f"grown {grown} from {half[0]} {half[1]} {half[2]} steps {count}\\n"
+print(line, end="", flush=True)
 """
 
 
-def test_a_long_run_does_not_grow(tmp_path):
-    """In its second half: neither memory, nor descriptors, nor threads."""
+@few_and_many("minutes", 0.2, 30.0)
+def test_a_long_run_does_not_grow(tmp_path, minutes):
+    """In the second half of the run, memory, descriptors and threads do not grow."""
     script = tmp_path / "script.py"
     script.write_text(LONG)
     code, output, _, left = end(
-        jaxmpi_run(2, script, tmp_path / "saved", str(MINUTES)),
+        jaxmpi_run(2, script, tmp_path / "saved", str(minutes)),
         str(tmp_path),
-        timeout=120 + 61 * MINUTES,
+        timeout=120 + 61 * minutes,
     )
     assert not code and not left, output[-5000:]
     grown = re.findall(r"grown (-?\d+) (-?\d+) (-?\d+) from (\d+)", output)

@@ -150,7 +150,7 @@ def test_assert_equivalent_of_a_batch_that_cannot_be_shared():
 
 
 def test_launch_returns_what_each_rank_returns(capsys):
-    """Of a function that no module has, with what it closes over."""
+    """`launch` takes a function that no module has, with its closure."""
     scale = 2.0
 
     def work(x, *, name):
@@ -202,17 +202,19 @@ def test_launch_raises_what_a_rank_raises():
 
 
 def children():
-    return {
-        int(pid)
-        for path in Path("/proc/self/task").glob("*/children")
-        for pid in path.read_text().split()
-    }
+    pids = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        pids.update(map(int, path.read_text().split()))
+    return pids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["wait", "Listener"])
 def test_a_launch_after_an_interrupt_returns_its_own_results(monkeypatch, where):
-    """The answers to the interrupted call must not be taken for those to the next; nor may ranks that start be left behind."""
+    """Answers to an interrupted call are not taken for the next one's.
+
+    No rank that was starting is left behind.
+    """
     double = lambda x: (2 * x, jaxmpi.rank())
     pool(2).end()
     others = children()

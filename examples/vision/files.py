@@ -1,4 +1,4 @@
-"""What a run leaves behind, beside its checkpoints: tables of numbers, and weights."""
+"""Files of a run beside its checkpoints: tables of numbers, and weights."""
 
 import csv
 import os
@@ -11,7 +11,10 @@ import jaxmpi
 
 
 class Table:
-    """A CSV file of rank 0: the rows of an earlier run in which `column` is at most `last`, and one for each `write`."""
+    """CSV file of rank 0 that a resumed run continues.
+
+    Keeps the rows of an earlier run in which `column` is at most `last`; each `write` adds a row.
+    """
 
     def __init__(self, path, columns, column, last):
         self.file = None
@@ -31,7 +34,7 @@ class Table:
 
 
 def write_weights(path, tree):
-    """Rank 0 writes a tree's arrays under the names of their paths, as a whole or not at all."""
+    """Write a tree's arrays on rank 0, under the names of their paths, as a whole or not at all."""
     if jaxmpi.rank() == 0:
         part = path.with_suffix(".part")
         with part.open("wb") as file:
@@ -40,7 +43,7 @@ def write_weights(path, tree):
 
 
 def read_weights(path, tree):
-    """The arrays that rank 0 finds in the file, on every rank, and the names of those that are not in it.
+    """Read the arrays in rank 0's file; return them on every rank, with the names it lacks.
 
     What has another shape there, as the head for other classes has, stays as it is in `tree`.
     Raises a ValueError, on every rank, for a file that cannot be read, and for that of another
@@ -63,15 +66,14 @@ def read_weights(path, tree):
             f"{path} holds another model: {len(fits)} of its arrays fit this one's {len(here)}."
         )
     new = [jnp.asarray(saved[name], x.dtype) if name in fits else x for name, x in here.items()]
-    return jax.tree.unflatten(jax.tree.structure(tree), new), [
-        name for name in here if name not in fits
-    ]
+    missing = [name for name in here if name not in fits]
+    return jax.tree.unflatten(jax.tree.structure(tree), new), missing
 
 
 def named(tree):
-    """The arrays by their paths, such as `params/head/kernel`."""
-    # nnx has one in each
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/").removesuffix(
-        "/value"
-    )
-    return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    """Return the arrays by their paths, such as `params/head/kernel`."""
+    arrays = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        arrays[name.removesuffix("/value")] = x  # nnx ends every path with it
+    return arrays

@@ -29,12 +29,15 @@ DAMAGED = (
 
 
 class Folder:
-    """`root/<class>/<image>`: sample i is `files[i]`, a (path, label) pair, in the order of the names, as rank 0 sees them."""
+    """Labeled images in `root/<class>/<image>`.
+
+    Sample i is `files[i]`, a (path, label) pair, in the order of the names, as rank 0 sees them.
+    """
 
     def __init__(self, root, pixels):
         self.pixels = pixels
-        # rows: that `loader` has come across here, that all ranks know of
-        self.unreadable, self.reported = set(), set()
+        self.unreadable = set()  # rows that `loader` has found on this rank
+        self.reported = set()  # rows that all ranks know of
         self.classes, self.files = jaxmpi.broadcast_object(
             listing(Path(root)) if jaxmpi.rank() == 0 else None
         )
@@ -43,43 +46,44 @@ class Folder:
         return len(self.files)
 
     def sample(self, row, seed=None):
-        """Sample `row`, with a seed cropped at random. Row -1, and what is no image, is of the mean colour, and not `good`."""
+        """Return sample `row`, randomly cropped if there is a seed.
+
+        Row -1, and a file that is no image, give an image of the mean color that is not `good`.
+        """
         blank = np.broadcast_to(np.uint8(np.round(255 * MEAN)), (self.pixels, self.pixels, 3))
         if row < 0:
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
         path, label = self.files[row]
         try:
             with Image.open(path) as image:
-                # of the sizes that JPEG is quick at, the next larger
+                # JPEG decodes some sizes quickly: take the next larger one
                 image.draft("RGB", (2 * self.pixels, 2 * self.pixels))
                 image = image.convert("RGB")
         except DAMAGED as error:
-            # of the file system, not of the file
+            # an error of the file system, not a damaged file
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             return {"image": blank, "label": np.int32(0), "row": row, "good": False}
-        crop = (
-            centre(image, self.pixels)
-            if seed is None
-            else random_crop(image, self.pixels, [*seed, row])
-        )
+        if seed is None:
+            crop = centre(image, self.pixels)
+        else:
+            crop = random_crop(image, self.pixels, [*seed, row])
         return {"image": np.asarray(crop), "label": np.int32(label), "row": row, "good": True}
 
 
 def listing(root):
-    """The names of the classes, and (path, label) of every image; none where there is no such folder."""
+    """List the class names, and (path, label) of every image; empty without such a folder."""
     classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    files = [
-        (str(path), label)
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    files = []
+    for label, name in enumerate(classes):
+        for path in sorted((root / name).iterdir()):
+            if path.suffix.lower() in SUFFIXES:
+                files.append((str(path), label))
     return classes, files
 
 
 def centre(image, pixels):
-    """The middle of the image, 7/8 of its shorter side."""
+    """Crop the middle of the image, 7/8 of its shorter side."""
     side = min(image.size) * 7 / 8
     left, top = (image.width - side) / 2, (image.height - side) / 2
     return image.resize(
@@ -88,7 +92,7 @@ def centre(image, pixels):
 
 
 def random_crop(image, pixels, seed):
-    """8 % to 100 % of the area, 3:4 to 4:3, flipped every other time (Szegedy et al. 2015)."""
+    """Crop 8 % to 100 % of the area, and flip every other time (Szegedy et al. 2015)."""
     rng = np.random.default_rng(seed)
     for _ in range(10):
         area, ratio = (
@@ -108,7 +112,9 @@ def random_crop(image, pixels, seed):
 
 
 def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0):
-    """This rank's part of every global batch: dicts of "image", "label" and "good", already on the device.
+    """Load this rank's part of every global batch onto the device.
+
+    Batches are dicts of "image", "label" and "good".
 
     In training, shuffled and cropped by (seed, epoch, row), whatever the ranks and workers; the
     incomplete last batch is left out. Else in order, each image once, and with rows that only fill
@@ -122,10 +128,8 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
     if training:
         plan = list(jaxmpi.batches(rows, batch_size, seed=seed, epoch=epoch, start=start))
     else:
-        plan = [
-            np.where(mask, part, -1)
-            for part, mask in jaxmpi.batches(rows, batch_size, remainder="mask")
-        ]
+        masked = jaxmpi.batches(rows, batch_size, remainder="mask")
+        plan = [np.where(mask, part, -1) for part, mask in masked]
     if not plan:
         return []
     read = partial(folder.sample, seed=(seed, epoch) if training else None)
@@ -140,12 +144,15 @@ def loader(folder, batch_size, *, training, seed=0, epoch=0, start=0, workers=0)
 
 
 def outlive_sigterm(*_):
-    """A scheduler tells every process to end: the ranks need their workers until they have saved."""
+    """Ignore SIGTERM, so that the ranks have their workers until they have saved.
+
+    A scheduler sends the signal to every process of the job.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def noting(folder, batches):
-    """The batches without the numbers of the rows; those that cannot be read are noted."""
+    """Yield the batches without row numbers, noting the rows that cannot be read."""
     reader = iter(batches)
     try:
         for batch in reader:

@@ -1,4 +1,6 @@
-"""ResNets (He et al. 2015, with the stride in the 3×3 convolution) and ViTs (Beyer et al. 2022) in Flax nnx.
+"""ResNets (He et al. 2015) and ViTs (Beyer et al. 2022) in Flax nnx.
+
+The ResNets have the stride in the 3×3 convolution.
 
 Both take [batch, pixels, pixels, 3] and return [batch, classes]. Parameters are `param_dtype`;
 `dtype` is what they compute in, but for the head, whose logits would be equal too often in 16 bits.
@@ -12,7 +14,7 @@ from flax import nnx
 
 
 class Block(nnx.Module):
-    """Two 3×3 convolutions beside a shortcut, or 1×1, 3×3 and 1×1 with four times the channels at the end."""
+    """Residual block: two 3×3 convolutions, or 1×1, 3×3 and 1×1 with four times the channels."""
 
     def __init__(self, inputs, channels, stride, bottleneck, *, conv, norm, rngs):
         outputs = 4 * channels if bottleneck else channels
@@ -27,20 +29,14 @@ class Block(nnx.Module):
         # the last scale begins at zero, and each block as its shortcut (Goyal et al. 2017)
         last = len(kernels) - 1
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        self.norms = nnx.List(
-            [
-                norm(b, scale_init=zeros if i == last else ones, rngs=rngs)
-                for i, b in enumerate(widths[1:])
-            ]
-        )
-        self.shortcut = nnx.data(
-            conv(inputs, outputs, (1, 1), stride, rngs=rngs)
-            if stride > 1 or inputs != outputs
-            else None
-        )
-        self.shortcut_norm = nnx.data(
-            norm(outputs, rngs=rngs) if self.shortcut is not None else None
-        )
+        scales = [ones] * last + [zeros]
+        norms = zip(widths[1:], scales, strict=True)
+        self.norms = nnx.List([norm(b, scale_init=scale, rngs=rngs) for b, scale in norms])
+        shortcut, shortcut_norm = None, None
+        if stride > 1 or inputs != outputs:
+            shortcut = conv(inputs, outputs, (1, 1), stride, rngs=rngs)
+            shortcut_norm = norm(outputs, rngs=rngs)
+        self.shortcut, self.shortcut_norm = nnx.data(shortcut), nnx.data(shortcut_norm)
 
     def __call__(self, x):
         y = x
@@ -50,7 +46,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """`axis_name` makes the batch statistics those of all ranks."""
+    """Residual network; with `axis_name` its batch statistics are those of all ranks."""
 
     def __init__(
         self, blocks, bottleneck, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs
@@ -89,7 +85,7 @@ class ResNet(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """A transformer block, normalised before attention and before the MLP."""
+    """Transformer block, normalized before attention and before the MLP."""
 
     def __init__(self, width, heads, *, rngs, **types):
         self.norm1, self.norm2 = (
@@ -107,7 +103,10 @@ class Encoder(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """16×16 patches, positions as sines and cosines, the mean of all patches to the head. It has no batch statistics."""
+    """Vision transformer over 16×16 patches, with sines and cosines as positions.
+
+    The mean of all patches goes to the head. It has no batch statistics.
+    """
 
     def __init__(self, heads, classes, *, width=64, axis_name=None, dtype, param_dtype, rngs):
         del axis_name
@@ -134,13 +133,16 @@ class ViT(nnx.Module):
 
 
 def positions(side, width):
-    """[side², width]: sines and cosines of row and column, at width/4 frequencies from 1 to 1/10000."""
+    """Return [side², width]: sines and cosines of row and column.
+
+    The width/4 frequencies go from 1 to 1/10000.
+    """
     row, column = np.mgrid[:side, :side].reshape(2, -1, 1)
     frequencies = 10000.0 ** -np.linspace(0, 1, width // 4)
-    angles = [row * frequencies, column * frequencies]
-    return jnp.asarray(
-        np.concatenate([f(angle) for angle in angles for f in (np.sin, np.cos)], axis=1)
-    )
+    waves = []
+    for angle in (row * frequencies, column * frequencies):
+        waves += [np.sin(angle), np.cos(angle)]
+    return jnp.asarray(np.concatenate(waves, axis=1))
 
 
 MODELS = {

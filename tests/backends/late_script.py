@@ -1,4 +1,4 @@
-"""Rank 1 comes 33 s late to the first collective of its group, and then to the first one of all ranks."""
+"""Rank 1 comes 33 s late to the first collective of its group, then to the first of all ranks."""
 
 import sys
 import time

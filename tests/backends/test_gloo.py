@@ -17,7 +17,7 @@ R = jaxmpi.AXIS
 
 
 def gathers(x):
-    """Its gradient is a psum_scatter."""
+    """Gather x; the gradient is a psum_scatter."""
     return jnp.sum(lax.all_gather(x[0], R) ** 2 * x) / 2
 
 
@@ -41,7 +41,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @run_ranks(2, backend="xla")
 def test_no_program_has_a_reduce_scatter(way):
-    """Of JAX's gloo, that of shares of 4 MB and more is wrong now and then."""
+    """jaxmpi avoids gloo's reduce_scatter, which is sometimes wrong for shares of 4 MB and more."""
     step = jaxmpi.jit(WAYS[way])
     x = np.ones((jaxmpi.size(), 4 * jaxmpi.size()), np.float32)
     text = step.lower(x).as_text()
@@ -61,7 +61,7 @@ def scatter_repeatedly(times, items):
         time.sleep(0.01 * ((i + rank) % 3))
         shares, gradient = step(jnp.asarray(full[rank]))
         np.testing.assert_array_equal(shares, full.sum(0)[rank], err_msg=f"at time {i}")
-        # of Σ_q Σ_p x_p[0]² x_q[p] / 2 with respect to x_rank[0]
+        # derivative of Σ_q Σ_p x_p[0]² x_q[p] / 2 with respect to x_rank[0]
         want = full[rank, 0] * full[:, rank].sum(0) + (full[0, 0] ** 2 / 2)
         np.testing.assert_allclose(gradient, want, rtol=1e-6, err_msg=f"at time {i}")
 
@@ -81,6 +81,6 @@ def test_large_shares_are_right_60_times():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", ["ranks", "member"])
 def test_a_rank_may_be_late_to_the_first_collective_of_its_group(axis):
-    """The ranks of a group are connected by `init`, as gloo waits 30 s for the last one when they connect."""
+    """`init` connects the ranks of a group, since gloo waits at most 30 s for the last one."""
     output = run(on_ranks(4, "tests/backends/late_script.py", axis), JAXMPI_BACKEND="xla")
     assert output.count("right") == 4

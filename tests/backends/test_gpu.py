@@ -1,5 +1,7 @@
-"""Arrays of a GPU on the native transport, without a GPU: with a library that stands in for CUDA's driver, and for arrays of
-the host. What runs on a GPU alone is in benchmarks/gpu.py.
+"""GPU arrays on the native transport, tested without a GPU.
+
+A library that stands in for CUDA's driver serves arrays of the host as if they were a GPU's. Checks
+that need a real GPU are in benchmarks/gpu.py.
 """
 
 import os
@@ -40,7 +42,10 @@ def stand_in_for_cuda(tmp_path_factory):
     ],
 )
 def test_messages_of_a_gpu_in_many_orders(stand_in_for_cuda, seeds, flags, tmp_path):
-    """On several streams and contexts, in random order between streams, with calls that fail: right numbers, or an error."""
+    """Messages on several streams and contexts, in random order, give right numbers or an error.
+
+    Calls of the driver fail at random.
+    """
     program = tmp_path / "schedules"
     sources = [HERE / "staging_schedules.cc", NATIVE / "gpu_staging.cc", NATIVE / "cuda.cc"]
     subprocess.run([*COMPILE, *flags, f"-I{NATIVE}", "-o", program, *sources, "-ldl"], check=True)
@@ -98,7 +103,7 @@ native.on_host = lambda: False
 transport.why_not_native = lambda: extension.use_cuda({library!r}) or ""
 w = jaxmpi.init()
 n, me = w.size, w.rank
-columns = [1, 7, 2_500_000, 0, 64, 70_001]  # of several batches, whose borders are in the middle of arrays
+columns = [1, 7, 2_500_000, 0, 64, 70_001]  # several batches, which end in the middle of arrays
 rng = np.random.default_rng(0)
 for dtype in ("float32", "bfloat16", "int8", "complex128"):
     data = [np.asarray(jnp.asarray(rng.normal(size=(n, k)) * 9, dtype)) for k in columns]
@@ -119,7 +124,8 @@ np.testing.assert_array_equal(jaxmpi.tree_reduce_scatter(blocks[me], "sum"), blo
 def step(x, rows):
     ring = [(p, (p + 1) % n) for p in range(n)]
     x = x * 2
-    return lax.pmean(x, jaxmpi.AXIS), lax.ppermute(x, jaxmpi.AXIS, ring), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0)
+    mean, moved = lax.pmean(x, jaxmpi.AXIS), lax.ppermute(x, jaxmpi.AXIS, ring)
+    return mean, moved, lax.all_to_all(rows, jaxmpi.AXIS, 0, 0)
 
 for _ in range(3):
     mean, before, rows = step(jnp.full(1000, me + 1.0), jnp.asarray(blocks[me]))
@@ -147,7 +153,7 @@ jaxmpi.print("fine on", me)
     ],
 )
 def test_arrays_of_a_gpu_are_staged(stand_in_for_cuda, environ, tmp_path):
-    """With copies that happen as late, and as early, as a GPU's may; with two contexts in turn."""
+    """Copies may happen as late, and as early, as a GPU's; two contexts alternate."""
     done = run(3, STAGED.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine on") == 3 and done.stdout.count("caught on") == 3
@@ -182,7 +188,12 @@ step(jnp.ones(1000)).block_until_ready()
 jaxmpi.barrier()
 os.environ["CUDA_WORKS_MS"] = "1000" if slow else "0"
 inside = []
-thread = threading.Thread(target=lambda: [inside.append(extension.messages()) or time.sleep(0.02) for _ in range(20)])
+def look():
+    for _ in range(20):
+        inside.append(extension.messages())
+        time.sleep(0.02)
+
+thread = threading.Thread(target=look)
 thread.start()
 step(jnp.ones(1000)).block_until_ready()
 thread.join()
@@ -198,7 +209,10 @@ jaxmpi.print("fine")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_work_of_a_gpu_is_no_waiting(stand_in_for_cuda, ranks, tmp_path):
-    """A message begins when the GPU has done what comes before it: for the flight recorder, and for the stall watch."""
+    """The flight recorder and the stall watch count a message from when the GPU reaches it.
+
+    Work of the GPU before that is not waiting.
+    """
     done = run(ranks, WORKS.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path)
     assert done.returncode == 0 and done.stdout.count("fine") == ranks, done.stdout + done.stderr
 
@@ -226,10 +240,13 @@ def loss(params, x):
 def step(params, x):
     grads = jax.grad(loss)(params, x)
     rows = jnp.tile(x[:1], (n, 1)) * (1 + lax.axis_index(jaxmpi.AXIS))
-    moved = lax.all_to_all(rows, jaxmpi.AXIS, 0, 0, tiled=True).sum() + lax.all_gather(x[0], jaxmpi.AXIS).sum()
-    return [p - 0.1 * g for p, g in zip(params, jaxmpi.tree_allreduce(grads))], moved + jnp.tanh(x @ x.T).sum()
+    moved = lax.all_to_all(rows, jaxmpi.AXIS, 0, 0, tiled=True).sum()
+    moved += lax.all_gather(x[0], jaxmpi.AXIS).sum()
+    params = [p - 0.1 * g for p, g in zip(params, jaxmpi.tree_allreduce(grads))]
+    return params, moved + jnp.tanh(x @ x.T).sum()
 
-params = [jnp.asarray(np.random.default_rng(i).normal(size=(700, 700)) / 26, jnp.float32) for i in range(4)]
+params = [np.random.default_rng(i).normal(size=(700, 700)) / 26 for i in range(4)]
+params = [jnp.asarray(x, jnp.float32) for x in params]
 x = jnp.asarray(np.random.default_rng(w.rank).normal(size=(8, 700)), jnp.float32)
 found = []
 for mode in "01":
@@ -252,7 +269,10 @@ jaxmpi.print("fine")
     [{"CUDA_CONTEXTS": "2", "CUDA_EVENTS": "44"}, {"CUDA_SEED": "1", "CUDA_EVENTS": "22"}],
 )
 def test_messages_of_a_gpu_are_on_their_way_while_it_computes(stand_in_for_cuda, environ, tmp_path):
-    """On a stream of their own, from when the GPU has made what is sent; as many events as messages, which are kept."""
+    """Messages have their own stream, and start once the GPU has computed what they send.
+
+    Each message has one event, which is reused.
+    """
     environ = {**environ, "JAXMPI_NODE_RANKS": "1", "JAXMPI_TUNE": "small_bytes=0,bucket_bytes=1"}
     done = run(3, BESIDE.format(library=stand_in_for_cuda), tmp_path, **environ)
     assert done.returncode == 0 and done.stdout.count("fine") == 3, done.stdout + done.stderr
@@ -286,7 +306,7 @@ jaxmpi.print("fine")
 
 @pytest.mark.slow
 def test_arrays_of_the_host_in_a_job_of_gpus(stand_in_for_cuda, tmp_path):
-    """They go straight through shared memory; nothing is copied by the GPU's driver, which fails here."""
+    """Host arrays go straight through shared memory, without the GPU's driver, which fails here."""
     done = run(
         2, BOTH.replace("{library!r}", repr(stand_in_for_cuda)), tmp_path, CUDA_FAILS_AFTER="0"
     )

@@ -23,13 +23,15 @@ if __name__ == "__main__":
     world = jaxmpi.init()
     assert os.environ["JAX_OF_THE_USER"] == "here"  # on the other host, too
     step = jaxmpi.jit(lambda x, y: (jaxmpi.tree_allreduce(x, "sum"), y @ y))
-    x, y, seconds = np.ones(300_000, np.float32) * (world.rank + 1), np.ones((200, 200), np.float32), []
+    x, y = np.ones(300_000, np.float32) * (world.rank + 1), np.ones((200, 200), np.float32)
+    seconds = []
     starts = "jaxmpi_start" in step.lower(x, y).as_text()
     assert starts == (world.backend == "mpi" and os.environ.get("JAXMPI_OVERLAP") != "0")
     for i in range(int(sys.argv[2])):
         start = time.monotonic()
         total, _ = step(x * i, y)
-        assert float(total[7]) == float(total[-1]) == world.size * (world.size + 1) // 2 * i, (i, total)
+        want = world.size * (world.size + 1) // 2 * i
+        assert float(total[7]) == float(total[-1]) == want, (i, total)
         seconds.append(time.monotonic() - start)
         time.sleep(0.02)
         if i == 20 and world.rank == 0:
@@ -49,13 +51,10 @@ def _hosts_can_be_made():
         or not Path(sys.executable).with_name("mpirun").exists()
     ):
         pytest.skip("needs root, ip and an mpirun, to make hosts")
-    works = [
-        subprocess.run(command, capture_output=True).returncode == 0
-        for command in (
-            ["ip", "netns", "add", space],
-            ["ip", "netns", "exec", space, "unshare", "-u", "true"],
-        )
-    ]
+    works = []
+    for command in (["add", space], ["exec", space, "unshare", "-u", "true"]):
+        done = subprocess.run(["ip", "netns", *command], capture_output=True)
+        works.append(done.returncode == 0)
     subprocess.run(["ip", "netns", "del", space], capture_output=True)
     if not all(works):
         pytest.skip("network namespaces are forbidden here")
@@ -73,9 +72,8 @@ def run_on(hosts, tmp_path, steps, **environ):
     start = time.monotonic()
     command = [*map(str, hosts), str(script), str(go), str(steps)]
     environ = {**os.environ, "PYTHON": sys.executable, "JAX_OF_THE_USER": "here", **environ}
-    with subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environ, **streams) as job:
         try:
             output, _ = job.communicate(timeout=110)
         except subprocess.TimeoutExpired:
@@ -86,7 +84,7 @@ def run_on(hosts, tmp_path, steps, **environ):
 
 @pytest.mark.parametrize("overlap", ["auto", "0"])
 def test_a_cable_that_is_cut_for_five_seconds(overlap, tmp_path):
-    """TCP sends again what was lost, the watch says who is missing meanwhile, and the job goes on."""
+    """TCP resends what was lost, the watch names who is missing meanwhile, and the job goes on."""
     limits = {"JAXMPI_STALL_SECONDS": "2", "JAXMPI_STALL_END_SECONDS": "60"}
     code, output, _ = run(tmp_path, 5, 100, JAXMPI_OVERLAP=overlap, **limits)
     longest = re.search(r"done, the longest step took ([\d.]+) s", output)

@@ -1,4 +1,4 @@
-"""Messages between nodes: schedules for any number of nodes, and every collective, dtype and algorithm against NumPy.
+"""Messages between nodes: schedules for any number of nodes, and all collectives against NumPy.
 
 The nodes are pretended (JAXMPI_NODE_RANKS); test_hosts.py and benchmarks/hosts.py have a network
 between them.
@@ -23,7 +23,10 @@ schedule = extension.load().schedule
 
 
 def played(name, nodes, state, merge, **options):
-    """The blocks of all nodes after a schedule: `state[node][i]` is block i, counted from the node's own."""
+    """Play a schedule; return the blocks of all nodes.
+
+    `state[node][i]` is block i, counted from the node's own.
+    """
     queues = defaultdict(deque)  # what is on its way from one node to another, in order
 
     def play(node):
@@ -67,9 +70,8 @@ def test_reduce_scatter_schedules_reduce_each_part_once(nodes, direct):
 def test_allgather_schedules_bring_every_block_to_every_node(nodes, direct):
     state = [[{node}, *[set()] * (nodes - 1)] for node in range(nodes)]
     done = played("allgather", nodes, state, None, direct=direct)
-    assert all(
-        blocks[i] == {(node + i) % nodes} for node, blocks in enumerate(done) for i in range(nodes)
-    )
+    for node, blocks in enumerate(done):
+        assert all(blocks[i] == {(node + i) % nodes} for i in range(nodes))
 
 
 @pytest.mark.parametrize("nodes", SIZES)
@@ -91,7 +93,7 @@ def test_a_broadcast_reaches_every_node(nodes):
 
 
 def test_ten_thousand_nodes():
-    """A node sends p - 1 blocks in ceil(log2 p) messages each way, and every part of every block arrives once.
+    """A node sends p - 1 blocks in ceil(log2 p) messages each way; every block arrives once.
 
     All nodes have the same schedule, relative to their own number: so one is enough to follow. Sets
     are bits of an int.
@@ -114,9 +116,8 @@ def test_ten_thousand_nodes():
         # the sender is `skip` nodes before
         arrived = [parts << skip for parts in sources[begin:end]]
         arrived = [(parts & everyone) | parts >> MANY for parts in arrived]
-        assert until - into == end - begin and not any(
-            map(int.__and__, sources[into:until], arrived)
-        )
+        assert until - into == end - begin
+        assert not any(map(int.__and__, sources[into:until], arrived))
         sources[into:until] = map(int.__or__, sources[into:until], arrived)
     assert sources[0] == everyone
     held = [True] + [False] * (MANY - 1)
@@ -125,10 +126,10 @@ def test_ten_thousand_nodes():
         held[into:until] = [True] * (until - into)
     assert all(held)
     assert max(len(schedule("recursive_doubling", MANY, node)) for node in range(MANY)) == 13 + 2
-    assert (
-        max(len(transfers) for node in range(MANY) for transfers in schedule("bcast", MANY, node))
-        == rounds
-    )
+    longest = 0
+    for node in range(MANY):
+        longest = max(longest, *map(len, schedule("bcast", MANY, node)))
+    assert longest == rounds
 
 
 COLLECTIVES = """
@@ -140,7 +141,13 @@ import jaxmpi
 w = jaxmpi.init()
 n, me = w.size, w.rank
 rng = np.random.default_rng(0)
-UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "complex64": 2.0**-22, "float64": 2.0**-53}
+UNIT = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float32": 2.0**-24,
+    "complex64": 2.0**-22,
+    "float64": 2.0**-53,
+}
 ROUNDS = 2 + int(n - 1).bit_length()
 rings = [[(p, (p + 1) % n) for p in range(n)], [(0, n - 1)], [(p, n - 1 - p) for p in range(n)]]
 
@@ -155,8 +162,10 @@ def check(got, xs, dtype, reduce=np.add, divide=1):
     bound = 0
     if reduce is np.add and not np.issubdtype(xs.dtype, np.integer):
         bound = n * np.abs(exact).sum(0) * UNIT[dtype] / divide
-    if dtype in ("bfloat16", "float16"):  # the bound of jaxmpi/_backends/native.py, and float16's subnormal numbers
-        bound = ROUNDS * UNIT[dtype] * np.abs(exact).sum(0) / divide * 1.01 + n * 2.0**-24 if reduce is np.add else 0
+    if dtype in ("bfloat16", "float16"):
+        # the bound of jaxmpi/_backends/native.py, and float16's subnormal numbers
+        bound = ROUNDS * UNIT[dtype] * np.abs(exact).sum(0) / divide * 1.01 + n * 2.0**-24
+        bound = bound if reduce is np.add else 0
     assert got.dtype == xs.dtype
     assert np.all(np.abs(np.asarray(got).astype(exact.dtype) - want) <= bound), (dtype, xs.shape)
 
@@ -165,7 +174,8 @@ with jax.enable_x64(True):
     for dtype in sys.argv[1].split(","):
         for columns in map(int, sys.argv[2].split(",")):
             data = rng.normal(size=(n, n, columns)) * 9
-            data = np.asarray(jnp.asarray(np.abs(data) if dtype.startswith("uint") else data, dtype))
+            data = np.abs(data) if dtype.startswith("uint") else data
+            data = np.asarray(jnp.asarray(data, dtype))
             rows = data[:, 0]
 
             @jaxmpi.jit
@@ -174,7 +184,8 @@ with jax.enable_x64(True):
                 if not dtype.startswith("complex"):
                     sums.append(lax.pmax(x, jaxmpi.AXIS))
                 moved = [lax.ppermute(x, jaxmpi.AXIS, pairs) for pairs in rings]
-                return sums, lax.all_gather(x, jaxmpi.AXIS), lax.all_to_all(all_rows, jaxmpi.AXIS, 0, 0), moved
+                gathered = lax.all_gather(x, jaxmpi.AXIS)
+                return sums, gathered, lax.all_to_all(all_rows, jaxmpi.AXIS, 0, 0), moved
 
             sums, gathered, exchanged, moved = step(rows[me], data[me])
             check(sums[0], rows, dtype)
@@ -185,7 +196,8 @@ with jax.enable_x64(True):
             np.testing.assert_array_equal(exchanged, data[:, me])
             for got, pairs in zip(moved, rings):
                 source = [p for p, q in pairs if q == me]
-                np.testing.assert_array_equal(got, rows[source[0]] if source else np.zeros_like(rows[0]))
+                want = rows[source[0]] if source else np.zeros_like(rows[0])
+                np.testing.assert_array_equal(got, want)
             scattered = jaxmpi.tree_reduce_scatter(data[me], "sum")
             check(scattered, data[:, me], dtype)
             if "int" not in dtype:
@@ -198,7 +210,11 @@ with jax.enable_x64(True):
             np.testing.assert_array_equal(again, sums[0])
 
 # arrays of several dtypes in one message, and ranks that differ
-tree = {"a": jnp.full(300_001, me + 1.0), "b": jnp.arange(5) * (me + 1), "c": jnp.full((3, 7), 0.5, jnp.bfloat16)}
+tree = {
+    "a": jnp.full(300_001, me + 1.0),
+    "b": jnp.arange(5) * (me + 1),
+    "c": jnp.full((3, 7), 0.5, jnp.bfloat16),
+}
 got, total = jaxmpi.tree_allreduce(tree, "sum"), n * (n + 1) // 2
 np.testing.assert_array_equal(got["a"], np.full(300_001, total, np.float32))
 np.testing.assert_array_equal(got["b"], np.arange(5) * total)
@@ -211,18 +227,20 @@ for size in (3, 700_001):
     else:
         raise AssertionError("ranks that differ")
 
-# what was sent ahead, in a permute or an alltoall that the ranks do not agree on, is never taken for a later one
+# messages sent ahead in a permute or an alltoall on which the ranks differ are never received later
 around = jaxmpi.jit(lambda x: lax.ppermute(x, jaxmpi.AXIS, [(i, (i + 1) % n) for i in range(n)]))
 across = jaxmpi.jit(lambda x: lax.all_to_all(x, jaxmpi.AXIS, 0, 0))
 for turn in range(3):
-    for moved, x in ((around, np.full(5, -1, np.float32)), (across, np.full((n, 5), -1, np.float32))):
+    row, square = np.full(5, -1, np.float32), np.full((n, 5), -1, np.float32)
+    for moved, x in ((around, row), (across, square)):
         try:
             (jaxmpi.tree_allreduce if me == n - 1 else moved)(x)
         except jaxmpi.RankMismatchError:
             pass
         else:
             raise AssertionError("ranks that differ")
-        np.testing.assert_array_equal(around(np.full(5, me + turn, np.float32)), np.full(5, (me - 1) % n + turn))
+        got = around(np.full(5, me + turn, np.float32))
+        np.testing.assert_array_equal(got, np.full(5, (me - 1) % n + turn))
         got = across(np.full((n, 5), me + turn, np.float32))
         np.testing.assert_array_equal(got, np.arange(n)[:, None] + np.full((n, 5), turn))
 
@@ -266,7 +284,14 @@ def test_collectives(ranks, on_a_node, tune, dtypes, columns, tmp_path):
     script.write_text(COLLECTIVES)
     done = subprocess.run(
         [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script), dtypes, columns],
-        capture_output=True, text=True, timeout=300,
-        env={**os.environ, "JAXMPI_NODE_RANKS": str(on_a_node), "JAXMPI_TUNE": tune, "PYTHONPATH": str(Path.cwd())},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "JAXMPI_NODE_RANKS": str(on_a_node),
+            "JAXMPI_TUNE": tune,
+            "PYTHONPATH": str(Path.cwd()),
+        },
+    )
     assert done.returncode == 0 and done.stdout.count("fine on") == ranks, done.stdout + done.stderr

@@ -1,5 +1,7 @@
-"""The transport of jaxmpi itself: sums across the borders of its chunks, the same bits on all ranks, and an end for those who
-wait in vain. What every transport does, the other tests say."""
+"""The native transport: sums across the borders of its chunks, equal bits on all ranks, timeouts.
+
+Tests of behavior that all transports share are in the other folders.
+"""
 
 import ctypes
 import hashlib
@@ -35,7 +37,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int8", "uint64", "comple
 
 
 def test_it_is_built_and_is_the_default():
-    """Where there is a compiler, as on the machines of these tests; elsewhere mpi4jax is used."""
+    """The extension is built where there is a compiler; elsewhere mpi4jax is the default."""
     assert transport.why_not_native() == ""
 
 
@@ -55,7 +57,7 @@ def of_rank(rank, dtype, rows=()):
 
 
 def check(got, inputs, dtype, *, divide=False):
-    """`got` is the sum over the first axis of `inputs`, formed in the order of the ranks and rounded once."""
+    """Check that `got` is the sum over axis 0 of `inputs`, in the order of ranks, rounded once."""
     wide = np.float32 if dtype in ("bfloat16", "float16") else inputs.dtype
     want = inputs[0].astype(wide)
     for x in inputs[1:]:
@@ -110,7 +112,10 @@ LONG = [3, 1_500_001, 64, 1_200_000]  # more than 16 chunks in each dtype here
 @pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter", "allgather"])
 @run_ranks(2, 3, 4)
 def test_both_ways_to_write_to_shared_memory(kind, dtype):
-    """The first 32 chunks of a job are written by ordinary stores and past the caches in turn. Small integers: exact sums."""
+    """The first 32 chunks of a job alternate between ordinary stores and stores past the caches.
+
+    The inputs are small integers, so that sums are exact.
+    """
     jaxmpi.finalize()
     jaxmpi.init()  # the first chunks come again
     n, me = jaxmpi.size(), jaxmpi.rank()
@@ -119,25 +124,21 @@ def test_both_ways_to_write_to_shared_memory(kind, dtype):
         exact = [np.asarray(x, np.float64) for x in mine]
         for _ in range(2):
             if kind == "allgather":
-                got, want = (
-                    jaxmpi.tree_allgather(mine),
-                    [np.stack([x + r - me for r in range(n)]) for x in exact],
-                )
+                got = jaxmpi.tree_allgather(mine)
+                want = [np.stack([x + r - me for r in range(n)]) for x in exact]
             else:
                 want = [x * n + n * (n - 1) / 2 - n * me for x in exact]
-                rows = [np.stack([x] * n) for x in mine]
-                got = (
-                    jaxmpi.tree_allreduce(mine, "sum")
-                    if kind == "allreduce"
-                    else jaxmpi.tree_reduce_scatter(rows, "sum")
-                )
+                if kind == "allreduce":
+                    got = jaxmpi.tree_allreduce(mine, "sum")
+                else:
+                    got = jaxmpi.tree_reduce_scatter([np.stack([x] * n) for x in mine], "sum")
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_array_equal(np.asarray(x, np.float64), y)
 
 
 @run_ranks(2, 3)
 def test_mixed_trees():
-    """Arrays of several dtypes, transposed and sliced, in one message, beside ones that are needed afterwards."""
+    """One message holds arrays of several dtypes, transposed, sliced and used afterwards."""
     rng, n = np.random.default_rng(0), jaxmpi.size()
     big = rng.normal(size=(300, 200)).astype(np.float32)
 
@@ -216,7 +217,10 @@ def test_means_of_literals():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @run_ranks(2, 3)
 def test_derivatives_around_a_step_with_a_mean(dtype):
-    """As those inside of it: the derivative of the mean of all ranks' outputs is that of psum / n."""
+    """A step with a mean differentiates from outside as from inside.
+
+    The derivative of the mean of all ranks' outputs is that of psum / n.
+    """
     step = jaxmpi.jit(
         lambda x: (
             jaxmpi.tree_allreduce(x).sum()
@@ -284,7 +288,10 @@ def test_nan_and_infinity(dtype, repeats):
 
 @run_ranks(2, 3)
 def test_a_nan_stays_one_whatever_its_bits():
-    """Of bfloat16, 0x7f81 is the NaN next to infinity, and 0xffff the last one; the largest number is next to infinity, too."""
+    """A sum keeps a NaN with any payload, and the largest numbers overflow to infinity.
+
+    For bfloat16, 0x7f81 is the NaN next to infinity, and 0xffff the last one.
+    """
     for bits in (0x7F81, 0xFF81, 0x7FFF, 0xFFFF):
         mine = np.full(37, bits if jaxmpi.rank() == 0 else 0x3F80, np.uint16).view(jnp.bfloat16)
         for op in ("mean", "sum"):
@@ -307,8 +314,13 @@ rng = np.random.default_rng(0)
 for dtype in ("float32", "bfloat16", "int32"):
     data = np.asarray(jnp.asarray(rng.normal(size=(n, n, 700_001)) * 9, dtype))
     want, total = data.astype(np.float64).sum(0), np.abs(data.astype(np.float64)).sum(0)
-    scale = 3 * 2.0**-8 if dtype == "bfloat16" else 1e-6  # between two nodes: see jaxmpi/_backends/native.py
-    close = lambda got, want, total: np.testing.assert_array_less(np.abs(np.float64(got) - want), scale * total + 1e-9)
+    # between two nodes: see jaxmpi/_backends/native.py
+    scale = 3 * 2.0**-8 if dtype == "bfloat16" else 1e-6
+
+    def close(got, want, total):
+        error = np.abs(np.float64(got) - want)
+        np.testing.assert_array_less(error, scale * total + 1e-9)
+
     close(jaxmpi.tree_allreduce(data[me, 0], "sum"), want[0], total[0])
     np.testing.assert_array_equal(jaxmpi.tree_allreduce(data[me, 0], "max"), data[:, 0].max(0))
     close(jaxmpi.tree_allreduce([data[me, 1, :3]], "sum")[0], want[1, :3], total[1, :3])
@@ -335,7 +347,7 @@ jaxmpi.print("fine on", me, w.node, w.local_rank)
     ],
 )
 def test_several_nodes(ranks, on_a_node, tmp_path):
-    """Pretended ones, of equal and of other sizes."""
+    """Pretended nodes of equal and of different sizes give right numbers."""
     done = run(ranks, NODES, tmp_path, JAXMPI_NODE_RANKS=str(on_a_node))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("fine on") == ranks and done.stdout.count("caught on") == ranks
@@ -344,15 +356,14 @@ def test_several_nodes(ranks, on_a_node, tmp_path):
 def run(ranks, code, folder, *, timeout=120, **environ):
     script = Path(folder, "script.py")
     script.write_text(code)
-    return subprocess.run(
-        [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)],
-        capture_output=True, text=True, timeout=timeout, env={**os.environ, **environ},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", str(ranks), str(script)]
+    environ = {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ)
 
 
 @pytest.mark.exhaustive
 def test_more_ranks_than_cores(tmp_path):
-    """Nobody starves: eight ranks, which on most machines of these tests share two cores."""
+    """Eight ranks make progress, which on most machines of these tests share two cores."""
     code = """
         import jaxmpi, numpy as np
         w = jaxmpi.init()
@@ -394,7 +405,9 @@ rows = jnp.asarray(rng.normal(size=(n, 300_001)), jnp.float32)
 def step(rows):
     ring = [(p, (p + 1) % n) for p in range(n)]
     return (
-        lax.psum_scatter(rows, jaxmpi.AXIS), lax.all_to_all(rows, jaxmpi.AXIS, 0, 0), lax.ppermute(rows, jaxmpi.AXIS, ring),
+        lax.psum_scatter(rows, jaxmpi.AXIS),
+        lax.all_to_all(rows, jaxmpi.AXIS, 0, 0),
+        lax.ppermute(rows, jaxmpi.AXIS, ring),
         lax.pmean([rows, rows[0]], jaxmpi.AXIS),
     )
 everyone = jaxmpi.tree_allgather(rows)
@@ -418,7 +431,7 @@ jaxmpi.print("digest", me, digest.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_threads_of_a_rank_change_no_bit(ranks, tmp_path):
-    """Each thread has a part of the columns; a message that the ranks do not agree on is found before they begin."""
+    """Threads share the columns of a message; a mismatch is found before they begin."""
     found = []
     for threads in (1, 3):
         done = run(ranks, THREADS, tmp_path, JAXMPI_TUNE=f"threads={threads}", JAX_ENABLE_X64="1")
@@ -468,8 +481,18 @@ os.ftruncate(file, size)
 path, child = f"/proc/{os.getpid()}/fd/{file}", os.fork()
 file = os.open(path, os.O_RDWR)
 memory = mmap.mmap(file, size)
-native.open(rank=int(child == 0), order=[0, 1], ranks=[2], node=0, local_rank=int(child == 0),
-            slot_bytes=4096, slots=4, crowded=True, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file)
+native.open(
+    rank=int(child == 0),
+    order=[0, 1],
+    ranks=[2],
+    node=0,
+    local_rank=int(child == 0),
+    slot_bytes=4096,
+    slots=4,
+    crowded=True,
+    memory=np.frombuffer(memory, np.uint8).ctypes.data,
+    file=file,
+)
 print(native.meet(5 + (child == 0)), flush=True)
 if child == 0:
     os._exit(0)
@@ -557,7 +580,10 @@ def test_an_extension_of_other_sources_is_refused(change, tmp_path, monkeypatch)
     name = "transport.h" if change == "another comment" else "new.cc"
     with open(tmp_path / "native" / name, "a") as file:
         file.write("// changed\n")
-    said = f"The extension /old/_native.so was built from other sources than those in {tmp_path}/native. Rebuild it: pip install"
+    said = (
+        "The extension /old/_native.so was built from other sources than those in "
+        f"{tmp_path}/native. Rebuild it: pip install"
+    )
     with pytest.raises(MPIError, match=re.escape(said)):
         extension.load()
     # where jaxmpi is installed, there are no sources
@@ -572,7 +598,8 @@ def test_an_extension_with_another_interface_is_refused(attributes, monkeypatch)
     stand_in(monkeypatch, **attributes)
     with pytest.raises(
         MPIError,
-        match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. Install jaxmpi again",
+        match=f"has interface [0-9]+, and this jaxmpi needs {extension.INTERFACE}. "
+        "Install jaxmpi again",
     ):
         extension.load()
 
@@ -608,7 +635,7 @@ KEPT = []  # handlers, which jaxlib may call later
 
 @pytest.mark.parametrize("ffi", ["0.0", "0.999", "9.0"])
 def test_an_extension_of_another_ffi_is_refused(ffi):
-    """By jaxlib itself, which asks the handler for the version that it was compiled for."""
+    """jaxlib itself refuses it: it asks the handler for its version of the FFI."""
     jax.devices()
 
     @HANDLER
@@ -618,7 +645,10 @@ def test_an_extension_of_another_ffi_is_refused(ffi):
 
     KEPT.append(handler)
     native = types.SimpleNamespace(ffi=ffi, handler=lambda name: jax.ffi.pycapsule(handler))
-    said = rf"built for XLA FFI {ffi}, which jaxlib [\d.]+ does not accept .*\({ffi}\).* pip install --upgrade jaxmpi jaxlib"
+    said = (
+        rf"built for XLA FFI {ffi}, which jaxlib [\d.]+ does not accept .*\({ffi}\).* "
+        "pip install --upgrade jaxmpi jaxlib"
+    )
     with pytest.raises(MPIError, match=said):
         extension.check_ffi(native)
     extension.check_ffi(extension.load())
@@ -631,7 +661,8 @@ import jaxmpi, sys
 {before}
 try:
     jaxmpi.init()
-    jaxmpi.print(jaxmpi._world.session.current("test").transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
+    transport = jaxmpi._world.session.current("test").transport
+    jaxmpi.print(transport, float(jaxmpi.tree_allreduce(1.0, "sum")))
 except (ValueError, jaxmpi.MPIError) as error:
     print(f"{{type(error).__name__}}: {{error}}", flush=True)
 """
@@ -660,10 +691,8 @@ extension.load = load
             "",
             "neither",
             f"neither is available. jaxmpi's own: rank 0: the extension is not built ({HALTED}). "
-            "Build it with a C++ "
-            "compiler, and have pip show why a build fails: pip install -v --no-deps "
-            "--no-build-isolation -e "
-            f"{extension.ROOT}. mpi4jax: ",
+            "Build it with a C++ compiler, and have pip show why a build fails: pip install -v "
+            f"--no-deps --no-build-isolation -e {extension.ROOT}. mpi4jax: ",
         ),
         (
             "",
@@ -684,7 +713,8 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
         False: "sys.modules['jaxmpi._native'] = None",
         "neither": "sys.modules['jaxmpi._native'] = sys.modules['mpi4jax'] = None",
         "does not load": DOES_NOT_LOAD,
-        "of other sources": "from jaxmpi._backends import extension; extension.sources_digest = lambda folder: 'other'",
+        "of other sources": "from jaxmpi._backends import extension; "
+        "extension.sources_digest = lambda folder: 'other'",
     }
     code = CHOICE.format(before=before.get(built, ""))
     done = run(2, code, tmp_path, JAXMPI_TRANSPORT=transport or "auto")
@@ -694,7 +724,10 @@ def test_the_transport_is_chosen(transport, built, said, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [(0, 1, 2), (1,)])
 def test_without_mpi4jax(missing, tmp_path):
-    """It carries all collectives where one of the ranks has no mpi4jax, also in a plain `jax.jit` with control flow."""
+    """The native transport carries all collectives where one rank lacks mpi4jax.
+
+    Also in a plain `jax.jit` with control flow.
+    """
     code = f"""
 import os, sys
 if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) in {missing}:
@@ -702,12 +735,14 @@ if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) in {m
 import jax, jax.numpy as jnp, numpy as np, jaxmpi
 from jax import lax
 rank, size = jaxmpi.init().rank, jaxmpi.size()
-xs = np.arange(7.0, dtype=np.float32) + 10 * np.arange(size, dtype=np.float32)[:, None]  # a row for each rank
+columns, rows = np.arange(7.0, dtype=np.float32), np.arange(size, dtype=np.float32)
+xs = columns + 10 * rows[:, None]  # a row for each rank
 
 @jax.jit
 def all_kinds(x):
     thrice, _ = lax.scan(lambda c, _: (jaxmpi.tree_allreduce(c, "sum"), None), x, None, length=3)
-    return jaxmpi.tree_bcast(x, 1), jaxmpi.tree_alltoall(jnp.stack([x + q for q in range(size)])), thrice
+    sent, rows = jaxmpi.tree_bcast(x, 1), jnp.stack([x + q for q in range(size)])
+    return sent, jaxmpi.tree_alltoall(rows), thrice
 
 pairs = [(p, (p + 1) % size) for p in range(size)]
 moved = jaxmpi.jit(lambda x: lax.ppermute(x, jaxmpi.AXIS, pairs))(xs[rank])
@@ -716,7 +751,8 @@ np.testing.assert_array_equal(moved, xs[rank - 1])
 np.testing.assert_array_equal(root, xs[1])
 np.testing.assert_array_equal(rows, xs + rank)
 np.testing.assert_array_equal(thrice, 9 * xs.sum(0))
-jaxmpi.print(jaxmpi._world.session.current("test").transport, jaxmpi._world.session.current("test")._mpi4jax)
+backend = jaxmpi._world.session.current("test")
+jaxmpi.print(backend.transport, backend._mpi4jax)
 """
     done = run(3, code, tmp_path)
     assert done.returncode == 0 and done.stdout.count("native None") == 3, done.stdout + done.stderr

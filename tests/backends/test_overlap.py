@@ -1,4 +1,4 @@
-"""Messages that are on their way while a step computes: the same bits, whatever the ranks' timing; every failure is everyone's.
+"""Messages sent while a step computes: equal bits for any timing, and failures on all ranks.
 
 The nodes are pretended (JAXMPI_NODE_RANKS), and even the smallest messages are started
 (JAXMPI_TUNE).
@@ -43,7 +43,11 @@ ring = [(p, (p + 1) % n) for p in range(n)]
 def waits(x):  # another time on each rank, before and between the starts of messages
     if not delay:
         return x
-    return jax.pure_callback(lambda x: (time.sleep(rng.uniform(0, delay) * (1 + w.rank)), x)[1], x, x)
+    def wait(x):
+        time.sleep(rng.uniform(0, delay) * (1 + w.rank))
+        return x
+
+    return jax.pure_callback(wait, x, x)
 
 
 @jax.custom_vjp
@@ -60,17 +64,30 @@ def loss(params, x, norm):
     return jnp.mean(x**2)
 
 
-def training(transform, norm=lambda x: x, dtype=jnp.float32, kept=lambda params: params, whole=lambda params: params, **extra):
+def same(x):
+    return x
+
+
+def training(transform, norm=same, dtype=jnp.float32, kept=same, whole=same, **extra):
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    layer = lambda key: {"w": jax.random.normal(key, (WIDTH, WIDTH), dtype) / 7, "b": jnp.zeros(WIDTH, jnp.bfloat16)}
+
+    def layer(key):
+        w = jax.random.normal(key, (WIDTH, WIDTH), dtype) / 7
+        return {"w": w, "b": jnp.zeros(WIDTH, jnp.bfloat16)}
+
     params = kept([*map(layer, keys)])
 
     def step(params, state, x):
-        value, grads = jax.value_and_grad(lambda params: loss(whole(params), x.astype(dtype), norm))(params)
+        loss_of = lambda params: loss(whole(params), x.astype(dtype), norm)
+        value, grads = jax.value_and_grad(loss_of)(params)
         updates, state = transform.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state, lax.pmean(value, R)
 
-    return lambda: (jaxmpi.jit(step, donate_argnums=(0, 1)), (jax.tree.map(jnp.copy, params), transform.init(params)))
+    def start():
+        state = (jax.tree.map(jnp.copy, params), transform.init(params))
+        return jaxmpi.jit(step, donate_argnums=(0, 1)), state
+
+    return start
 
 
 def on_array(f):
@@ -90,12 +107,15 @@ def halo(u):
 def moved(u):
     rows = jnp.tile(u[None], (n, 1, 1)) * (1 + lax.axis_index(R))
     y = lax.all_to_all(rows, R, 0, 0).sum(0) + lax.all_gather(u[:3], R).sum()
-    return (y + lax.psum_scatter(rows, R) + jaxmpi.tree_bcast(u, root=n - 1) + lax.pmax(u, R) + work(u)) / (9 * n)
+    y = y + lax.psum_scatter(rows, R) + jaxmpi.tree_bcast(u, root=n - 1) + lax.pmax(u, R)
+    return (y + work(u)) / (9 * n)
 
 
 def branch(u):
     total = jnp.sum(lax.psum(u, R))
-    y = lax.cond(total > 0, lambda u: lax.psum(u, R) + work(u), lambda u: u - lax.psum(2 * u, R) * work(u), u)
+    positive = lambda u: lax.psum(u, R) + work(u)
+    negative = lambda u: u - lax.psum(2 * u, R) * work(u)
+    y = lax.cond(total > 0, positive, negative, u)
     return y / jnp.max(jnp.abs(y))
 
 
@@ -118,8 +138,14 @@ PROGRAMS = {
     "local sgd": training(jaxmpi.local_sgd(adam, every=2)),
     "fully sharded": training(adam, kept=jaxmpi.fully_shard, whole=jaxmpi.unshard),
     "accumulate": training(optax.MultiSteps(jaxmpi.distributed(adam), 2)),
-    "batch norm": training(jaxmpi.distributed(adam), lambda x: (x - lax.pmean(jnp.mean(x, 0), R)) * 1.1),
-    "clipped": training(jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.chain(optax.clip_by_global_norm(1.0), adam)))),
+    "batch norm": training(
+        jaxmpi.distributed(adam), lambda x: (x - lax.pmean(jnp.mean(x, 0), R)) * 1.1
+    ),
+    "clipped": training(
+        jaxmpi.skip_nonfinite(
+            jaxmpi.distributed(optax.chain(optax.clip_by_global_norm(1.0), adam))
+        )
+    ),
     "sharded": training(jaxmpi.sharded(adam)),
     "halo": on_array(halo),
     "scan": on_array(lambda u: lax.fori_loop(0, 3, lambda _, u: halo(u), u)),
@@ -265,7 +291,10 @@ from jaxmpi._native import messages
 w = jaxmpi.init(axes={"island": -1, "member": 2} if int(os.environ["JAXMPI_TEST_PAIRS"]) else None)
 axis = "island" if "island" in w.axes else jaxmpi.AXIS
 WIDTH, EVERY = 24, 4
-params = {name: jnp.asarray(np.random.default_rng(i).normal(size=(WIDTH, WIDTH)), jnp.float32) for i, name in enumerate("abcd")}
+params = {}
+for i, name in enumerate("abcd"):
+    numbers = np.random.default_rng(i).normal(size=(WIDTH, WIDTH))
+    params[name] = jnp.asarray(numbers, jnp.float32)
 x = jnp.asarray(np.random.default_rng(w.rank).normal(size=(8, WIDTH)), jnp.float32)
 
 
@@ -293,7 +322,10 @@ def made(codec, mode, inner):
 
 
 def equal(a, b, what):
-    numbers = lambda tree: jax.tree.leaves((tree[0], [f._replace(number=()) for f in tree[1].fragments], tree[1].inner))
+    def numbers(tree):
+        fragments = [f._replace(number=()) for f in tree[1].fragments]
+        return jax.tree.leaves((tree[0], fragments, tree[1].inner))
+
     for i, (a, b) in enumerate(zip(numbers(a), numbers(b), strict=True)):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (what, i)
 
@@ -311,9 +343,11 @@ for codec in (None, codecs.bf16(axis=axis), codecs.int8(axis=axis), codecs.topk(
         seen |= numbers_of(b)
         assert numbers_of(a) == {(0, 0)}
     assert len(seen) >= 8
-    others = 72 if axis != jaxmpi.AXIS else 0  # two in each call within groups: a comparison, and the mean of the gradients
+    # within groups, each call sends two: a comparison, and the mean of the gradients
+    others = 72 if axis != jaxmpi.AXIS else 0
     sent = messages()[0] - before - others
-    assert 16 <= sent <= 18, sent  # two for each time that a fragment has its turn: none is sent again where it is taken
+    # two for each turn of a fragment: none is sent again where it is received
+    assert 16 <= sent <= 18, sent
     assert len(set(map(str, jaxmpi.allgather_object(sorted(seen))))) == 1
 
 # a state that is used twice, and one that has outlived its messages
@@ -372,7 +406,8 @@ ring = [(r, (r + 1) % world.size) for r in range(world.size)]
 
 @jaxmpi.jit
 def step(u, m):
-    return lax.ppermute(u, jaxmpi.AXIS, ring), lax.fori_loop(0, 100, lambda _, m: jnp.tanh(m @ m), m)
+    moved = lax.ppermute(u, jaxmpi.AXIS, ring)
+    return moved, lax.fori_loop(0, 100, lambda _, m: jnp.tanh(m @ m), m)
 
 
 u, m = jnp.ones(1000), jnp.ones((300, 300))
@@ -399,9 +434,8 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
     waits = sum(end - start for start, end in first["waits"])
     assert waits > (0.5 if overlap == "0" else 0)
     names = [event["name"] for event in timeline.trace([first])["traceEvents"]]
-    assert ("computes while a message travels" in names) == (
-        overlap == "1"
-    ) and "waits for a message" in names
+    assert ("computes while a message travels" in names) == (overlap == "1")
+    assert "waits for a message" in names
 
 
 # which messages, in which pieces
@@ -410,13 +444,12 @@ def test_the_timeline_shows_what_is_computed_meanwhile(overlap, tmp_path):
 def rounds(f, *args, bucket_bytes=1000, small_bytes=2000):
     jaxpr = opened(jax.make_jaxpr(f, axis_env=[(jaxmpi.AXIS, 2)])(*args), {jaxmpi.AXIS: 2})
     overlap = Overlap(small_bytes, bucket_bytes, lambda call: True, lambda *_: None)
-    return [
-        messages_of(level, jaxpr, overlap) for level in schedule(jaxpr, 2, True) if level.groups
-    ]
+    levels = [level for level in schedule(jaxpr, 2, True) if level.groups]
+    return [messages_of(level, jaxpr, overlap) for level in levels]
 
 
 def sent(f, *args, **sizes):
-    """For each round of `f`, the shapes in each bucket."""
+    """List the shapes in each bucket, for each round of `f`."""
     shapes = lambda bucket: [bucket.group.eqns[i].outvars[0].aval.shape for i in bucket.numbers]
     return [[*map(shapes, messages.started)] for messages in rounds(f, *args, **sizes)]
 
@@ -438,7 +471,7 @@ SIZES = [20, 21, 22, 23, 24]
 
 @pytest.mark.parametrize("scale", [lambda g: g, lambda g: (g * 2).astype(jnp.bfloat16)])
 def test_buckets_follow_the_backward_pass(scale):
-    """Whatever is done to the gradients behind it, in the order of the tree."""
+    """Buckets follow the backward pass, however the gradients are used later."""
     (buckets,) = sent(*gradients(SIZES, scale), bucket_bytes=800)
     assert buckets == [[(23, 24)], [(22, 23)], [(21, 22)], [(20, 21)]]
 

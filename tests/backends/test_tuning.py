@@ -1,4 +1,4 @@
-"""What a probe of the network decides, and what it may not decide."""
+"""Settings that a probe of the network decides, and those that it must leave alone."""
 
 import itertools
 import re

@@ -45,15 +45,18 @@ def test_a_job_is_warned_once_and_goes_on(tmp_path, other):
 
 
 def test_the_extension_gets_the_library_that_mpi4py_uses(tmp_path, other):
-    """Not the one with the shortest path."""
+    """The extension takes mpi4py's library, not the one with the shortest path."""
     short = tmp_path.parents[-1] / "tmp" / f"libmpi.so.{os.getpid()}"
     os.rename(other, short)
-    code = (
-        f"import ctypes; ctypes.CDLL({str(short)!r})\nimport mpi4py; mpi4py.rc.initialize = "
-        "mpi4py.rc.finalize = False\n"
-        "from mpi4py import MPI\nfrom jaxmpi._backends.mpi_library import "
-        "libmpi\nprint(libmpi(MPI))"
-    )
+    code = f"""
+import ctypes
+ctypes.CDLL({str(short)!r})
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+from jaxmpi._backends.mpi_library import libmpi
+print(libmpi(MPI))
+"""
     try:
         assert run([sys.executable, "-c", code]).strip() == mpiexec.library()[2]
     finally:
@@ -90,7 +93,8 @@ def test_an_mpi4jax_of_another_library_is_refused_with_both(tmp_path, other, mon
     monkeypatch.setattr(mpi_library.loaded_mpi, "loaded", libraries)
     with pytest.raises(
         MPIError,
-        match=r"mpi4jax uses the MPI library .*/other/libmpi.so.12, and mpi4py uses /own/libmpi.so.40",
+        match=r"mpi4jax uses the MPI library .*/other/libmpi.so.12, "
+        "and mpi4py uses /own/libmpi.so.40",
     ):
         mpi_library.import_mpi4jax(2)
 

@@ -1,4 +1,4 @@
-"""What `save`, `restore` and `latest` are called with: the same folder on all ranks, and arguments in their order."""
+"""Arguments of `save`, `restore` and `latest`: one folder on all ranks, and their order."""
 
 import os
 import re
@@ -49,7 +49,10 @@ def test_other_folders_on_other_ranks_are_an_error_with_both_on_xla():
 
 @run_ranks(1, 2)
 def test_one_folder_has_several_names():
-    """Equal words on all ranks are one folder, wherever a rank works; what ends with a slash is the same without."""
+    """Equal paths on all ranks are one folder, with or without a final slash.
+
+    The working directories of the ranks do not matter.
+    """
     rank, folder = jaxmpi.rank(), Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
     names = [str(folder), f"{folder}/", folder, f"{folder.parent}/./{folder.name}"]
     jaxmpi.save(names[rank], 4, RUN, background=False)
@@ -71,7 +74,8 @@ def test_one_folder_has_several_names():
 def test_arguments_in_another_order_say_the_signature():
     folder = jaxmpi.broadcast_object(tempfile.mkdtemp())
     wrong = {
-        "restore: step is of type dict, and must be an integer or None. Call restore(directory, like, step).": [
+        "restore: step is of type dict, and must be an integer or None. "
+        "Call restore(directory, like, step).": [
             lambda: jaxmpi.restore(folder, 20, RUN),
             lambda: jaxmpi.restore(folder, RUN, {"step": 3}),
         ],
@@ -82,15 +86,13 @@ def test_arguments_in_another_order_say_the_signature():
         "save: directory is of type dict, and must be a path. Call save(directory, step, tree).": [
             lambda: jaxmpi.save(RUN, 4, folder)
         ],
-        "restore: directory is of type dict, and must be a path. Call restore(directory, like, step).": [
-            lambda: jaxmpi.restore(RUN, folder)
-        ],
+        "restore: directory is of type dict, and must be a path. "
+        "Call restore(directory, like, step).": [lambda: jaxmpi.restore(RUN, folder)],
         "latest: directory is of type int, and must be a path. Call latest(directory).": [
             lambda: jaxmpi.latest(4)
         ],
-        "restore: step is of type float, and must be an integer or None. Call restore(directory, like, step).": [
-            lambda: jaxmpi.restore(folder, RUN, 4.0)
-        ],
+        "restore: step is of type float, and must be an integer or None. "
+        "Call restore(directory, like, step).": [lambda: jaxmpi.restore(folder, RUN, 4.0)],
     }
     for text, calls in wrong.items():
         for call in calls:

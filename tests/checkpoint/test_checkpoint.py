@@ -1,4 +1,4 @@
-"""Checkpoints: everything comes back, on any number of ranks, or there is an error that names the file and the leaf."""
+"""Checkpoints come back whole on any number of ranks, or an error names the file and the leaf."""
 
 import contextlib
 import dataclasses
@@ -146,8 +146,8 @@ def test_the_last_ones_are_kept():
     assert [name[:26] for name in aside] == ["abandoned-step-00000000000"] * 2
 
 
-# what a job restores first, what it saves: what is there then, after steps 10, 20, 30 of an earlier
-# one
+# The step that a job restores first, the steps that it saves, and the steps that exist then. An
+# earlier job has saved the steps 10, 20 and 30.
 STEPS = {
     "goes on": (None, [40], [10, 20, 30, 40]),
     "goes back": (10, [15], [10, 15]),
@@ -307,9 +307,10 @@ def test_a_part_is_restored_by_name_and_the_rest_is_named():
     jaxmpi.save(directory, 4, run)
     empty = jax.tree.map(jnp.zeros_like, params)
     first = jaxmpi.rank() == 0
-    warned = lambda match: (
-        pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
-    )
+
+    def warned(match):
+        return pytest.warns(UserWarning, match=match) if first else contextlib.nullcontext()
+
     # parameters for an evaluation
     with warned(r"left out of the checkpoint: .*'state'"):
         assert_same(jaxmpi.restore(directory, {"params": empty}, partial=True), {"params": params})
@@ -388,7 +389,7 @@ STACKED = {"w": False, "b": False, "s": False, "layers": True}
 
 
 def same_run(kind, seed):
-    """Parameters and a state of Adam with the same numbers, whole or cut over the ranks that there are."""
+    """Make parameters and a state of Adam with the same numbers, whole or cut over the ranks."""
     rng = np.random.default_rng(seed)
     shapes = {"w": (5, 3), "b": (7,), "s": (), "layers": {"w": (4, 3, 5), "s": (4,)}}
     draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -454,7 +455,7 @@ def run(function, ranks, backend, directory):
 
 @pytest.mark.exhaustive
 def test_saved_in_one_way_and_restored_in_another(tmp_path):
-    """Whole parameters and states, those of ZeRO-1 and those of FSDP are one run, on any number of ranks and all backends."""
+    """A run saved whole, as ZeRO-1 or as FSDP restores as any other, on all backends and sizes."""
     for n, backend in [(1, "auto"), (2, "auto"), (3, "auto"), (2, "xla"), (5, "simulate")]:
         run(save_kinds, n, backend, str(tmp_path / f"{backend}-{n}"))
     for m, backend in [
@@ -470,7 +471,7 @@ def test_saved_in_one_way_and_restored_in_another(tmp_path):
 
 @pytest.mark.slow
 def test_saved_on_n_ranks_and_restored_on_m(tmp_path):
-    """For n and m from 1 to 4, and on all backends: bit by bit what these ranks would have had themselves."""
+    """Restoring on m ranks what n saved gives the bits of m ranks, for n and m from 1 to 4."""
     for n, backend in [
         (1, "auto"),
         (2, "auto"),
@@ -544,9 +545,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
     tree = {"a": jnp.arange(1000.0), "b": jnp.ones(3)}
     for step in (1, 2):
-        jaxmpi.save(
-            directory, step, jax.tree.map(lambda x, step=step: x * step, tree), background=False
-        )
+        times_step = jax.tree.map(lambda x, step=step: x * step, tree)
+        jaxmpi.save(directory, step, times_step, background=False)
     jaxmpi.barrier()
     folder = Path(directory, "step-000000000002")
     if jaxmpi.rank() == 0:
@@ -554,21 +554,17 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(how):
     jaxmpi.barrier()
     names = {"manifest": "manifest.json", "foreign": "manifest.json"}.get(how, "rank-0.npz")
     with pytest.raises(jaxmpi.CheckpointError, match=names) as raised:
-        jaxmpi.restore(directory, tree, step=2) if jaxmpi.rank() else warned(
-            jaxmpi.restore, directory, tree, step=2
-        )
+        warned(jaxmpi.restore, directory, tree, step=2)
     if how == "flipped":
         assert "['a']" in str(raised.value)
-    assert (jaxmpi.latest(directory) if jaxmpi.rank() else warned(jaxmpi.latest, directory)) == 1
-    got = (
-        jaxmpi.restore(directory, tree)
-        if jaxmpi.rank()
-        else warned(jaxmpi.restore, directory, tree)
-    )
-    assert_same(got, tree)
+    assert warned(jaxmpi.latest, directory) == 1
+    assert_same(warned(jaxmpi.restore, directory, tree), tree)
 
 
 def warned(function, *args, **kwargs):
+    """Call a function that warns of the spoiled checkpoint on rank 0."""
+    if jaxmpi.rank():
+        return function(*args, **kwargs)
     with pytest.warns(UserWarning, match="a checkpoint is passed over: .*step-000000000002"):
         return function(*args, **kwargs)
 
@@ -796,7 +792,7 @@ def test_python_numbers_fit_arrays_of_their_kind(tmp_path):
 
 @run_ranks(1, 2)
 def test_a_train_state_fits_a_fresh_one():
-    """Its step is a Python number before the first step and an array afterwards."""
+    """The step of a train state is a Python number before the first step, and an array later."""
     from flax.training.train_state import TrainState
 
     directory = jaxmpi.broadcast_object(tempfile.mkdtemp())
@@ -892,7 +888,10 @@ def test_a_job_leaves_what_another_is_writing(tmp_path):
 
 
 def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
-    """Where the file system has no locks, or of a job that was killed before there was one."""
+    """A folder without a lock stays until nothing in it changes.
+
+    The file system may have no locks, or the job was killed before it made one.
+    """
     new, old = tmp_path / "unfinished-new", tmp_path / "unfinished-old"
     for folder in (new, old):
         folder.mkdir()
@@ -908,7 +907,7 @@ def test_what_has_no_lock_is_left_until_nothing_changes_in_it(tmp_path):
 
 
 def test_a_kill_before_there_is_a_lock_leaves_nothing(tmp_path):
-    """And what another machine has made without one stays for an hour."""
+    """A kill before the lock leaves nothing; another machine's folder without one stays an hour."""
     made = "import os, sys; from jaxmpi._checkpoint import folders; from pathlib import Path;"
     made += (
         "folders.create = lambda path: os.kill(os.getpid(), 9); folders.begin(Path(sys.argv[1]))"
@@ -961,9 +960,14 @@ def test_two_jobs_save_into_one_folder(tmp_path):
 
 
 def test_a_restore_leaves_behind_what_another_job_has_written_meanwhile(tmp_path):
-    """As in a notebook, which goes back to a step of a job that has trained since the notebook was started."""
+    """A notebook can go back to a step of a job that has trained since the notebook started."""
     jaxmpi.init()
-    save = "import sys, jaxmpi; jaxmpi.init(); [jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None) for i in (10, 20, 30)]"
+    save = """
+import sys, jaxmpi
+jaxmpi.init()
+for i in (10, 20, 30):
+    jaxmpi.save(sys.argv[1], i, {'x': i}, keep=None)
+"""
     subprocess.run([sys.executable, "-c", save, tmp_path], check=True, timeout=120)
     jaxmpi.save(tmp_path, 5, {"x": 5}, keep=None, background=False)
     assert jaxmpi.latest(tmp_path) == 30  # it may run still
@@ -1011,13 +1015,8 @@ def test_files_have_the_modes_of_the_umask_and_nothing_is_written_through_links(
     finally:
         os.umask(before)
     folder = tmp_path / "step-000000000001"
-    assert {
-        path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())
-    } == {
-        folder.name: "0o750",
-        "manifest.json": "0o640",
-        "rank-0.npz": "0o640",
-    }
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())}
+    assert modes == {folder.name: "0o750", "manifest.json": "0o640", "rank-0.npz": "0o640"}
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (folder / "rank-1.part").symlink_to(victim)

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of the host: a restart goes on from the newest, and nothing is left of them in the end."""
+"""Checkpoints in the host's memory: a restart resumes from the newest, and the end removes them."""
 
 import os
 import re
@@ -193,7 +193,7 @@ def test_without_shared_memory_the_error_says_so(directory, monkeypatch):
 
 @run_ranks(2)
 def test_ranks_of_other_hosts_do_not_see_it():
-    """As far as one host can show it: rank 1 has another /dev/shm."""
+    """Rank 1 has another /dev/shm, which is how one machine can show two hosts."""
     directory = Path(jaxmpi.broadcast_object(tempfile.mkdtemp()))
     elsewhere = Path(tempfile.mkdtemp())
     run = {"x": jnp.ones(3)}

@@ -1,4 +1,4 @@
-"""What each rank has of its own is marked, and comes back to it; what differs and is not marked is an error on all ranks."""
+"""Per-rank state is marked and returns to its rank; unmarked differences raise on all ranks."""
 
 import dataclasses
 import tempfile
@@ -42,8 +42,12 @@ def marked(rank, scale=1):
 
 
 def numbers(tree):
-    return [np.asarray(jax.random.key_data(x) if isinstance(x, jax.Array) and x.dtype == jax.random.key(0).dtype else x)
-            for x in jax.tree.leaves(tree)]  # fmt: skip
+    key = jax.random.key(0).dtype
+    arrays = []
+    for x in jax.tree.leaves(tree):
+        is_key = isinstance(x, jax.Array) and x.dtype == key
+        arrays.append(np.asarray(jax.random.key_data(x) if is_key else x))
+    return arrays
 
 
 def assert_same(got, want):
@@ -97,7 +101,10 @@ def test_an_unmarked_leaf_that_differs_is_an_error_on_all_ranks():
     last = jaxmpi.size() - 1
     for name, of_rank in UNMARKED.items():
         x = of_rank(1 if jaxmpi.rank() == last else 0)
-        words = rf"leaf \['{name}'\] is not equal on all ranks: rank {last} has other values.*PerRankState.*synchronize"
+        words = (
+            rf"leaf \['{name}'\] is not equal on all ranks: rank {last} has other values"
+            ".*PerRankState.*synchronize"
+        )
         with pytest.raises(jaxmpi.RankMismatchError, match=words):
             jaxmpi.save(directory, 1, {"same": jnp.ones(3), name: x, "sharded": PerRankState(x)})
         jaxmpi.save(directory, 1, {name: PerRankState(x)}, background=False)
@@ -155,7 +162,7 @@ def test_simulated_keys_and_numbers_of_each_rank(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_on_another_number_of_ranks(tmp_path, ranks):
-    """What differs needs as many ranks, or is left out; what is equal, or sharded, does not."""
+    """Per-rank state needs the same number of ranks, or is left out; replicas and shards do not."""
     tx = jaxmpi.sharded(optax.trace(0.9))
     with jaxmpi.simulate(3):
         state = jaxmpi.jit(tx.update)(

@@ -1,4 +1,4 @@
-"""The collective rounds of `save`, `latest` and `restore`, and errors of one rank, which all raise in them."""
+"""The rounds of collectives in `save`, `latest` and `restore`, which raise any rank's error."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def initialized():
 
 @contextmanager
 def counted():
-    """Yield a list that gets the name of each collective that the backend carries out for Python."""
+    """Yield a list that gets the name of each collective that the backend runs for Python."""
     backend, names = session.current("test"), []
     with pytest.MonkeyPatch.context() as patch:
         for name in ROUNDS:
@@ -55,7 +55,7 @@ def noted(call, name, names):
 
 
 def of_rank(step):
-    """Of all layouts: replicated, sharded, per rank; arrays and Python numbers."""
+    """Make a tree with all layouts: replicated, sharded, per rank; arrays and Python numbers."""
     w = jnp.arange(5.0) + step
     own = {
         "key": np.full(2, jaxmpi.rank() + step),
@@ -109,7 +109,7 @@ def test_save_takes_two_rounds_on_xla():
 @run_ranks(2, 3)
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_save_names_the_rank_that_does_not_see_the_folder(in_memory):
-    """As far as one host can show it: the last rank looks elsewhere."""
+    """The last rank looks elsewhere, which is how one machine can show two file systems."""
     directory, last = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.size() - 1
     advice = (
         "save without in_memory=True" if in_memory else "gather the state with jaxmpi.unshard first"
@@ -160,7 +160,7 @@ def test_save_raises_the_error_of_a_copy_on_all_ranks_and_keeps_that_of_the_save
 
 @run_ranks(2, 3)
 def test_save_beside_another_call_is_a_mismatch_with_both():
-    """Whatever differs between those that save, such as their values."""
+    """The error names both calls, even if the ranks that save have different values."""
     directory, rank = jaxmpi.broadcast_object(tempfile.mkdtemp()), jaxmpi.rank()
     others = {
         "latest": lambda: jaxmpi.latest(directory),
@@ -194,7 +194,8 @@ backend.allgather_object = lambda x: count.append(x) or allgather(x)
 own = lambda step: jaxmpi.PerRankState(jnp.full(2, rank + step))
 for step in (1, 2):
     jaxmpi.save(sys.argv[1], step, own(step))
-assert len(count) == 3 + 2, count  # the folder, whether it is seen, and what was written; the folder, and what was written
+# the first save: the folder, whether it is seen, and what was written; the second lacks "seen"
+assert len(count) == 3 + 2, count
 assert jaxmpi.restore(sys.argv[1], own(0)).per_rank.tolist() == [rank + 2] * 2
 write = array_files.write
 if rank == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints of what is cut over an axis of the ranks: each rank's own bits on the same axes; elsewhere right, or an error."""
+"""Checkpoints of shards over an axis: equal bits on equal axes; elsewhere right or an error."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def is_stack(x):
 
 
 def of_island(x):
-    """Other numbers in the second island of GRID."""
+    """Make numbers that differ in the second island of GRID."""
     if jaxmpi.init().backend != "simulate":
         return x * (1 + jaxmpi.rank() // 2)
     return jaxmpi.PerRank(
@@ -123,7 +123,8 @@ def test_groups_that_differ_need_the_same_axes(tmp_path, axes, axis, shapes):
         like = run_of(axis, False, shapes)
         with pytest.raises(
             jaxmpi.CheckpointError,
-            match=r"leaf \['(fsdp|zero)'\].* over axis member of \{'island': 2, 'member': 2\} by 4 ranks, .* different values, "
+            match=r"leaf \['(fsdp|zero)'\].* over axis member of \{'island': 2, 'member': 2\} "
+            r"by 4 ranks, .* different values, "
             r"and `like` has .* on \d ranks?: only 4 ranks",
         ):
             jaxmpi.restore(tmp_path, like)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from functools import reduce
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ COMBINE = {"mean": np.add, "sum": np.add, "max": np.maximum, "min": np.minimum, 
 
 
 def stack(dtype, shape, size):
-    """The inputs of all ranks, `[size, *shape]`: small numbers that differ by rank and by position."""
+    """Make the inputs of all ranks, `[size, *shape]`: small numbers that differ everywhere."""
     count = int(np.prod(shape))
     numbers = (np.arange(size)[:, None] * 2 + np.arange(count)[None] * 3) % 5 + 1
     if dtype in COMPLEX:
@@ -48,19 +49,15 @@ def stack(dtype, shape, size):
 def expected(inputs, op):
     """Reduce over the first axis: exactly, then rounded once into the dtype."""
     dtype = inputs.dtype
-    exact = (
-        inputs
-        if dtype.kind in "iub" and dtype.itemsize > 1
-        else inputs.astype(
-            np.complex128
-            if dtype.kind == "c"
-            else np.int64
-            if jnp.issubdtype(dtype, jnp.integer)
-            else np.bool_
-            if dtype == np.bool_
-            else np.float64
-        )
-    )
+    if dtype.kind in "iub" and dtype.itemsize > 1:
+        wide = dtype
+    elif dtype.kind == "c":
+        wide = np.complex128
+    elif jnp.issubdtype(dtype, jnp.integer):
+        wide = np.int64
+    else:
+        wide = np.bool_ if dtype == np.bool_ else np.float64
+    exact = inputs.astype(wide)
     out = reduce(COMBINE[op], exact)
     if op == "mean":
         out = out // len(inputs) if jnp.issubdtype(dtype, jnp.integer) else out / len(inputs)
@@ -75,12 +72,7 @@ def expected(inputs, op):
 
 def check(got, want):
     got = np.asarray(got)
-    assert got.dtype == want.dtype and got.shape == want.shape, (
-        got.dtype,
-        got.shape,
-        want.dtype,
-        want.shape,
-    )
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
     np.testing.assert_allclose(got.astype(np.complex128), want.astype(np.complex128), rtol=1e-6)
 
 
@@ -92,11 +84,9 @@ def test_allreduce_every_dtype(op, jit):
     dtypes = INTEGERS + FLOATS
     dtypes = [*dtypes, "bool"] if op in ("max", "min") else dtypes + COMPLEX
     with jax.enable_x64(True):
-        inputs = {
-            f"{dtype}{shape}": stack(dtype, shape, n)
-            for dtype in dtypes
-            for shape in [(), (3,), (2, 0), (2, 3)]
-        }
+        inputs = {}
+        for dtype, shape in itertools.product(dtypes, [(), (3,), (2, 0), (2, 3)]):
+            inputs[f"{dtype}{shape}"] = stack(dtype, shape, n)
         mine = {name: jnp.asarray(x[r]) for name, x in inputs.items()}
         allreduce = lambda tree: jaxmpi.tree_allreduce(tree, op)
         got = (jax.jit(allreduce) if jit else allreduce)(mine)
@@ -271,13 +261,10 @@ def test_prng_keys_move_and_do_not_reduce():
     r, n = jaxmpi.rank(), jaxmpi.size()
     key = jax.random.split(jax.random.key(r + 5), 2)
     root = n - 1
-    assert (
-        jaxmpi.tree_bcast({"k": key}, root)["k"] == jax.random.split(jax.random.key(root + 5), 2)
-    ).all()
+    keys_of = lambda rank: jax.random.split(jax.random.key(rank + 5), 2)
+    assert (jaxmpi.tree_bcast({"k": key}, root)["k"] == keys_of(root)).all()
     gathered = jax.jit(jaxmpi.tree_allgather)(key)
-    assert (
-        gathered.shape == (n, 2) and (gathered[0] == jax.random.split(jax.random.key(5), 2)).all()
-    )
+    assert gathered.shape == (n, 2) and (gathered[0] == keys_of(0)).all()
     with pytest.raises(TypeError, match=r"tree_allreduce: leaf \['k'\] is a PRNG key"):
         jaxmpi.tree_allreduce({"k": key})
 
@@ -349,11 +336,12 @@ def test_donated_arguments_are_reduced_and_gone():
 @run_ranks(2, 3)
 def test_eager_calls_compile_once_per_signature():
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: (
-            compiled.append(event) if event.endswith("backend_compile_duration") else None
-        )
-    )
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     tree = {"a": jnp.arange(3.0), "b": jnp.float32(jaxmpi.rank())}
     for op in ("mean", "max"):
         jax.block_until_ready(jaxmpi.tree_allreduce(tree, op))

@@ -43,9 +43,8 @@ def test_numbers_beyond_32_bits_are_refused_with_leaf_and_value(function):
             MOVES[function]({"n": x})
         assert str(caught.value).startswith(f"{function}: leaf ['n'] is {number}, which ")
         assert "jax_enable_x64" in str(caught.value)
-    assert float(jaxmpi.tree_allreduce(jaxmpi.rank() + 1.0, "sum")) == rank_sum(
-        lambda rank: rank + 1
-    )
+    total = jaxmpi.tree_allreduce(jaxmpi.rank() + 1.0, "sum")
+    assert float(total) == rank_sum(lambda rank: rank + 1)
 
 
 @run_ranks(2, 3)
@@ -69,13 +68,10 @@ def test_numbers_beyond_32_bits_keep_their_value_with_x64():
     with jax.enable_x64(True):
         rank = jaxmpi.rank()
         assert int(jaxmpi.tree_allreduce(LARGE + rank, "max")) == LARGE + jaxmpi.size() - 1
-        assert int(jaxmpi.tree_allreduce(np.int64(LARGE) * (rank + 1), "sum")) == rank_sum(
-            lambda r: LARGE * (r + 1)
-        )
-        assert (
-            int(jaxmpi.tree_allreduce(2**62 + rank))
-            == 2**62 + rank_sum(lambda r: r) // jaxmpi.size()
-        )
+        total = jaxmpi.tree_allreduce(np.int64(LARGE) * (rank + 1), "sum")
+        assert int(total) == rank_sum(lambda r: LARGE * (r + 1))
+        mean = jaxmpi.tree_allreduce(2**62 + rank)
+        assert int(mean) == 2**62 + rank_sum(lambda r: r) // jaxmpi.size()
         assert float(jaxmpi.tree_allreduce(np.float64(1e300), "max")) == 1e300
         got = jaxmpi.average_metrics({"a": 2**40 + 1, "b": np.float64(16777217.0), "c": 16777217.0})
         assert {name: float(x) for name, x in got.items()} == {
@@ -118,9 +114,8 @@ def test_sums_and_means_of_python_and_numpy_integers_are_exact_or_refused():
                 match=rf"tree_allreduce: the sum of leaf \['n'\] .* is {largest * size}, which",
             ):
                 jaxmpi.tree_allreduce({"n": np.asarray(largest, dtype)}, "sum")
-    assert int(jaxmpi.tree_reduce(rank + 1, "sum", root=size - 1)) == (
-        rank_sum(lambda r: r + 1) if rank == size - 1 else rank + 1
-    )
+    total = jaxmpi.tree_reduce(rank + 1, "sum", root=size - 1)
+    assert int(total) == (rank_sum(lambda r: r + 1) if rank == size - 1 else rank + 1)
     rows = np.arange(2 * size).reshape(size, 2) * (rank + 1)
     got = jaxmpi.tree_reduce_scatter(rows, "sum")
     np.testing.assert_array_equal(
@@ -212,7 +207,10 @@ REDUCTIONS = {
 
 
 def reduction_of(name, stack, op):
-    """Return what each of two ranks passes and should get, by Python's integers; and a number that the dtype cannot hold."""
+    """Return what each of two ranks passes and should get, and a number too large for the dtype.
+
+    The expected values are computed with Python's integers.
+    """
     exact = stack.astype(object).sum(0)
     exact = np.asarray(exact // 2 if op == "mean" else exact, object)
     limits = np.iinfo(stack.dtype)

@@ -1,4 +1,4 @@
-"""Collectives over named axes and within groups of ranks, on every way to run, beside what NumPy and `vmap` make of them."""
+"""Collectives over named axes and groups of ranks, on every backend, beside NumPy and `vmap`."""
 
 import itertools
 import re
@@ -22,22 +22,22 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # is what these programs are to
 
 
 def partitions(axes):
-    """What to name a group by: the arguments of lax, and the groups."""
+    """List ways to name a group: the arguments of lax, and the groups that they mean."""
     rows, columns = axes.values()
     grid = np.arange(rows * columns).reshape(rows, columns)
+    backwards = grid.ravel()[::-1].reshape(grid.shape).tolist()
     return {
         "rows": ({"axis_name": "member"}, grid.tolist()),
         "columns": ({"axis_name": "island"}, grid.T.tolist()),
         "all": ({"axis_name": ("island", "member")}, [grid.ravel().tolist()]),
         "all, column by column": ({"axis_name": ("member", "island")}, [grid.T.ravel().tolist()]),
         "rows, as numbers": ({"axis_name": R, "axis_index_groups": grid.tolist()}, grid.tolist()),
-        "no axis": ({"axis_name": R, "axis_index_groups": grid.ravel()[::-1].reshape(grid.shape).tolist()},
-                    grid.ravel()[::-1].reshape(grid.shape).tolist()),
-    }  # fmt: skip
+        "no axis": ({"axis_name": R, "axis_index_groups": backwards}, backwards),
+    }
 
 
-# of x [n, 2 n, 3] of n ranks in a group: what JAX makes of one rank's, and NumPy of `[n, ...]`, in
-# the order of the group
+# For x [n, 2 n, 3] of n ranks in a group: JAX's function of one rank's array, and NumPy's function
+# of the stack `[n, ...]` in the order of the group.
 
 OPERATIONS = {
     "psum": (lambda x, **of: lax.psum(x, **of), lambda xs: [xs.sum(0)] * len(xs)),
@@ -108,7 +108,7 @@ def here(operation, name, x, weight):
 
 
 def everywhere(function, name, xs, weights):
-    """The same of the stack of all ranks' arrays, without collectives."""
+    """Compute the result on the stack of all ranks' arrays, without collectives."""
     outs = {"forward": function(xs)}
     if name not in NONLINEAR:
         outs["grad"] = jax.vjp(function, xs)[1](weights)[0]
@@ -134,23 +134,26 @@ def weights_of(function, xs):
 def expectations(axes):
     with jax.enable_x64(True):
         xs = values(axes)
-        both = {
-            title: (name, function, weights_of(function, xs))
-            for title, name, _, function in cases(axes)
-        }
-        program = lambda xs, weights: {
-            title: everywhere(function, name, xs, weights[title])
-            for title, (name, function, _) in both.items()
-        }
-        weights = {title: w for title, (_, _, w) in both.items()}
+        weights = {title: weights_of(function, xs) for title, _, _, function in cases(axes)}
+
+        def program(xs, weights):
+            out = {}
+            for title, name, _, function in cases(axes):
+                out[title] = everywhere(function, name, xs, weights[title])
+            return out
+
         return weights, jax.device_get(jax.jit(program, compiler_options=QUICKLY)(xs, weights))
 
 
 def run_cases(axes, x, weights):
     """All of them in one program."""
-    program = lambda x, weights: {
-        title: here(operation, name, x, weights[title]) for title, name, operation, _ in cases(axes)
-    }
+
+    def program(x, weights):
+        out = {}
+        for title, name, operation, _ in cases(axes):
+            out[title] = here(operation, name, x, weights[title])
+        return out
+
     return jaxmpi.jit(program, compiler_options=QUICKLY)(x, weights)
 
 
@@ -306,7 +309,7 @@ def check_trees():
 
 
 def check_distributed():
-    """Each island takes the gradients of its members, and the means of the islands' parameters are that of all."""
+    """Islands take their members' gradients; the mean of their parameters is right."""
     rank = jaxmpi.rank()
     gradient, params = jnp.asarray(XS[rank], jnp.float32), jnp.zeros(3)
 
@@ -490,7 +493,7 @@ def check_costs():
 
 
 def check_mismatch():
-    """Only the ranks of one group do different things, in a program that not all ranks compare."""
+    """Ranks of one group differ in a program that not all ranks compare."""
     rank = jaxmpi.rank()
     program = jax.jit(lambda x: jaxmpi.tree_allreduce(x, "sum", axis="member"))
     if rank < 2:
@@ -526,7 +529,7 @@ def test_groups_within_and_between_nodes(monkeypatch):
 
 
 def check_programs_are_compared_by_all():
-    """A program whose collectives are all within groups is compared with those of the other groups, too."""
+    """Programs with collectives only within groups are compared across groups, too."""
     axis = "island" if jaxmpi.rank() == 3 else "member"
     with pytest.raises(
         jaxmpi.RankMismatchError,
@@ -537,7 +540,7 @@ def check_programs_are_compared_by_all():
 
 
 def check_later_calls_are_compared_by_all():
-    """At every call: or a rank would wait for its group, and another one of that for all ranks."""
+    """Later calls are compared, too: a rank would wait for its group, and another for all ranks."""
     x = XS[jaxmpi.rank()]
     over = {axis: jaxmpi.jit(partial(lax.psum, axis_name=axis)) for axis in AXES}
     branch = jaxmpi.jit(

@@ -1,4 +1,4 @@
-"""`merge_metrics`: what metrics compute is that of one rank with the samples of all, on every backend."""
+"""`merge_metrics` computes what one rank computes from all samples, on every backend."""
 
 from importlib.util import find_spec
 
@@ -16,7 +16,7 @@ ROWS = (5, 2, 7, 1)  # of ranks 0 to 3
 
 
 def samples(n):
-    """Of each rank: values, truths and guesses, which are sorted, so that no rank is like the others."""
+    """Make values, truths and guesses of each rank, sorted so that no rank is like the others."""
     rng = np.random.default_rng(0)
     rows = []
     for r in range(n):
@@ -26,7 +26,7 @@ def samples(n):
 
 
 class F1(nnx.Metric):
-    """By variables that say how they are merged."""
+    """F1 metric whose variables say how they are merged."""
 
     def __init__(self):
         state = lambda: nnx.metrics.MetricState(jnp.array(0), op="sum")
@@ -50,7 +50,7 @@ class F1(nnx.Metric):
 
 
 class Range(nnx.Metric):
-    """By a method of its own, which changes it in place."""
+    """Range metric with its own merge method, which changes it in place."""
 
     def __init__(self):
         self.ends = nnx.metrics.MetricState(jnp.array([jnp.inf, -jnp.inf]))
@@ -76,7 +76,7 @@ def of_nnx():
 
 
 def computed(metrics):
-    """What a MultiMetric computes, as a dict of arrays."""
+    """Return the values that a MultiMetric computes, as a dict of arrays."""
     out = metrics.compute()
     spread = {"mean": out["spread"].mean, "std": out["spread"].standard_deviation}
     return {**out, "spread": spread | {"error": out["spread"].standard_error_of_mean}}
@@ -158,7 +158,7 @@ def test_merge_metrics_of_ranks_without_samples():
 
 @flax.struct.dataclass
 class Sum:
-    """With merge alone."""
+    """Sum metric with a merge method alone."""
 
     total: jax.Array
 

@@ -1,4 +1,4 @@
-"""Metrics in files: one line for each call, from rank 0; TensorBoard's records hold the same numbers."""
+"""Metrics in files: one line a call, from rank 0, and the same numbers in TensorBoard's records."""
 
 import csv
 import shutil

@@ -1,4 +1,4 @@
-"""Models that are cut over the ranks, written with JAX's collectives alone, are what one rank computes."""
+"""Models sharded over ranks with JAX's own collectives compute what one rank computes."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ BATCH, IN, HIDDEN, OUT, STEPS = 8, 6, 12, 3, 5
 
 
 def mlp():
-    """Its parameters, and batches."""
+    """Make the parameters of an MLP, and batches."""
     rng = np.random.default_rng(0)
     params = {
         "up": rng.normal(size=(IN, HIDDEN)),
@@ -52,7 +52,7 @@ def trained_by_one():
 
 @jax.custom_vjp
 def entered(x):
-    """What each rank of a model takes up: the derivative is the sum of theirs."""
+    """Enter x into a sharded model: the derivative is the sum over the ranks."""
     return x
 
 
@@ -68,7 +68,10 @@ added.defvjp(lambda x: (lax.psum(x, "model"), None), lambda _, ct: (ct,))
 
 @jaxmpi.jit
 def step_of_part(params, state, x, y):
-    """Of a rank with half of the hidden units and half of the batch (Shoeybi et al. 2019, "Megatron-LM")."""
+    """Step on a rank with half of the hidden units and half of the batch.
+
+    See Shoeybi et al. 2019, "Megatron-LM".
+    """
 
     def loss(p):
         hidden = jnp.tanh(entered(x) @ p["up"] + p["bias"])

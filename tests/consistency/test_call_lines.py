@@ -1,4 +1,4 @@
-"""What the ranks say of an eager collective names the line of this call, not of an earlier one that had it compiled."""
+"""A mismatch in an eager collective names the line of this call, not of the first compiled one."""
 
 import inspect
 import os
@@ -61,9 +61,8 @@ def check_lines():
         text = str(caught.value)
         assert f" at test_call_lines.py:{line}" in text, (name, text)
         assert f" at test_call_lines.py:{line - 1}" in text, (name, text)
-        assert text.count("test_call_lines.py") == text.count(f":{line}") + text.count(
-            f":{line - 1}"
-        ), (name, text)
+        named = text.count(f":{line}") + text.count(f":{line - 1}")
+        assert text.count("test_call_lines.py") == named, (name, text)
     assert jaxmpi.allgather_object(rank) == [0, 1]
 
 
@@ -92,10 +91,9 @@ def test_mismatch_names_this_line_where_both_call_the_same_function():
     line = here.f_lineno + 2
     with pytest.raises(jaxmpi.RankMismatchError, match="do not agree") as caught:
         jaxmpi.save(DIRECTORY, jaxmpi.rank(), {"w": X})
+    text = str(caught.value)
     for rank in range(2):
-        assert f"called by rank {rank} at test_call_lines.py:{line}" in str(caught.value), str(
-            caught.value
-        )
+        assert f"called by rank {rank} at test_call_lines.py:{line}" in text, text
 
 
 @run_ranks(3)

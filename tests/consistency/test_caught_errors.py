@@ -41,7 +41,7 @@ def rows():
     return np.arange(2.0 * jaxmpi.size(), dtype=np.float32).reshape(jaxmpi.size(), 2)
 
 
-# by name: a good call, and bad arguments of which every one makes one rank raise
+# {name: (a good call, bad calls)}; each bad call makes the one rank that makes it raise
 CALLS = {
     "tree_allreduce": (lambda: jaxmpi.tree_allreduce(x()), [
         lambda: jaxmpi.tree_allreduce(x(), "median"),
@@ -60,13 +60,17 @@ CALLS = {
         lambda: jaxmpi.tree_reduce(x(), "sum", 99),
         lambda: jaxmpi.tree_reduce(x(), "no"),
     ]),
-    "tree_allgather": (lambda: jaxmpi.tree_allgather(x()), [lambda: jaxmpi.tree_allgather({"a": {1, 2}})]),
+    "tree_allgather": (lambda: jaxmpi.tree_allgather(x()), [
+        lambda: jaxmpi.tree_allgather({"a": {1, 2}}),
+    ]),
     "tree_reduce_scatter": (lambda: jaxmpi.tree_reduce_scatter(rows()), [
         lambda: jaxmpi.tree_reduce_scatter(rows()[:, 0][None]),
         lambda: jaxmpi.tree_reduce_scatter(rows(), "no"),
         lambda: jaxmpi.tree_reduce_scatter(1.0),
     ]),
-    "tree_alltoall": (lambda: jaxmpi.tree_alltoall(rows()), [lambda: jaxmpi.tree_alltoall(np.ones(99, np.float32))]),
+    "tree_alltoall": (lambda: jaxmpi.tree_alltoall(rows()), [
+        lambda: jaxmpi.tree_alltoall(np.ones(99, np.float32)),
+    ]),
     "broadcast_object": (lambda: jaxmpi.broadcast_object("a"), [
         lambda: jaxmpi.broadcast_object("a", 99),
         lambda: jaxmpi.broadcast_object("a", "0"),
@@ -87,7 +91,10 @@ CALLS = {
         lambda: jaxmpi.average_metrics({"loss": x()[0]}, weight=-1),
         lambda: jaxmpi.average_metrics({"loss": x()[0]}, weight="2"),
     ]),
-    "any_rank": (lambda: jaxmpi.any_rank(False), [lambda: jaxmpi.any_rank("text"), lambda: jaxmpi.any_rank({"a": 1})]),
+    "any_rank": (lambda: jaxmpi.any_rank(False), [
+        lambda: jaxmpi.any_rank("text"),
+        lambda: jaxmpi.any_rank({"a": 1}),
+    ]),
     "barrier": (jaxmpi.barrier, [lambda: jaxmpi.tree_allreduce(x(), "no")]),
 }  # fmt: skip
 
@@ -176,7 +183,10 @@ def test_objects_that_pickle_refuses_are_one_error_on_all_ranks(function):
 @pytest.mark.parametrize("function", ["allgather", "broadcast"])
 @run_ranks(2, 3)
 def test_objects_that_one_rank_cannot_read_are_one_error_on_all_ranks(function):
-    words = r"the object of rank 0 cannot be read back from its pickle on rank 1 \(ValueError: cannot be made again\)"
+    words = (
+        "the object of rank 0 cannot be read back from its pickle on rank 1 "
+        r"\(ValueError: cannot be made again\)"
+    )
     with pytest.raises(TypeError, match=words):
         if function == "allgather":
             jaxmpi.allgather_object(NotReadOnRank1() if jaxmpi.rank() == 0 else 0)

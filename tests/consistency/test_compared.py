@@ -1,4 +1,4 @@
-"""Ranks that call different public functions at the same time all get a RankMismatchError, whatever these are."""
+"""Ranks that call different public functions at the same time all get a RankMismatchError."""
 
 import functools
 import inspect
@@ -90,16 +90,12 @@ def public():
         value = getattr(jaxmpi, name)
         yield name, value
         if inspect.isclass(value):
-            yield from (
-                (f"{name}.{method}", f)
-                for method, f in vars(value).items()
-                if not method.startswith("_")
-            )
+            for method, f in vars(value).items():
+                if not method.startswith("_"):
+                    yield f"{name}.{method}", f
     for module in (jaxmpi.nn, jaxmpi.codecs):
-        yield from (
-            (f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name))
-            for name in module.__all__
-        )
+        for name in module.__all__:
+            yield f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name)
 
 
 def test_every_public_collective_is_in_the_table():
@@ -108,22 +104,24 @@ def test_every_public_collective_is_in_the_table():
         "**Collective:** every rank calls the",
         "**Collective:** as `jaxmpi.jit`",
     )
-    found = {
-        name
-        for name, value in public()
-        if any(words in (inspect.getdoc(value) or "") for words in calls)
-    }
+    found = set()
+    for name, value in public():
+        text = inspect.getdoc(value) or ""
+        if any(words in text for words in calls):
+            found.add(name)
     assert found == set(CALLS) | SILENT
 
 
 def pairs():
-    """Each with a program, with an object function, and with two others of the table; in both orders."""
+    """Pair each call with a program, an object function and two others of the table.
+
+    Each pair is tested in both orders.
+    """
     names = [*CALLS]
-    some = [
-        {*(name, other)}
-        for i, name in enumerate(names)
-        for other in ("jit", "barrier", names[i - 1], names[i - 2])
-    ]
+    some = []
+    for i, name in enumerate(names):
+        for other in ("jit", "barrier", names[i - 1], names[i - 2]):
+            some.append({name, other})
     return [pair for pair in itertools.permutations(names, 2) if {*pair} in some]
 
 

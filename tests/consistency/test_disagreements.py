@@ -1,4 +1,7 @@
-"""Random programs, of which one rank deviates: the right numbers, or the same error on all ranks. See disagreements.py."""
+"""Random programs with one rank that deviates: right numbers, or the same error on all ranks.
+
+See disagreements.py.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Programs whose messages are all in branches: their later calls are compared with the next message.
+"""Programs with messages only in branches: later calls are compared with the next message.
 
 A law: ranks that make the same calls get the right numbers; where one of them makes others, all get
 a RankMismatchError, with the next message at the latest, and can go on.
@@ -65,7 +65,7 @@ def streaming():
 
 
 class Rank:
-    """What one rank calls: each method is a call, and returns what it gives and what it is to give."""
+    """The calls of one rank: each method makes one, and returns its result and the expected one."""
 
     def __init__(self, length):
         self.x = np.arange(1.0, length + 1, dtype=np.float32) * (jaxmpi.rank() + 1)
@@ -230,7 +230,10 @@ def test_a_call_that_sends_nothing_has_no_message():
 
 @run_ranks(2, 3)
 def test_the_first_call_is_compared_at_once():
-    """Also where the others come to a later call of a program that they know, and send something only then."""
+    """A first call is compared at once, even if other ranks make a later call of a known program.
+
+    Those send something only then.
+    """
     if not native():
         return
     last = jaxmpi.rank() == jaxmpi.size() - 1
@@ -271,7 +274,10 @@ def test_both_calls_are_named():
         return all_ranks
 
     def called(first, second):
-        return f"{others} called {first}, and rank {jaxmpi.size() - 1} called {second}. Every rank must make the same calls"
+        return (
+            f"{others} called {first}, and rank {jaxmpi.size() - 1} called {second}. "
+            "Every rank must make the same calls"
+        )
 
     found = text(rank.quiet, rank.other_quiet if last else rank.quiet, rank.quiet, rank.always)
     assert called("branch", "other_branch") in found, found

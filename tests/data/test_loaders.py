@@ -1,4 +1,4 @@
-"""The recipes of docs/data.md, as they stand there: each rank reads its rows of every global batch, with each loader.
+"""The recipes of docs/data.md: each rank reads its rows of every global batch, by any loader.
 
 Each is resumed in the middle and at the end of an epoch, from the state that it has given.
 """
@@ -49,9 +49,10 @@ def main():
         return loader
 
     def rows(batch):
-        assert isinstance(batch["x"], jax.Array) and batch["x"].shape == (B // jaxmpi.size(), 3), batch
-        np.testing.assert_array_equal(batch["x"], np.broadcast_to(np.asarray(batch["row"])[:, None], batch["x"].shape))
-        return np.asarray(batch["row"])
+        x, row = batch["x"], np.asarray(batch["row"])
+        assert isinstance(x, jax.Array) and x.shape == (B // jaxmpi.size(), 3), batch
+        np.testing.assert_array_equal(x, np.broadcast_to(row[:, None], x.shape))
+        return row
 
     seen, states, loader = [], [], make()
     for batch in loader:
@@ -77,7 +78,8 @@ if __name__ == "__main__":
 BEFORE = {
     "PyTorch": 'warnings.filterwarnings("ignore", "os.fork")',
     "tf.data": 'import tensorflow as tf; types = {"x": tf.float32, "row": tf.int64}',
-    "Hugging Face datasets": "import datasets; dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])",
+    "Hugging Face datasets": "import datasets; "
+    "dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])",
 }
 
 
@@ -95,7 +97,7 @@ def recipe(name):
 def test_every_rank_reads_its_rows(tmp_path, name, ranks):
     if importlib.util.find_spec(MODULES[name]) is None:
         pytest.skip(
-            f"{MODULES[name]} is not installed here: make test-loaders installs all loaders"
+            f"{MODULES[name]} is not installed here: pip install torch tensorflow-cpu datasets"
         )
     indent = lambda text: textwrap.indent(text, "    ")
     script = tmp_path / "read.py"

@@ -1,4 +1,4 @@
-"""Data that each rank has of its own: all ranks take as many steps, whatever the lengths, and with masks every sample."""
+"""Per-rank data: all ranks take as many steps for any lengths, and masks keep every sample."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ LENGTHS = [
 
 
 def rows(r, lengths, short=0):
-    """This rank's batches of 4 rows; the last one has fewer."""
+    """Make this rank's batches of 4 rows; the last one has fewer."""
     mine = [np.arange(4.0) + 100 * r + 10 * k for k in range(lengths[r])]
     if short and mine:
         mine[-1] = mine[-1][: 4 - short]
@@ -39,7 +39,10 @@ def rows(r, lengths, short=0):
 
 
 def total(lengths, short=0):
-    return sum(float(x.sum()) for r in range(len(lengths)) for x in rows(r, lengths, short))
+    sums = 0.0
+    for r in range(len(lengths)):
+        sums += sum(float(x.sum()) for x in rows(r, lengths, short))
+    return sums
 
 
 @jaxmpi.jit
@@ -62,11 +65,11 @@ def check_ends(lengths, stream):
         for batch in loader:
             carry = add(carry, batch, True)
             seen.append(np.asarray(batch).tolist())
-        assert (
-            seen == [x.tolist() for x in rows(r, lengths)[: min(lengths)]]
-            and loader.epoch == epoch + 1
-        )
-        want = sum(float(x.sum()) for q in range(n) for x in rows(q, lengths)[: min(lengths)])
+        assert seen == [x.tolist() for x in rows(r, lengths)[: min(lengths)]]
+        assert loader.epoch == epoch + 1
+        want = 0.0
+        for q in range(n):
+            want += sum(float(x.sum()) for x in rows(q, lengths)[: min(lengths)])
         np.testing.assert_allclose(carry, want)
     if stream:
         with pytest.raises(RuntimeError, match="come from an iterator, and have ended"):
@@ -102,7 +105,8 @@ def test_a_state_goes_on_with_the_rest(remainder):
     steps = max(lengths) if remainder == "mask" else min(lengths)
     make = lambda: jaxmpi.per_rank_batches(rows(r, lengths), remainder=remainder)
     numbers = lambda batch: [np.asarray(x).tolist() for x in jax.tree.leaves(batch)]
-    whole = [numbers(b) for loader in [make()] for _ in range(2) for b in loader]
+    loader = make()
+    whole = [numbers(b) for b in itertools.chain(loader, loader)]  # two epochs
     assert len(whole) == 2 * steps
     for cut in range(2 * steps):
         loader = make()
@@ -112,12 +116,10 @@ def test_a_state_goes_on_with_the_rest(remainder):
         assert states == [{"epoch": cut // steps, "batches": cut % steps}] * n or cut == steps
         again = make()
         again.state = loader.state
-        rest = [numbers(b) for _ in range(2) for b in again]
+        rest = [numbers(b) for b in itertools.chain(again, again)]
         assert got + rest[: len(whole) - cut] == whole
-        assert (
-            whole[: len(got)] == got
-            and [numbers(next(chained)) for _ in range(2 * steps - cut)] == whole[cut:]
-        )
+        assert whole[: len(got)] == got
+        assert [numbers(next(chained)) for _ in range(2 * steps - cut)] == whole[cut:]
 
 
 @run_ranks(2, 3)
@@ -219,10 +221,9 @@ def test_other_transports(environment, tmp_path):
         "        total += float(jaxmpi.tree_allreduce((batch * mask).sum(), op='sum'))\n"
         "    print('total', total)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)],
-        capture_output=True, text=True, timeout=120, env=os.environ | environment,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
+    environment = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     want = 2 * sum(k + 10.0 * r for r in range(2) for k in range(3 + 2 * r))
     totals = sorted(line for line in done.stdout.splitlines() if line.startswith("total"))

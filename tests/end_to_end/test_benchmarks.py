@@ -1,5 +1,6 @@
 """The benchmarks run to their end and print their rows; what the times are is not tested here."""
 
+import itertools
 import json
 import re
 import sys
@@ -9,16 +10,15 @@ from programs import on_ranks, run
 
 
 def test_gpu_goes_on_where_it_stopped(tmp_path):
-    """On CPUs; all of its parts are run by make check."""
+    """gpu.py resumes on CPUs; CI runs all of its parts."""
     start = [sys.executable, "benchmarks/gpu.py", "--cpu", "--out", str(tmp_path), "--only"]
     first = run([*start, "killed"])
     assert "killed: ended as expected" in first
     second = run([*start, "killed,checkpoint"])
     assert "killed: ended" not in second and "checkpoint: right" in second
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found) == ["killed", "checkpoint"] and all(
-        part["device"].startswith("cpu") for part in found.values()
-    )
+    assert list(found) == ["killed", "checkpoint"]
+    assert all(part["device"].startswith("cpu") for part in found.values())
     assert "| **a checkpoint of 2 ranks** | right |" in (tmp_path / "gpu.md").read_text()
 
 
@@ -29,27 +29,23 @@ def test_dispatch_prints_every_row(backend, tmp_path):
         JAXMPI_BACKEND=backend,
     )
     theirs = ["mpi4jax under jax.jit"] * (backend == "mpi")
-    rows = {
-        f"k = {k}": [
-            "jax.jit, no communication",
-            "jaxmpi.jit",
-            "no communication, one wait",
-            *theirs,
-        ]
-        for k in (10, 300, 1500)
-    }
+    ours = ["jax.jit, no communication", "jaxmpi.jit", "no communication, one wait"]
+    rows = {f"k = {k}": [*ours, *theirs] for k in (10, 300, 1500)}
     rows["1 KB"] = ["mpi4py Allreduce", "jit(x + 1)", "jaxmpi.jit", *theirs]
     printed = re.findall(
         r"^(k = \d+|1 KB) +(\S.*?) +median +[\d.]+ µs, quartiles", output, re.MULTILINE
     )
-    assert printed == [(label, name) for label, names in rows.items() for name in names]
+    wanted = []
+    for case, names in rows.items():
+        wanted += [(case, name) for name in names]
+    assert printed == wanted
 
-    compared = ("jaxmpi.jit / no communication", "no communication, one wait / no communication")
-    ratios = [
-        (name, k)
-        for name in (*compared, "jaxmpi.jit / no communication, one wait")
-        for k in (10, 300, 1500)
-    ]
+    compared = (
+        "jaxmpi.jit / no communication",
+        "no communication, one wait / no communication",
+        "jaxmpi.jit / no communication, one wait",
+    )
+    ratios = [*itertools.product(compared, (10, 300, 1500))]
     ratios += [("jaxmpi.jit / (mpi4py Allreduce + jit(x + 1))", 0)]
     ratios += [("mpi4jax / jaxmpi.jit", k) for k in (10, 300, 1500, 0) if theirs]
     printed = re.findall(
@@ -57,15 +53,12 @@ def test_dispatch_prints_every_row(backend, tmp_path):
         output,
         re.MULTILINE,
     )
-    assert sorted((case, name) for case, name, _ in printed) == sorted(
-        (f"k = {k}" if k else "1 KB", name) for name, k in ratios
-    )
+    labels = [(f"k = {k}" if k else "1 KB", name) for name, k in ratios]
+    assert sorted((case, name) for case, name, _ in printed) == sorted(labels)
     assert sum(bound != "no bound" for _, _, bound in printed) == (6 if theirs else 0)
 
     found = json.loads((tmp_path / "dispatch.json").read_text())
-    assert [(row["case"], row["contender"]) for row in found["rows"]] == [
-        (case, name) for case, names in rows.items() for name in names
-    ]
+    assert [(row["case"], row["contender"]) for row in found["rows"]] == wanted
     assert len(found["ratios"]) == len(ratios)
     assert (tmp_path / "dispatch.png").read_bytes().startswith(b"\x89PNG")
 
@@ -134,10 +127,8 @@ def test_optimizers_compares_the_transforms():
 
 def test_fsdp_holds_less_than_zero_1():
     output = run(on_ranks(2, "benchmarks/fsdp.py", "--quick", "--layers", "3", "--width", "64"))
-    peaks = {
-        name: float(peak)
-        for name, peak in re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)
-    }
+    printed = re.findall(r"^(\S+) +MB of a rank: peak +([\d.]+)", output, re.MULTILINE)
+    peaks = {name: float(peak) for name, peak in printed}
     assert peaks["FSDP"] < peaks["ZeRO-1"] < peaks["distributed"]
     assert re.search(r"bytes / 3 parameters +(0\.\d+|1\.00), .*: holds", output)
     assert re.search(r"FSDP / ZeRO-1 +[\d.]+, rounds", output)

@@ -19,7 +19,7 @@ with jaxmpi.simulate(4):
 
 
 def curve(output, ranks, falls_to=0.5):
-    """The losses of three epochs on so many ranks, which fall, and how many of all test images were recognized."""
+    """Return the losses of three epochs, which fall, and the number of recognized test images."""
     losses = [float(x) for x in re.findall(r"train loss (\S+)", output)]
     assert len(losses) == 3 and losses[-1] < falls_to * losses[0], output
     found = re.search(r"test accuracy \S+ % \((\d+) of 360\), \d+ images/s on (\d) rank", output)
@@ -29,19 +29,23 @@ def curve(output, ranks, falls_to=0.5):
 
 @pytest.fixture(scope="module")
 def digits():
-    """What digits.py prints on two ranks."""
+    """Return the output of digits.py on two ranks."""
     return run(on_ranks(2, "examples/digits.py", *ARGUMENTS))
 
 
 def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend(digits):
-    """To 1e-12 in float64; the batch of 48 is divided by all."""
+    """Curves agree to 1e-12 in float64, with a batch of 48 that all sizes divide."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(IN_A_NOTEBOOK)])
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}
     ).execute()
+    command = ["examples/digits.py", *ARGUMENTS]
     three, single, on_xla = run_all(
-        [*environ, *on_ranks(ranks, "examples/digits.py", *ARGUMENTS)]
-        for environ, ranks in (([], 3), ([], 1), (["env", "JAXMPI_BACKEND=xla"], 2))
+        [
+            on_ranks(3, *command),
+            on_ranks(1, *command),
+            ["env", "JAXMPI_BACKEND=xla", *on_ranks(2, *command)],
+        ]
     )
     simulated = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
     want, recognized = curve(single, 1)
@@ -57,7 +61,10 @@ def test_digits_has_the_same_loss_curve_on_any_number_of_ranks_and_every_backend
 
 
 def test_digits_in_linen_has_the_same_loss_curve_on_any_number_of_ranks():
-    """In float32: sums in another order make 5e-7 over these 87 steps, 2e-6 over all 30 epochs."""
+    """Curves in float32 differ by 5e-7 over these 87 steps, since sums have another order.
+
+    Over all 30 epochs it is 2e-6.
+    """
     counts = (1, 3)
     outputs = run_all(
         on_ranks(ranks, "examples/digits_linen.py", "--epochs", "3") for ranks in counts
@@ -86,18 +93,17 @@ def losses_in(output):
 
 
 def test_gpt_has_the_same_losses_on_any_number_of_ranks():
-    """Training and held out, with the optimizer's state whole and shared out, and the parameters, too."""
-    *same, diloco, islands, sharded = run_all(
-        on_ranks(ranks, *GPT, *options.split())
-        for ranks, options in (
-            (1, "--sample 20"),
-            (3, "--sample 20 --sharded"),
-            (2, "--sample 20 --fully-sharded"),
-            (2, "--sample 0 --local-every 3 --diloco"),
-            (4, "--sample 0 --local-every 3 --diloco --islands 2"),
-            (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
-        )
-    )
+    """Training and held-out losses agree, with replicated and sharded state and parameters."""
+    runs = [
+        (1, "--sample 20"),
+        (3, "--sample 20 --sharded"),
+        (2, "--sample 20 --fully-sharded"),
+        (2, "--sample 0 --local-every 3 --diloco"),
+        (4, "--sample 0 --local-every 3 --diloco --islands 2"),
+        (4, "--sample 0 --local-every 3 --diloco --islands 2 --sharded"),
+    ]
+    commands = [on_ranks(ranks, *GPT, *options.split()) for ranks, options in runs]
+    *same, diloco, islands, sharded = run_all(commands)
     one, *others = map(losses_in, same)
     assert len(one) == 12 and all("def main(arguments):" in output for output in same)
     for other in others:
@@ -109,7 +115,7 @@ def test_gpt_has_the_same_losses_on_any_number_of_ranks():
 
 
 def test_a_deep_equilibrium_model_has_the_same_losses_on_any_number_of_ranks():
-    """Of a while_loop that is differentiated implicitly."""
+    """The model's while_loop is differentiated implicitly."""
     outputs = run_all(on_ranks(ranks, "examples/deq.py", "--epochs", "2") for ranks in (1, 3))
     one, three = ([float(x) for x in re.findall(r"train loss (\S+)", output)] for output in outputs)
     assert len(one) == 2 and all("test accuracy" in output for output in outputs)

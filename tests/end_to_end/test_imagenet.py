@@ -18,13 +18,19 @@ import sklearn.datasets
 from PIL import Image
 from programs import ROOT
 
-SMALL = "--model resnet18 --width 4 --pixels 32 --batch-size 16 --epochs 2 --warmup 1 --log-every 1 --dtype float64"
+SMALL = (
+    "--model resnet18 --width 4 --pixels 32 --batch-size 16 --epochs 2 --warmup 1 --log-every 1 "
+    "--dtype float64"
+)
 STEPS = 12  # 96 images twice
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """DIR/train and DIR/val: 6 classes, each of pieces of one photograph; one file of each part is damaged."""
+    """Make DIR/train and DIR/val with 6 classes, each cut from one photograph.
+
+    One file of each part is damaged.
+    """
     root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     images = {
         name: getattr(skimage.data, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")
@@ -54,9 +60,13 @@ def start(photos):
         program = ["examples/imagenet.py", str(data), "--out", str(out), *SMALL.split(), *options]
         launcher = ["-m", "jaxmpi", "run", "-n", str(ranks)] if ranks > 1 else []
         return subprocess.Popen(
-            [sys.executable, *launcher, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, *launcher, *program],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     return start
 
@@ -76,11 +86,8 @@ def ended(process, code=0):
 def rows(path):
     """The whole rows; NaN where a field is empty."""
     table = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
-    return [
-        {name: float(x or "nan") for name, x in row.items()}
-        for row in table
-        if None not in row.values()
-    ]
+    whole = [row for row in table if None not in row.values()]
+    return [{name: float(x or "nan") for name, x in row.items()} for row in whole]
 
 
 def wait_for_step(process, out, step):
@@ -90,11 +97,12 @@ def wait_for_step(process, out, step):
 
 
 def curves(out):
-    """Of all losses and accuracies: [steps, 3], [epochs, 3]."""
-    return [
-        np.array([[row[name] for name in ("loss", "top1", "top5")] for row in rows(out / file)])
-        for file in ("train.csv", "eval.csv")
-    ]
+    """Return all losses and accuracies: [steps, 3], [epochs, 3]."""
+    curves = []
+    for file in ("train.csv", "eval.csv"):
+        table = [[row["loss"], row["top1"], row["top5"]] for row in rows(out / file)]
+        curves.append(np.array(table))
+    return curves
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +162,10 @@ def test_killed_and_told_to_end_it_goes_on_in_mid_epoch(start, undisturbed, tmp_
 
 
 def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_path):
-    """29 images on 1 and on 3 ranks, from the weights of the best epoch. Those of other classes are refused."""
+    """Evaluate 29 images on 1 and 3 ranks, from the weights of the best epoch.
+
+    Weights for other classes are refused.
+    """
     best = max(rows(undisturbed / "eval.csv"), key=lambda row: row["top1"])
     for ranks in (1, 3):
         output = ended(
@@ -175,7 +186,7 @@ def test_evaluation_is_exact_on_uneven_shards(start, undisturbed, photos, tmp_pa
 
 
 def test_pretrained_weights(start, undisturbed, photos, tmp_path):
-    """They are taken, and those of another model are refused by name."""
+    """Pretrained weights are used, and those of another model are refused by name."""
     best = undisturbed / "best.npz"
     ended(
         start(
@@ -203,8 +214,14 @@ def test_pretrained_weights(start, undisturbed, photos, tmp_path):
 
 
 def test_a_transformer_in_bfloat16(start, tmp_path):
-    """With the other optimizer and schedule, statistics that would be averaged, and ranks that do not divide the images."""
-    vit = "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step --warmup 0 --batch-stats average"
+    """A ViT trains with the other optimizer and schedule, and ranks that do not divide the images.
+
+    It would average statistics if it had any.
+    """
+    vit = (
+        "--model vit-ti --width 8 --dtype bfloat16 --optimizer adamw --lr 0.02 --schedule step "
+        "--warmup 0 --batch-stats average"
+    )
     output = ended(start(2, tmp_path, *vit.split(), "--epochs", "3", "--workers", "0"))
     losses = [row["loss"] for row in rows(tmp_path / "train.csv")]
     assert len(losses) == 18 and np.mean(losses[-6:]) < losses[0] - 0.05, output

@@ -1,4 +1,4 @@
-"""The programs of the examples are the same on all ranks, byte for byte, so that one rank compiles them for all."""
+"""The examples' programs are equal on all ranks, byte for byte, so one rank compiles for all."""
 
 import re
 
@@ -16,7 +16,8 @@ from jaxmpi import _jaxcompat
 digest_of = _jaxcompat.module_digest
 def noted(lowered):
     digest = digest_of(lowered)
-    digests.append(digest or hashlib.blake2b(lowered.as_text().encode(), digest_size=16).hexdigest())
+    text = lowered.as_text().encode()
+    digests.append(digest or hashlib.blake2b(text, digest_size=16).hexdigest())
     return digest
 digests, _jaxcompat.module_digest = [], noted
 sys.argv = sys.argv[1:]
@@ -39,7 +40,8 @@ def step(x):
     rank = lax.axis_index(jaxmpi.AXIS)
     up, down = [(p, p + 1) for p in range(n - 1)], [(p + 1, p) for p in range(n - 1)]
     above, below = lax.ppermute(x[-1:], jaxmpi.AXIS, up), lax.ppermute(x[:1], jaxmpi.AXIS, down)
-    padded = jnp.concatenate([jnp.where(rank > 0, above, x[:1]), x, jnp.where(rank < n - 1, below, x[-1:])])
+    above, below = jnp.where(rank > 0, above, x[:1]), jnp.where(rank < n - 1, below, x[-1:])
+    padded = jnp.concatenate([above, x, below])
     return 0.5 * x + 0.25 * (padded[:-2] + padded[2:]), rank
 
 x = jnp.full((4, 3), float(jaxmpi.rank()))

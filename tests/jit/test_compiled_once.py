@@ -1,4 +1,4 @@
-"""Ranks that run the same program compile it once between them; those that cannot share it compile for themselves."""
+"""Ranks with the same program compile it once for all; others compile for themselves."""
 
 import os
 import secrets
@@ -29,7 +29,7 @@ def listen():
 
 
 def compiled():
-    """How many programs this process has compiled, and not found in a cache."""
+    """Count the programs that this process has compiled and not found in a cache."""
     at = "/jax/compilation_cache/"
     return EVENTS[f"{at}compile_requests_use_cache"] - EVENTS[f"{at}cache_hits"]
 
@@ -54,7 +54,10 @@ def new_step():
 
 
 def compiled_by(call):
-    """How many programs each rank compiles in a call, and what it returns; none finds what another has put into a folder."""
+    """Return how many programs each rank compiles in a call, and the call's result.
+
+    No rank finds another's program in a folder.
+    """
     listen()
     usual = jax.config.jax_compilation_cache_dir
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +73,7 @@ def compiled_by(call):
 
 
 def shares():
-    """Whether the modules of the ranks are equal: mpi4jax has the address of a communicator in them."""
+    """Return whether the ranks' modules are equal; mpi4jax's hold a communicator's address."""
     return getattr(session.current("test"), "transport", "native") == "native"
 
 
@@ -128,7 +131,7 @@ def test_each_rank_compiles_where_that_is_asked_for():
 
 @run_ranks(3)
 def test_a_rank_with_another_program_compiles_it_for_itself():
-    """Its batch is larger, and it sends the same."""
+    """A rank with a larger batch compiles for itself, and sends the same messages."""
     number, step = new_step()
     rank = jaxmpi.rank()
     counts, out = compiled_by(lambda: step(np.ones(7 if rank == 0 else 4, np.float32)))
@@ -140,11 +143,9 @@ def test_a_rank_with_another_program_compiles_it_for_itself():
 def test_a_rank_that_compiles_anew_alone_waits_for_nobody():
     number, step = new_step()
     step(np.ones(3, np.float32))
-    x = (
-        np.ones(3, np.float32)
-        if jaxmpi.rank()
-        else jax.device_put(np.ones(5, np.float32), jax.devices()[0])
-    )
+    x = np.ones(3, np.float32)
+    if jaxmpi.rank() == 0:
+        x = jax.device_put(np.ones(5, np.float32), jax.devices()[0])
     counts, out = compiled_by(lambda: step(x))
     assert counts == [1] + [0] * (jaxmpi.size() - 1)
     np.testing.assert_allclose(out, expected(number, [5] + [3] * (jaxmpi.size() - 1)))
@@ -200,7 +201,7 @@ def test_an_unknown_option_is_refused_on_all_ranks():
 
 @run_ranks(3)
 def test_a_rank_that_cannot_lower_raises_alone_and_nobody_waits_for_it():
-    """It goes on: the others have its message by its next call."""
+    """Such a rank goes on, since the others have its message by its next call."""
     if not shares():
         return
     number, step = new_step()
@@ -238,9 +239,8 @@ def test_ranks_of_different_kinds_compile_for_themselves_and_say_so_once():
         backend.registry.kinds_reported = reported
     if jaxmpi.rank() == 2:
         (line,) = said
-        assert line.startswith("processor is a slower one on rank 2 and ") and line.endswith(
-            "compile for themselves."
-        )
+        assert line.startswith("processor is a slower one on rank 2 and ")
+        assert line.endswith("compile for themselves.")
     else:
         assert not said
 
@@ -262,7 +262,7 @@ def test_an_entry_that_cannot_be_loaded_is_compiled():
 
 @run_ranks(2)
 def test_a_program_with_a_callback_is_compiled_by_each_rank():
-    """It calls the Python of its own process."""
+    """Each rank compiles a callback's program, which calls the Python of its own process."""
     number, seen = new_number(), []
 
     def fun(x):

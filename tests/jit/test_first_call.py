@@ -1,4 +1,4 @@
-"""The first call of a step: a forgotten mean is named, and so is what was to be equal on all ranks and is not."""
+"""The first call of a step names a forgotten mean, and outputs that differ across ranks."""
 
 import re
 import subprocess
@@ -65,7 +65,7 @@ def in_a_branch(tx, params, state, x):
 
 
 def noted(call):
-    """What is said of a call, on all ranks."""
+    """Run a call; return the notes that all ranks' messages give about it."""
     watch, said = session.monitor(), []
     watch.say = said.append
     try:
@@ -85,7 +85,7 @@ def noted(call):
 
 
 def called(step, tx):
-    """What is said of the first call of a step, and of those that follow."""
+    """Return the notes of a step's first call, and of the calls that follow."""
     params = start()
     out = (params, tx.init(params))
     said = []
@@ -244,11 +244,8 @@ def test_functions_that_carry_no_state_are_not_warned_of():
     params, rank = start(), jaxmpi.rank()
     assert not noted(lambda: jaxmpi.jit(gradients)(params, batch()))
     assert not noted(lambda: jaxmpi.jit(with_rate)(params, (), batch(), np.float32(0.1)))
-    assert not noted(
-        lambda: jaxmpi.jit(lambda x: (x + jax.lax.axis_index("ranks"), jaxmpi.tree_allreduce(x)))(
-            jnp.ones(3)
-        )
-    )
+    by_rank = lambda x: (x + jax.lax.axis_index("ranks"), jaxmpi.tree_allreduce(x))
+    assert not noted(lambda: jaxmpi.jit(by_rank)(jnp.ones(3)))
     key = jaxmpi.PerRankState(jaxmpi.rank_key(jax.random.key(0)))
     assert not noted(lambda: jaxmpi.jit(marked)(params, key, batch()))
     environment = {"position": jnp.zeros(2) + rank}  # of each rank, from the start
@@ -285,7 +282,10 @@ def test_arguments_that_are_named_as_replicated_are_compared_by_value_once_on_xl
 
 @run_ranks(2)
 def test_ranks_that_come_to_a_program_in_other_ways_still_agree():
-    """What one rank has forgotten, compiled ahead of time or called before alone is not compared again, nor missed."""
+    """Ranks agree on a program that one has forgotten, compiled ahead, or called alone before.
+
+    It is neither compared again nor missed.
+    """
     rank, tx = jaxmpi.rank(), optax.sgd(0.1)
 
     def step(params, state, x, train):
@@ -332,7 +332,7 @@ def test_a_program_of_one_rank_alone_is_not_compared_and_nothing_is_kept():
 
 @run_ranks(2)
 def test_what_a_rank_has_from_outside_shifts_nothing():
-    """On mpi, a Python branch on the rank may use another array."""
+    """A Python branch on the rank may use another array on mpi."""
     rank, table, params = jaxmpi.rank(), jnp.arange(3.0), {"w": jnp.ones(2), "b": jnp.zeros(())}
 
     def step(params, x):

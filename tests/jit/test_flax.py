@@ -1,4 +1,4 @@
-"""What Flax's and JAX's users write in a step: right on every way to run, with the numbers of one rank and the whole batch."""
+"""Common Flax and JAX steps give one rank's numbers for the whole batch, on every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -135,24 +135,20 @@ def rematerialized(x):
     return mean(jax.grad(lambda w: step(step(w)[0])[1])(jnp.ones(3)))
 
 
-CASES = {
-    f.__name__: f
-    for f in (
-        *(
-            transposed_broadcast,
-            split_and_merged,
-            train_state_in_a_scan,
-            recurrent,
-            counted,
-            scaled,
-            rematerialized,
-        ),
-    )
-}
+FUNCTIONS = [
+    transposed_broadcast,
+    split_and_merged,
+    train_state_in_a_scan,
+    recurrent,
+    counted,
+    scaled,
+    rematerialized,
+]
+CASES = {function.__name__: function for function in FUNCTIONS}
 
 
 def leaves_of_one(case):
-    """Those of one rank with the whole batch."""
+    """Return one rank's results for the whole batch, by vmap."""
     outs = jax.vmap(CASES[case], axis_name=jaxmpi.AXIS)(DATA[None])
     return [np.asarray(x)[0] for x in jax.tree.leaves(outs)]
 

@@ -126,10 +126,8 @@ def test_arguments_of_every_kind():
     out = step({"w": np.ones(3), "none": None}, 0.5, key=jax.random.key(1), flag=True)
     np.testing.assert_array_equal(out["w"], np.full(3, 0.5))
     assert out["key"] == jax.random.key(1) and int(out["flag"]) == 1
-    assert (
-        float(step({"w": np.float32(2.0), "none": None}, 1, key=jax.random.key(1), flag=False)["w"])
-        == 0.0
-    )
+    out = step({"w": np.float32(2.0), "none": None}, 1, key=jax.random.key(1), flag=False)
+    assert float(out["w"]) == 0.0
     assert n == jaxmpi.size()
 
 
@@ -144,7 +142,10 @@ def test_captured_arrays_may_differ_between_ranks():
 
 @run_ranks(2, 3)
 def test_captured_arrays_are_compared_where_they_must_be_equal():
-    """Where an output is to be equal on all ranks, or a branch with a collective is taken, and it would be if they are."""
+    """Captured arrays are compared if a replicated output or a branch needs them equal.
+
+    The branch has a collective, and its condition depends on them.
+    """
     table = jnp.arange(4.0)
 
     def scaled(p, x):
@@ -193,7 +194,7 @@ def test_transformations_around_it():
 
 @run_ranks(2, 3)
 def test_a_function_without_outputs_still_communicates():
-    """It cannot be seen from outside, but the module must contain the call, and in order."""
+    """The module must contain the call, in order, though nothing shows it outside."""
     step = jaxmpi.jit(lambda x: jax.debug.callback(lambda _: None, lax.psum(x, R)))
     assert step(X) is None
     silent = jaxmpi.jit(lambda x: (lax.psum(x, R), None)[1])
@@ -355,7 +356,8 @@ def test_a_collective_in_a_branch_that_not_all_ranks_take():
 
     with pytest.raises(
         ValueError,
-        match=r"cond at test_jit_features.py:\d+ contains a collective \(psum at test_jit_features.py",
+        match=r"cond at test_jit_features.py:\d+ contains a collective "
+        r"\(psum at test_jit_features.py",
     ):
         simulated(fun, X)
     simulated(
@@ -410,7 +412,10 @@ def test_a_refused_loop_of_a_library_names_the_users_line_beside_it(tmp_path, mo
         line + 3: lambda x: solver.solve_together(x),
     }
     for number, fun in cases.items():
-        loop = rf"while_loop at some_solver.py:5 called from test_jit_features.py:{number} contains a collective \(psum at "
+        loop = (
+            f"while_loop at some_solver.py:5 called from test_jit_features.py:{number} "
+            r"contains a collective \(psum at "
+        )
         with pytest.raises(ValueError, match=loop):
             simulated(fun, X)
     # JAX does not know what calls the loop around this one.
@@ -442,7 +447,8 @@ def test_a_forgotten_mean_is_found():
     params = {"w": jnp.ones(4), "b": jnp.ones(4)}
     with pytest.raises(
         ValueError,
-        match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated but may differ across ranks",
+        match=r"^jaxmpi\.jit: output \[0\]\['b'\] of step is declared replicated "
+        "but may differ across ranks",
     ):
         simulated(sgd(average=True), params, X, replicated_argnums=0, replicated_outnums=0)
     with pytest.raises(ValueError, match=r"output \[0\]\['"):
@@ -450,8 +456,9 @@ def test_a_forgotten_mean_is_found():
         simulated(sgd(average=True), params, X, replicated_outnums=(0,))
     assert simulated(sgd(average=False), params, X)  # nobody asked
     optimizer = jaxmpi.distributed(optax.adam(1e-3))
-    simulated(optax_step(optimizer), params := {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, optimizer.init(params), X[None],
-              replicated_argnums=(0, 1), replicated_outnums=(0, 1))  # fmt: skip
+    params = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+    step, both = optax_step(optimizer), {"replicated_argnums": (0, 1), "replicated_outnums": (0, 1)}
+    simulated(step, params, optimizer.init(params), X[None], **both)
 
 
 def test_a_mean_too_many_is_warned_of():
@@ -478,7 +485,8 @@ def test_what_is_not_known_is_refused_by_name():
 
     with pytest.raises(
         NotImplementedError,
-        match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'(.|\n)*Move the",
+        match=r"ragged_all_to_all at test_jit_features.py:\d+ communicates over 'ranks'"
+        r"(.|\n)*Move the",
     ):
         simulated(ragged, X)
 
@@ -487,7 +495,8 @@ def test_what_is_not_known_is_refused_by_name():
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(
         TypeError,
-        match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. Name the argument",
+        match=r"argument 0\['name'\] of <lambda> is a str, and no array or number. "
+        "Name the argument",
     ):
         jaxmpi.jit(lambda batch: batch)({"x": X, "name": "a"})
 
@@ -545,9 +554,8 @@ def shapes_stand_for_arrays():
     assert step.eval_shape(struct, "sum") == struct
     np.testing.assert_array_equal(step.lower(struct, "sum").compile()(X), X * jaxmpi.size())
     np.testing.assert_array_equal(step.trace(struct, "sum").lower().compile()(X), X * jaxmpi.size())
-    assert jaxmpi.explain(jaxmpi.jit(lambda x: lax.psum(x, R)), struct).messages == (
-        jaxmpi.size() > 1
-    )
+    plan = jaxmpi.explain(jaxmpi.jit(lambda x: lax.psum(x, R)), struct)
+    assert plan.messages == (jaxmpi.size() > 1)
 
 
 OUTSIDE = X + 1
@@ -627,11 +635,8 @@ def test_without_the_internals_it_is_slower_and_right():
 
 def test_simulated_ranks_share_what_is_equal():
     with jaxmpi.simulate(4) as world:
-        assert (world.rank, world.size, world.backend) == (
-            0,
-            4,
-            "simulate",
-        ) and jaxmpi.init() is world
+        assert (world.rank, world.size, world.backend) == (0, 4, "simulate")
+        assert jaxmpi.init() is world
         params = jnp.ones(3)
         (batch,) = jaxmpi.batches(np.arange(8.0), 8)
         assert isinstance(batch, jaxmpi.PerRank) and np.asarray(batch).shape == (4, 2)
@@ -673,7 +678,10 @@ import jax, jax.numpy as jnp, pytest
 import jaxmpi
 world = jaxmpi.init(sys.argv[1])
 rank, size = world.rank, world.size
-said = r"invalid value \\(nan\\) encountered in log" if size == 1 else r"^logs: an output on this rank has a NaN"
+if size == 1:
+    said = r"invalid value \\(nan\\) encountered in log"
+else:
+    said = r"^logs: an output on this rank has a NaN"
 jax.config.update("jax_debug_nans", True)
 for send in (lambda x: x, jaxmpi.tree_allreduce):
 
@@ -695,7 +703,7 @@ print("found", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [("auto", 1), ("mpi", 2), ("mpi", 3), ("xla", 2)])
 def test_debug_nans(tmp_path, backend, ranks):
-    """At the first call and later, in an output of one rank alone, with a collective in the program and without.
+    """A NaN in one rank's output is found in first and later calls, for any program.
 
     In processes of its own: after JAX has turned the search off for a while, as in `jnp.var`, the
     thread stays without it.
@@ -724,7 +732,7 @@ def test_values_of_simulated_ranks_are_refused_elsewhere():
 
 
 def python_calls(call):
-    """How many functions of Python a call enters."""
+    """Count the Python functions that a call enters."""
     entered = 0
 
     def count(frame, event, argument):
@@ -741,7 +749,10 @@ def python_calls(call):
 
 @run_ranks(1, 2, 3)
 def test_what_a_call_does_in_python_does_not_grow_with_the_arrays():
-    """For every kind of arguments: JAX dispatches them in C++, also the second kind, which stands here for a last batch."""
+    """The Python work of a call does not grow with its arrays, for every kind of argument.
+
+    JAX dispatches them in C++, also the second kind, which stands here for a last batch.
+    """
 
     @jaxmpi.jit
     def step(state, x):

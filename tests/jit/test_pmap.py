@@ -1,4 +1,4 @@
-"""`jaxmpi.pmap`, programs that were written for `jax.pmap`, and what is said of a `jax.pmap` that was left in one."""
+"""`jaxmpi.pmap`, programs written for `jax.pmap`, and the note about a leftover `jax.pmap`."""
 
 import difflib
 import importlib.util
@@ -33,7 +33,7 @@ NEW_LINES = {"import jaxmpi", "from jaxmpi import pmap", "jaxmpi.init()"}
 
 
 def on_virtual_devices(name, count):
-    """What a program prints in one process with `count` devices."""
+    """Return the output of a program in one process with `count` devices."""
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
@@ -50,7 +50,7 @@ def on_virtual_devices(name, count):
 
 
 def on_this_rank(path, rows_at):
-    """What a program returns on this rank, and the rows that its pmaps got, for each call."""
+    """Run a program here; return its result and the rows that its pmaps got in each call."""
     called, pmap = [], jaxmpi.pmap
 
     def recorded(fun, *args, **kwargs):
@@ -85,7 +85,7 @@ def on_this_rank(path, rows_at):
     ],
 )
 def test_programs_of_users(name, rows_at, ranks):
-    """The losses are those of the program on as many devices of one process, and each row is on one rank."""
+    """Losses equal those of the program on as many devices; each row is on one rank."""
     want = on_virtual_devices(name, ranks)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks do not have this module
     try:
@@ -107,9 +107,10 @@ def test_two_lines_of_a_program_change(name):
     before, after = (
         (PROGRAMS / f"{name}{end}.py").read_text().splitlines() for end in ("", "_on_ranks")
     )
-    changes = [
-        line for line in difflib.ndiff(before, after) if line[0] in "-+" and line[2:].strip()
-    ]
+    changes = []
+    for line in difflib.ndiff(before, after):
+        if line[0] in "-+" and line[2:].strip():
+            changes.append(line)
     gone = [line[2:] for line in changes if line[0] == "-"]
     new = [line[2:] for line in changes if line[0] == "+" and line[2:] not in NEW_LINES]
     assert len(gone) == len(new) == 2
@@ -191,7 +192,10 @@ def test_donated_state_in_a_loop():
 
 @run_ranks(1, 2, 3)
 def test_names_of_the_ranks():
-    """AXIS, the own name, functions of jaxmpi, modules with an axis name; loops, branches, grad and vmap inside."""
+    """AXIS, pmap's own name, jaxmpi's functions and modules with an axis name work inside.
+
+    Also in loops, branches, grad and vmap.
+    """
     n, r = jaxmpi.size(), jaxmpi.rank()
 
     def f(x):
@@ -268,7 +272,10 @@ def test_custom_derivatives_and_remat():
 
 @run_ranks(1, 2, 3)
 def test_inside_of_other_functions():
-    """In jaxmpi.jit it is over the ranks, in another pmap over this rank's device, and it has derivatives."""
+    """A pmap in jaxmpi.jit is over the ranks, and one in another pmap over this rank's device.
+
+    It has derivatives in both.
+    """
     n, r = jaxmpi.size(), jaxmpi.rank()
     x, total = jnp.asarray([r + 1.0]), n * (n + 1) / 2
     summed = jaxmpi.pmap(lambda x: lax.psum(x, "i"), "i")
@@ -344,7 +351,10 @@ def test_helpers_of_flax():
 
 @run_ranks(1, 2)
 def test_branches_on_equal_arguments():
-    """A branch with a collective may depend on what has no axis, and on what `replicated_argnums` names."""
+    """A branch with a collective may depend on arguments without an axis.
+
+    Also on those that `replicated_argnums` names.
+    """
 
     def f(x, often, state):
         x = lax.cond(often, lambda x: lax.pmean(x, "i"), lambda x: x, x)
@@ -367,7 +377,10 @@ def test_branches_on_equal_arguments():
     "in_axes", [(0, {"often": None, "y": 0}), (0, [None, 0]), (0, jaxmpi.PerRankState(0), None)]
 )
 def test_pmap_in_axes_none_below_the_top_is_replicated(in_axes):
-    """A branch with a collective may depend on it, and its values are compared; its neighbor with an axis is per rank."""
+    """A branch with a collective may depend on a leaf without an axis, which is compared.
+
+    Its neighbor with an axis is per rank.
+    """
     n, x = jaxmpi.size(), jnp.asarray([jaxmpi.rank() + 1.0])
 
     def f(x, *flags):
@@ -469,7 +482,10 @@ def test_errors():
             rows.format("2, 3", r"x\[jaxmpi\.rank\(\)\]\[None\]"),
             of({"image": jnp.ones((2, 3))}),
         )
-        text = r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across ranks\. .* axis in out_axes"
+        text = (
+            r"^jaxmpi\.pmap: the output of update is declared replicated but may differ across "
+            r"ranks\. .* axis in out_axes"
+        )
         refused(ValueError, text, of(x, out_axes=None))
         refused(TypeError, r"^jaxmpi\.pmap: argument 0 of update is a str, and no array", of("x"))
     refused(
@@ -528,7 +544,11 @@ def test_changes_of_nnx_objects_are_not_lost():
 
 def test_devices_that_a_flag_makes():
     """A rank that has several devices is told why."""
-    code = "import jax, jaxmpi; jaxmpi.init(); jaxmpi.pmap(lambda x: x)(jax.numpy.ones((jax.local_device_count(), 2)))"
+    code = """
+import jax, jaxmpi
+jaxmpi.init()
+jaxmpi.pmap(lambda x: x)(jax.numpy.ones((jax.local_device_count(), 2)))
+"""
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
         "JAX_PLATFORMS": "cpu",
@@ -550,7 +570,10 @@ made_before = jax.pmap(lambda x: lax.pmean(x, "i"), "i")  # as in a library, or 
 
 @run_ranks(1, 2)
 def test_a_leftover_pmap_is_noticed():
-    """Once for each line that calls one, made before init or after it, on rank 0, and not on one rank."""
+    """A leftover `jax.pmap` gives one note for each calling line, on rank 0.
+
+    The pmap may be made before init or after. One rank alone gets no note.
+    """
     x = jnp.asarray([jaxmpi.rank() + 1.0])
     functions = {
         "before": made_before,
@@ -624,7 +647,7 @@ def test_a_leftover_pmap_beside_simulated_ranks():
 
 
 def said_of(step, *args):
-    """What rank 0 says of a first call, once all ranks' messages have come."""
+    """Return the notes of rank 0 on a first call, once all ranks' messages have come."""
     monitor, lines = session.monitor(), []
     said, monitor.say = monitor.say, lines.append
     try:
@@ -641,7 +664,10 @@ def said_of(step, *args):
 
 @run_ranks(2, 3)
 def test_the_same_rows_on_all_ranks_are_noticed():
-    """Where a train step gets equal arguments everywhere, and not where rows, keys or state differ, or are taken by rank."""
+    """Equal train-step arguments on all ranks give a note.
+
+    There is none where rows, keys or state differ, or rows are taken by rank.
+    """
     assert async_gather  # whose messages these are
     n, r = jaxmpi.size(), jaxmpi.rank()
 
@@ -673,5 +699,5 @@ def test_the_same_rows_on_all_ranks_are_noticed():
     ):
         assert not said_of(jaxmpi.pmap(fun, "i"), *args)
     assert not said_of(jaxmpi.pmap(lambda x: lax.pmean(x, "i"), "i"), state)
-    # which is no pmap
+    # jaxmpi.jit is no pmap
     assert not said_of(jaxmpi.jit(lambda s, b: (s, lax.pmean(b, jaxmpi.AXIS))), state, same)

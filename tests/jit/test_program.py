@@ -1,4 +1,4 @@
-"""What differs between the ranks without being an argument, effects, and other corners of `jaxmpi.jit`."""
+"""Differences between ranks that are no arguments, effects, and other corners of `jaxmpi.jit`."""
 
 from typing import NamedTuple
 
@@ -42,7 +42,10 @@ def test_python_numbers_of_each_rank_are_sent():
 
 @run_ranks(2)
 def test_python_numbers_that_decide_are_compared():
-    """The turns of a loop, a branch, a sum that is not sent: with other numbers on other ranks they would hang, or be wrong."""
+    """Ranks compare Python numbers that decide on loops, branches and sums.
+
+    With different numbers they would hang, or be wrong.
+    """
     mine = jaxmpi.rank() + 3
 
     def turns(x):
@@ -325,7 +328,7 @@ def test_checkpoint_recomputes_behind_a_barrier():
         return jnp.sin(lax.pmean(jnp.sin(x), R))
 
     text = jaxmpi.jit(jax.grad(lambda x: block(x).sum())).lower(jnp.ones(4)).as_text()
-    # or XLA would merge the second computation with the first
+    # without it XLA would merge the second computation with the first
     assert "optimization_barrier" in text
 
 
@@ -333,7 +336,7 @@ def test_checkpoint_recomputes_behind_a_barrier():
 
 
 def traces_of(step, *args, **options):
-    """How often `lower`, and then its program, trace a function; the program's text and result."""
+    """Return how often `lower` and its program trace, the program's text, and its result."""
     count = []
 
     def counted(*args):

@@ -1,4 +1,4 @@
-"""What depends on something keeps its bits, and XLA cannot compute it before."""
+"""A dependency keeps the bits of a value, and XLA cannot compute the value before it."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_all_bits_stay(dtype, other):
 
 
 def test_the_compiled_program_takes_both():
-    """If XLA learns that the token does not matter, this fails, and another one must be found."""
+    """XLA keeps the token; if it learns that it does not matter, another way must be found."""
     f = jax.jit(lambda before, x: depending_on(token_of([before]), [x])[0] * 2.0, keep_unused=True)
     text = f.lower(jnp.ones(3), jnp.ones(1000)).compile().as_text()
     entry = text[text.index("ENTRY") :]
@@ -66,12 +66,11 @@ def rewritten(f, *args, bucket_bytes=1):
 
 
 def after_the_start(jaxpr, name):
-    """Of the equations of this name, how many depend on a start, and how many do not."""
+    """Count the equations of this name that depend on a start, and those that do not."""
     marked, found = set(), []
     for eqn in jaxpr.jaxpr.eqns:
-        depends = eqn.primitive is MARK or any(
-            v in marked for v in eqn.invars if not hasattr(v, "val")
-        )
+        inputs = {v for v in eqn.invars if not hasattr(v, "val")}  # without literals
+        depends = eqn.primitive is MARK or bool(inputs & marked)
         marked.update(eqn.outvars if depends else ())
         found += [depends] if eqn.primitive.name == name else []
     return found.count(True), found.count(False)
@@ -107,10 +106,8 @@ def test_what_the_message_is_made_of_is_not():
 def test_a_product_keeps_its_operands():
     """XLA would copy them."""
     f = lambda u, w: (lax.ppermute(u[0], jaxmpi.AXIS, [(0, 1), (1, 0)]), u @ w)
-    assert after_the_start(rewritten(f, jnp.ones((24, 24)), jnp.ones((24, 24))), "dot_general") == (
-        0,
-        1,
-    )
+    jaxpr = rewritten(f, jnp.ones((24, 24)), jnp.ones((24, 24)))
+    assert after_the_start(jaxpr, "dot_general") == (0, 1)
 
 
 def test_random_keys_are_left_as_they_are():
@@ -127,7 +124,7 @@ def test_random_keys_are_left_as_they_are():
 
 
 def test_many_arrays_take_as_many_operations():
-    """The start of a message is one operation: what comes after it needs one of its arrays, not all."""
+    """The start of a message is one operation; what follows needs one of its arrays, not all."""
 
     def operations(n):
         many = lambda us: [halo(u) for u in us]

@@ -1,4 +1,7 @@
-"""The table of derivatives in docs/concepts.md, checked with finite differences of the sum of all ranks' outputs."""
+"""The table of derivatives in docs/concepts.md, checked with finite differences.
+
+The differences are of the sum of all ranks' outputs.
+"""
 
 import jax
 import jax.numpy as jnp

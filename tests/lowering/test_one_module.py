@@ -40,7 +40,7 @@ def train(x):
     return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
 
 
-# with their values on rank r of n, for x = [1, 2, 3]; None where another test has them
+# functions, with their values on rank r of n for x = [1, 2, 3]; None where another test has them
 FUNCTIONS = {
     "plain": (lambda x: me() + 0 * x[0], lambda r, n: r),
     "rank": (lambda x: jaxmpi.rank() + 0 * x[0], lambda r, n: r),

@@ -1,5 +1,9 @@
-"""In what XLA compiles for CPUs, loops that communicate and other collectives depend on each other: they have one order."""
+"""Loops that communicate and other collectives have one order in XLA's CPU programs.
 
+The order comes from dependencies between them.
+"""
+
+import itertools
 import re
 
 import jax
@@ -85,7 +89,10 @@ LOOPS += [pytest.param(loop, marks=pytest.mark.slow) for loop in MORE]
 
 
 def beside(loop):
-    """A loop among collectives of every kind that need nothing of it, and another loop behind them."""
+    """Return a function with a loop among independent collectives of every kind.
+
+    They need nothing of it, and another loop comes behind them.
+    """
 
     def function(x):
         before = lax.all_gather(x + 1, R), lax.psum(jnp.cos(x) > 0, R)
@@ -103,26 +110,29 @@ def beside(loop):
 
 
 def unordered(module):
-    """The pairs of a loop that communicates and what else does so, in one computation, that do not depend on each other."""
+    """List the pairs of a communicating loop and another collective without a dependency.
+
+    Both are in one computation.
+    """
     computations = {}
     for line in module.splitlines():
         if header := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):
             inside = computations.setdefault(header[1], {})
         elif equation := re.match(r" +(?:ROOT )?%([\w.-]+) = (.*)", line):
             inside[equation[1]] = equation[2]
-    names = {
-        line: re.findall(r"%([\w.-]+)", line)
-        for inside in computations.values()
-        for line in inside.values()
-    }
+    names = {}
+    for inside in computations.values():
+        for line in inside.values():
+            names[line] = re.findall(r"%([\w.-]+)", line)
 
     def sends(line):
         return bool(COLLECTIVE.search(line)) or loops(line)
 
     def loops(line):
-        return any(
-            sends(inner) for name in names[line] for inner in computations.get(name, {}).values()
-        )
+        for name in names[line]:
+            if any(sends(inner) for inner in computations.get(name, {}).values()):
+                return True
+        return False
 
     pairs = []
     for inside in computations.values():
@@ -131,12 +141,9 @@ def unordered(module):
             of = {other for other in names[line] if other in inside}
             needs[name] = of.union(*(needs[other] for other in of))
         remote = [name for name, line in inside.items() if sends(line)]
-        pairs += [
-            (a, b)
-            for i, a in enumerate(remote)
-            for b in remote[i + 1 :]
-            if a not in needs[b] and (loops(inside[a]) or loops(inside[b]))
-        ]
+        for a, b in itertools.combinations(remote, 2):
+            if a not in needs[b] and (loops(inside[a]) or loops(inside[b])):
+                pairs.append((a, b))
     return pairs
 
 
@@ -167,7 +174,7 @@ def test_loops_in_order_have_the_same_numbers(loop):
 
 
 def beside_by_vmap(loop):
-    """The same in JAX's own words."""
+    """Return the function of `beside` in JAX's own collectives, for vmap."""
 
     def function(x):
         size = lax.axis_size(R)

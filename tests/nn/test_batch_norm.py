@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def batches(n, valid, shape):
-    """For each step the rows of all ranks, what they should become, and masks."""
+    """Make the rows of all ranks for each step, their expected outputs, and masks."""
     rng = np.random.default_rng(0)
     mask = np.arange(ROWS) < np.array(valid[:n])[:, None]
     for _ in range(STEPS):
@@ -226,9 +226,8 @@ def test_batch_norm_of_linen_with_masks_is_one_rank_with_all_rows():
         mask = np.arange(ROWS) < np.array(valid[:n])[:, None]
         model, one = Net(jaxmpi.nn.linen.BatchNorm), Net(linen.BatchNorm)
         variables = model.init(jax.random.key(0), x[r])
-        assert jax.tree.structure(variables) == jax.tree.structure(
-            one.init(jax.random.key(0), x[r])
-        )
+        on_one = one.init(jax.random.key(0), x[r])
+        assert jax.tree.structure(variables) == jax.tree.structure(on_one)
         call = jaxmpi.jit(
             lambda v, x, m, model=model: model.apply(v, x, m[:, None], mutable=["batch_stats"])
         )

@@ -1,4 +1,4 @@
-"""`nn.average_batch_stats`: the statistics of all ranks' samples, in the names and forms of many libraries.
+"""`nn.average_batch_stats` averages statistics over ranks, in the forms of many libraries.
 
 Each case is checked on real ranks, on simulated ones, and on xla, against NumPy's mean and variance
 of all samples.
@@ -35,7 +35,7 @@ def pooled(rows, weights=None):
 
 
 def each(trees):
-    """This rank's tree of a list of all ranks'; of simulated ranks, all of them."""
+    """Pick this rank's tree from a list of all ranks'; under simulation, take all."""
     if jaxmpi.init().backend != "simulate":
         return trees[jaxmpi.rank()]
     return jax.tree.map(lambda *xs: jaxmpi.PerRank(np.stack(xs)), *trees)
@@ -57,7 +57,7 @@ def flat(mean, var):
 
 
 def haiku(m, v, n):
-    """As of an exponential moving average after 3 steps with decay 0.9."""
+    """Make Haiku's state of an exponential moving average after 3 steps with decay 0.9."""
     k = np.float32(1 - 0.9**3)
     fields = lambda x: {"average": x, "hidden": k * x, "counter": np.int32(3)}
     return {"bn/~/mean_ema": fields(m), "bn/~/var_ema": fields(v)}
@@ -104,22 +104,17 @@ def counted(squares):
 
     def of(out):
         for r in ranks_here():
-            # what was counted here; so the next update goes on from it
+            # the count stays that of this rank, from which its next update continues
             assert on_rank(out["count"], r) == ROWS[r]
-        stack = isinstance(out[squares], jaxmpi.PerRank)
-        counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
-        var = (
-            jaxmpi.PerRank(np.asarray(out[squares]) / counts)
-            if stack
-            else out[squares] / out["count"]
-        )
-        return out["mean"], var
+        if isinstance(out[squares], jaxmpi.PerRank):
+            counts = np.asarray(ROWS[: jaxmpi.size()], np.float32)[:, None]
+            return out["mean"], jaxmpi.PerRank(np.asarray(out[squares]) / counts)
+        return out["mean"], out[squares] / out["count"]
 
-    return lambda m, v, n: {
-        "count": np.int32(n),
-        "mean": m,
-        squares: (n * v).astype(np.float32),
-    }, of
+    def make(m, v, n):
+        return {"count": np.int32(n), "mean": m, squares: (n * v).astype(np.float32)}
+
+    return make, of
 
 
 WEIGHTED = {  # by counts of their own

@@ -1,4 +1,7 @@
-"""Public functions with implicit promotion of dtypes and without: prints which differ; see test_strict.py."""
+"""Print which public functions differ under implicit and strict promotion of dtypes.
+
+See test_strict.py.
+"""
 
 import sys
 import tempfile
@@ -103,9 +106,14 @@ def sampled():
 
 sgd, adam = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)  # optax.adam itself needs promotion
 ring = lambda n: [(r, (r + 1) % n) for r in range(n)]
-along = lambda f: (
-    lambda: jaxmpi.jit(f)(jnp.asarray(np.arange(2 * N, dtype=np.float32).reshape(N, 2)) + RANK)
-)
+
+
+def along(f):
+    """Make a case: the outputs of a function of [ranks, 2] in `jaxmpi.jit`."""
+    rows = np.arange(2 * N, dtype=np.float32).reshape(N, 2)
+    return lambda: jaxmpi.jit(f)(jnp.asarray(rows) + RANK)
+
+
 OPS = ("mean", "sum", "max", "min", "prod")
 DTYPES = ("float32", "float64", "int8", "int32", "int64", "uint8", "bfloat16")
 CODECS = {
@@ -125,6 +133,17 @@ def slope(op):
     return along(jax.grad(lambda x: jnp.sum(jaxmpi.tree_allreduce(x, op))))
 
 
+nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def positive_branch(x):
+    return lax.cond(lax.psum(1, jaxmpi.AXIS) > 1, lambda: lax.pmax(x, jaxmpi.AXIS), lambda: x)
+
+
+def times_rank(p, r):
+    return jnp.sum(p["b"]) * r
+
+
 CASES = {
     **{f"allreduce {op} {dtype}": reduced(op, dtype) for op in OPS for dtype in DTYPES},
     "bcast": lambda: jaxmpi.tree_bcast({"a": 3, "b": np.float32(RANK)}),
@@ -139,7 +158,7 @@ CASES = {
     "pbroadcast": along(lambda x: lax.pbroadcast(x, (jaxmpi.AXIS,), 0)),
     **{f"gradient of {op}": slope(op) for op in ("mean", "sum", "max", "prod")},
     "loop": along(lambda x: lax.fori_loop(0, 3, lambda i, x: lax.pmean(x, jaxmpi.AXIS), x)),
-    "branch": along(lambda x: lax.cond(lax.psum(1, jaxmpi.AXIS) > 1, lambda: lax.pmax(x, jaxmpi.AXIS), lambda: x)),
+    "branch": along(positive_branch),
     "vmap": along(jax.vmap(lambda x: lax.pmean(x, jaxmpi.AXIS))),
     "distributed": steps(jaxmpi.distributed(adam)),
     "distributed, weight": steps(jaxmpi.distributed(adam), weight=3),
@@ -150,22 +169,27 @@ CASES = {
     "sharded": steps(jaxmpi.sharded(adam)),
     "sharded, clip": steps(jaxmpi.sharded(optax.chain(jaxmpi.clip_by_global_norm(1.0), adam))),
     "local_sgd": steps(jaxmpi.local_sgd(adam, 2)),
-    "local_sgd, outer": steps(jaxmpi.local_sgd(sgd, 2, optax.sgd(0.7, momentum=0.9, nesterov=True))),
+    "local_sgd, outer": steps(jaxmpi.local_sgd(sgd, 2, nesterov)),
     "local_sgd, fragments": steps(jaxmpi.local_sgd(sgd, 2, fragments=2, delay=1), 6),
     "skip_nonfinite": steps(jaxmpi.skip_nonfinite(jaxmpi.distributed(adam))),
     "loss scale": loss_scale,
     "watch_replicas": steps(jaxmpi.watch_replicas(jaxmpi.distributed(adam), 2)),
-    **{f"codec {name}": steps(jaxmpi.distributed(sgd, codec=codec)) for name, codec in CODECS.items()},
+    **{
+        f"codec {name}": steps(jaxmpi.distributed(sgd, codec=codec))
+        for name, codec in CODECS.items()
+    },
     "fully_shard": fsdp,
     "micro_batches": micro,
     "noise scale": steps(optax.chain(jaxmpi.measure_noise_scale(), jaxmpi.distributed(sgd))),
-    "average_metrics": lambda: jaxmpi.average_metrics({"loss": 0.5, "n": 3, "x": np.float32(RANK)}, weight=2),
-    "average_loss": lambda: jaxmpi.jit(jax.grad(jaxmpi.average_loss(lambda p, r: jnp.sum(p["b"]) * r)))(PARAMS, RANK),
+    "average_metrics": lambda: jaxmpi.average_metrics(
+        {"loss": 0.5, "n": 3, "x": np.float32(RANK)}, weight=2
+    ),
+    "average_loss": lambda: jaxmpi.jit(jax.grad(jaxmpi.average_loss(times_rank)))(PARAMS, RANK),
     "batch_stats": lambda: jaxmpi.nn.average_batch_stats(gradients(RANK)),
     "synchronize": lambda: jaxmpi.synchronize({**gradients(RANK), "n": 3, "x": np.arange(3)}),
     "checkpoint": saved,
     "data": sampled,
-}  # fmt: skip
+}
 
 
 def outcome(case, promotion):
@@ -175,11 +199,10 @@ def outcome(case, promotion):
         try:
             return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(case()))], ""
         except Exception as error:
-            where = [
-                f"{t.filename}:{t.lineno}"
-                for t in traceback.extract_tb(error.__traceback__)
-                if "/jaxmpi/" in t.filename
-            ]
+            where = []
+            for frame in traceback.extract_tb(error.__traceback__):
+                if "/jaxmpi/" in frame.filename:
+                    where.append(f"{frame.filename}:{frame.lineno}")
             return [], f"{type(error).__name__}: {str(error)[:300]} {where[-3:]}"
 
 

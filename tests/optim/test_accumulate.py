@@ -13,9 +13,8 @@ from jaxmpi.testing import run_ranks
 def test_every_one_is_inner():
     inner = optax.sgd(0.1)
     params = {"w": jnp.ones(3)}
-    assert jax.tree.structure(jaxmpi.accumulate(inner, 1).init(params)) == jax.tree.structure(
-        inner.init(params)
-    )
+    state = jaxmpi.accumulate(inner, 1).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(inner.init(params))
 
 
 @run_ranks(2, 3)

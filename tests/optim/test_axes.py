@@ -1,4 +1,4 @@
-"""`sharded` and `fully_shard` over an axis: the numbers of `distributed` over it, and what is refused."""
+"""`sharded` and `fully_shard` over an axis: the numbers of `distributed`, and refusals."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def parameters():
 
 
 def loss(params, x):
-    """Its gradients depend on the parameters and on the samples of a rank."""
+    """Return a loss whose gradients depend on the parameters and on a rank's samples."""
     out = jnp.tanh(x @ params["w"]) * params["scale"]
     return (
         jnp.mean(out**2)
@@ -39,7 +39,7 @@ def gradients_of(params, x):
 
 
 def samples():
-    """Of this rank, in a step."""
+    """Return the samples of this rank, in a step."""
     rank = jax.lax.axis_index(jaxmpi.AXIS)
     return jnp.asarray(np.random.default_rng(2).normal(size=(6, 4, 5)))[rank]
 
@@ -64,10 +64,8 @@ def train(tx, gradients=gradients_of, start=lambda params: params, end=lambda pa
 
 
 def close(got, want):
-    assert not all(
-        np.allclose(x, y[None])
-        for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True)
-    )
+    leaves = zip(jax.tree.leaves(want), jax.tree.leaves(parameters()), strict=True)
+    assert not all(np.allclose(x, start[None]) for x, start in leaves)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
         jaxmpi.local(got),
@@ -93,8 +91,11 @@ def check_sharded(axis, masters=None):
 def check_rare_steps():
     with jax.enable_x64(True):
         axis = "member"
-        close(train(jaxmpi.accumulate(jaxmpi.skip_nonfinite(jaxmpi.sharded(optax.adam(0.1), axis=axis)), 2)),
-              train(jaxmpi.accumulate(jaxmpi.skip_nonfinite(jaxmpi.distributed(optax.adam(0.1), axis=axis)), 2)))  # fmt: skip
+        skip = lambda inner: jaxmpi.accumulate(jaxmpi.skip_nonfinite(inner), 2)
+        close(
+            train(skip(jaxmpi.sharded(optax.adam(0.1), axis=axis))),
+            train(skip(jaxmpi.distributed(optax.adam(0.1), axis=axis))),
+        )
 
 
 def check_hybrid(axis, other):
@@ -109,7 +110,7 @@ def check_hybrid(axis, other):
 
 
 def check_islands():
-    """Without it each island trains its own: as with `distributed` over the axis."""
+    """Check that each island trains alone, as with `distributed` over the axis."""
     with jax.enable_x64(True):
         close(
             fully(clipped_adam(), "member"),
@@ -347,34 +348,63 @@ def normalized_over(axis):
 
 MIXES = r"is a shard, and depends on .* which looks at more than one element"
 UNSHARDED = r"is a ShardedArray, of which each rank has another part"
+
+
+def chained(*names):
+    """One step on shards with the named transforms, in order, before SGD."""
+    norm, mean = optax.clip_by_global_norm(1.0), jaxmpi.average_gradients(axis="island")
+    transforms = {"norm": norm, "mean": mean}
+    return of_shards(optax.chain(*(transforms[name] for name in names), optax.sgd(1.0)))
+
+
 REFUSED = {
-    "unknown axis": (lambda: jaxmpi.sharded(optax.sgd(1.0), axis="nobody").init(parameters()), "sharded: axis 'nobody' is unk"),
+    "unknown axis": (
+        lambda: jaxmpi.sharded(optax.sgd(1.0), axis="nobody").init(parameters()),
+        "sharded: axis 'nobody' is unk",
+    ),
     "unknown axis of shards": (lambda: shards("nobody"), "fully_shard: axis 'nobody' is unknown"),
-    "ranks twice": (lambda: shards(("ranks", "member")), "fully_shard: .* names some of the ranks twice"),
+    "ranks twice": (
+        lambda: shards(("ranks", "member")),
+        "fully_shard: .* names some of the ranks twice",
+    ),
     "axis of a vmap": (
-        lambda: jax.vmap(lambda x: jaxmpi.fully_shard(x, axis="samples"), axis_name="samples")(jnp.ones((2, 3))),
+        lambda: jax.vmap(lambda x: jaxmpi.fully_shard(x, axis="samples"), axis_name="samples")(
+            jnp.ones((2, 3))
+        ),
         "axis 'samples' is no axis of the ranks",
     ),
-    "state of another axis": (lambda: of_state("member", "island"), "sharded: the state was made for axis 'member', and this"),
-    "state of all ranks": (lambda: of_state("ranks", "member"), "sharded: the state was made for axis 'ranks', and this"),
+    "state of another axis": (
+        lambda: of_state("member", "island"),
+        "sharded: the state was made for axis 'member', and this",
+    ),
+    "state of all ranks": (
+        lambda: of_state("ranks", "member"),
+        "sharded: the state was made for axis 'ranks', and this",
+    ),
     "function": (with_function, "sharded: value_fn does not go together with axis 'member'"),
     "mean over the axis": (lambda: of_shards(jaxmpi.average_gradients(axis="member")), UNSHARDED),
-    "mean over both": (lambda: of_shards(jaxmpi.average_gradients(axis=("island", "member"))), UNSHARDED),
+    "mean over both": (
+        lambda: of_shards(jaxmpi.average_gradients(axis=("island", "member"))),
+        UNSHARDED,
+    ),
     "mean over all": (lambda: of_shards(jaxmpi.average_gradients()), UNSHARDED),
-    "mean of shards of all": (lambda: of_shards(jaxmpi.average_gradients(axis="island"), "ranks"), UNSHARDED),
-    "adasum": (lambda: jaxmpi.distributed(optax.sgd(1.0), op="adasum", axis="island").init(shards()), UNSHARDED),
+    "mean of shards of all": (
+        lambda: of_shards(jaxmpi.average_gradients(axis="island"), "ranks"),
+        UNSHARDED,
+    ),
+    "adasum": (
+        lambda: jaxmpi.distributed(optax.sgd(1.0), op="adasum", axis="island").init(shards()),
+        UNSHARDED,
+    ),
     "rows": (lambda: jaxmpi.tree_reduce_scatter(shards(), axis="island"), UNSHARDED),
-    "sharded shards": (lambda: jaxmpi.sharded(optax.sgd(1.0), axis="island").init(shards()), UNSHARDED),
-    "norm before the mean": (
-        lambda: of_shards(optax.chain(optax.clip_by_global_norm(1.0), jaxmpi.average_gradients(axis="island"), optax.sgd(1.0))),
-        MIXES,
+    "sharded shards": (
+        lambda: jaxmpi.sharded(optax.sgd(1.0), axis="island").init(shards()),
+        UNSHARDED,
     ),
-    "norm after the mean": (
-        lambda: of_shards(optax.chain(jaxmpi.average_gradients(axis="island"), optax.clip_by_global_norm(1.0), optax.sgd(1.0))),
-        MIXES,
-    ),
+    "norm before the mean": (lambda: chained("norm", "mean"), MIXES),
+    "norm after the mean": (lambda: chained("mean", "norm"), MIXES),
     "sum of squares over the other axis": (lambda: of_shards(normalized_over("island")), MIXES),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together; adasum; the same bits for any number of ranks; statistics."""
+"""Decisions taken together, adasum, equal bits for any number of ranks, and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +81,10 @@ def test_the_loss_scale_finds_its_way():
 
     @jaxmpi.jit
     def step(params, state, x):
-        loss = lambda p: (
-            jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16)) * state.scale.astype(jnp.float16)
-        )
+        def loss(p):
+            product = jnp.sum(p.astype(jnp.float16) * x.astype(jnp.float16))
+            return product * state.scale.astype(jnp.float16)
+
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return updates, state
 
@@ -183,7 +184,7 @@ def test_the_noise_scale_is_that_of_known_gradients():
 
 
 def adasum_of(gs):
-    """As the paper has it, two by two."""
+    """Return the adasum of the paper, two by two."""
     if len(gs) == 1:
         return gs[0]
     pairs = [gs[i : i + 2] for i in range(0, len(gs), 2)]
@@ -255,7 +256,7 @@ def trained_bits(micro_batches, steps):
 
 @run_ranks(1, 2, 3, 4)
 def test_any_number_of_ranks_gives_the_same_bits():
-    """After 50 steps, of 12 micro-batches: those of one rank alone."""
+    """After 50 steps of 12 micro-batches the bits are those of one rank."""
     import hashlib
 
     digest = hashlib.sha256(trained_bits(12, 50)).hexdigest()

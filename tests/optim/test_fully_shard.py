@@ -1,4 +1,7 @@
-"""`fully_shard` and `unshard`: the numbers of `distributed`, 1/size of the parameters, one layer at a time whole."""
+"""`fully_shard` and `unshard`: numbers of `distributed`, 1/size of the parameters on a rank.
+
+One layer at a time is whole.
+"""
 
 import equinox as eqx
 import flax.linen as nn
@@ -117,7 +120,7 @@ def x_of(rank, rows=3):
 
 
 def check_layers():
-    """The gradients of a scan over layers, each gathered for itself, are those of the whole batch on one rank."""
+    """A scan over layers, each gathered by itself, has the gradients of one rank's whole batch."""
     with jax.enable_x64(True):
         p = jaxmpi.size()
         stack = layers()
@@ -273,7 +276,7 @@ def test_shards_of_other_ranks_are_refused():
 
 
 def test_outside_of_a_step():
-    """Simulated ranks and those of xla are known inside of jaxmpi.jit; unshard alone is a step of its own."""
+    """Simulated ranks and those of xla exist only inside jaxmpi.jit; unshard alone is a step."""
     with jaxmpi.simulate(2):
         shards = jaxmpi.fully_shard({"w": jnp.arange(5.0)})
         np.testing.assert_array_equal(jaxmpi.unshard(shards)["w"], np.arange(5.0))
@@ -310,9 +313,8 @@ def check_gradient(whole, cut, loss, loss_of_shards):
 
     got, after = step(shards, adam.init(shards), x)
     want = jaxmpi.tree_allreduce(jax.grad(loss)(whole, x))
-    assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.structure(
-        after
-    ) == jax.tree.structure(shards)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.structure(after) == jax.tree.structure(shards)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,7 @@
-"""Laws 1 and 3 for the transforms: the fast part of the table; `make matrix` runs all of it on every transport and backend."""
+"""Laws 1 and 3 for the transforms, the fast rows of the table.
+
+`make test-all ONLY=matrix` runs all rows on every transport and backend.
+"""
 
 import jax
 import pytest

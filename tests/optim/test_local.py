@@ -107,7 +107,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def spread(seed, exponents):
-    """Numbers of all magnitudes and both signs in each dtype, zeros among them, and one leaf of adversaries."""
+    """Make a leaf of each dtype: numbers of all magnitudes and both signs, and zeros."""
     rng = np.random.default_rng(seed)
     tree = {}
     for dtype in DTYPES:
@@ -119,7 +119,7 @@ def spread(seed, exponents):
 
 
 def bits_equal(tree):
-    """Which leaves have the same bits on all ranks."""
+    """Return, for each leaf, whether its bits are equal on all ranks."""
     mine = [np.asarray(x).tobytes() for x in jax.tree.leaves(jaxmpi.local(tree))]
     return [
         len(set(of_ranks)) == 1 for of_ranks in zip(*jaxmpi.allgather_object(mine), strict=True)
@@ -127,7 +127,7 @@ def bits_equal(tree):
 
 
 def rounds(tx, steps, every, exponents=(-12, 8)):
-    """Train on gradients of all magnitudes, so that parameters grow, shrink and change sign in each step."""
+    """Train on gradients of all magnitudes; parameters grow, shrink and change sign."""
     params = spread(9, exponents)
     state = tx.init(params)
 
@@ -205,7 +205,7 @@ AROUND = {
 @run_ranks(2)
 @pytest.mark.parametrize("name", AROUND)
 def test_local_sgd_equal_bits_after_each_round_inside_of_other_transforms(name):
-    """Their updates come out of a `lax.cond` or a `where`, and the sum with the parameters stands outside of it."""
+    """Updates may come out of a `lax.cond` or a `where`; the sum with the parameters is outside."""
     calls, around = AROUND[name]
     for i, params, _ in rounds(around(jaxmpi.local_sgd(optax.sgd(1.0), 2)), 4 * calls, 2):
         assert bits_equal(params) == [i // calls % 2 == 0] * len(DTYPES), i
@@ -328,13 +328,11 @@ def test_local_sgd_with_a_delay_has_equal_anchors_and_equal_bits_where_no_rank_h
 
 
 def test_update_to_leads_there_where_a_float_does():
-    """All pairs of a format of few bits: x + u is `to` for every `to` that some u leads to, and next to it elsewhere."""
+    """x + u is `to` if any float u leads there, and else next to it, for pairs of float16."""
     all_bits = np.arange(1 << 16, dtype=np.uint16)
     grid = jax.lax.bitcast_convert_type(jnp.asarray(all_bits), jnp.float16)
-    some = np.random.default_rng(3).permutation(np.asarray(grid)[np.isfinite(np.asarray(grid))])[
-        :300
-    ]
     updates = np.asarray(grid)[np.isfinite(np.asarray(grid))]
+    some = np.random.default_rng(3).permutation(updates)[:300]
     reached = 0
     for x, to in zip(some[:150], some[150:], strict=True):
         with np.errstate(over="ignore"):
@@ -345,9 +343,8 @@ def test_update_to_leads_there_where_a_float_does():
             reached += 1
             assert got == to, (x, to)
         else:
-            assert abs(float(got) - float(to)) <= 1.01 * np.nanmin(
-                np.abs(sums.astype(np.float64) - float(to))
-            ), (x, to)
+            nearest = np.nanmin(np.abs(sums.astype(np.float64) - float(to)))
+            assert abs(float(got) - float(to)) <= 1.01 * nearest, (x, to)
     assert 20 < reached < 150
 
 
@@ -445,7 +442,10 @@ def streamed(tx, steps):
 
 
 def streamed_reference(inner, every, steps, outer, fragments, delay):
-    """All ranks in one process: θ = mean θ_then + (θ - θ_then), `delay` steps after each fragment's turn."""
+    """Compute DiLoCo of all ranks here: θ = mean θ_then + (θ - θ_then).
+
+    The mean arrives `delay` steps after each fragment's turn.
+    """
     n = jaxmpi.size()
     sizes, parts = [0] * fragments, [[] for _ in range(fragments)]
     for name in SHAPES:

@@ -73,7 +73,7 @@ def digests():
 
 @pytest.mark.exhaustive
 def test_any_number_of_threads_gives_the_same_bits():
-    """NPROC is the number of threads of XLA's CPU client; the sums of these optimizers are large enough for several."""
+    """NPROC sets the threads of XLA's CPU client; these optimizers' sums are split over several."""
     runs = [
         subprocess.Popen(
             [sys.executable, __file__],

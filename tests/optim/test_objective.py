@@ -1,4 +1,4 @@
-"""What `update` gets beside the gradients, as one rank has it: `inner` gets that of all ranks."""
+"""The extra arguments of `update`, given per rank: `inner` gets those of all ranks."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def loss(w, a, other=1.0):
 
 
 def given(tx, weights=None, parameters=(3.0, -1.0), jit=jaxmpi.jit, **only):
-    """What `recorder` in `tx` gets on these ranks."""
+    """Return what `recorder` in `tx` gets on these ranks."""
 
     def step(w):
         a = jaxmpi.rank() + 1.0
@@ -176,7 +176,10 @@ def test_average_gradients_takes_none(give):
 
 
 def test_each_rank_of_local_sgd_has_its_own():
-    """A rate of the rank's own loss, value / |grad|² = a² · 5 / 10 a²; the parameters meet at their mean."""
+    """The rate is value / |grad|² = a² · 5 / 10 a² of the rank's loss.
+
+    The parameters meet at their mean.
+    """
     tx = jaxmpi.local_sgd(optax.polyak_sgd(1.0), every=1)
 
     def step(w):
@@ -190,7 +193,7 @@ def test_each_rank_of_local_sgd_has_its_own():
 
 @run_ranks(2)
 def test_value_travels_with_the_gradients():
-    """And `grad` does not travel again where it is the gradients."""
+    """The value is sent with the gradients; `grad` is not sent again where it equals them."""
 
     def explained(*names, weight=None):
         tx = jaxmpi.distributed(recorder())
@@ -254,7 +257,7 @@ def test_average_loss_and_its_derivatives(ranks):
 
 
 def test_a_rank_without_weight_does_not_count():
-    """Whatever its loss and its derivatives are."""
+    """A rank without weight does not count, whatever its loss and derivatives."""
     with jaxmpi.simulate(3):
 
         def f(w):
@@ -272,7 +275,7 @@ def test_a_rank_without_weight_does_not_count():
 @pytest.mark.slow
 @run_ranks(3)
 def test_optax_without_distributed():
-    """Plain optax with a loss of all ranks: L-BFGS finds the minimum of the sum, on every rank the same bits."""
+    """Plain optax L-BFGS minimizes the sum of all ranks' losses, with equal bits on all ranks."""
     center = np.asarray([1.0, -2.0, 4.0])[jaxmpi.rank()]
     loss_of_all = jaxmpi.average_loss(
         lambda w: jnp.sum((w - center) ** 2 * jnp.asarray([1.0, 3.0]))
@@ -343,7 +346,10 @@ def searched(tx, mean, x, jit):
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("wrap", WRAP)
 def test_a_line_search_is_right_or_refused(make, mean, wrap):
-    """In distributed and sharded it is right, of any of these losses; plain optax takes average_loss, and no pmean."""
+    """Line searches are right in distributed and sharded, for any of these losses.
+
+    Plain optax takes average_loss, and no pmean.
+    """
     x = np.sin(np.arange(36.0)).reshape(3, 4, 3)
     with jaxmpi.simulate(3):
         run = lambda: searched(

@@ -1,6 +1,8 @@
-"""Law 1 for all of optax's public namespace, in `distributed` and in `sharded`; the table of docs/tables/optax.md."""
+"""Law 1 for optax's public namespace, in `distributed` and `sharded`.
 
-import os
+Makes the table of docs/tables/optax.md.
+"""
+
 import re
 from pathlib import Path
 
@@ -9,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tables
 from optax_cases import CASES, RATE, SINGLE_SAMPLES, WRAPPERS, check, groups, names, sends_more
 
 import jaxmpi
 from jaxmpi.testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "optax.md"
-# of each kind one: elementwise, with norms, on whole arrays, with branches, loops and functions
+# one of each kind: elementwise, with norms, on whole arrays, with branches, loops and functions
 ON_MPI = (
     (
         "adamw",
@@ -105,7 +108,10 @@ def test_gradients_of_single_samples_are_refused(make):
 
 
 def test_aggregates_of_single_samples_are_averaged():
-    """The way that the error names: each rank adds size times less noise, of one key, and the mean of the sums is the sum."""
+    """Each rank adds size times less noise of one key, so that the mean of the sums is the sum.
+
+    The error recommends this.
+    """
     params, grads = (
         jnp.ones(3),
         jnp.asarray(np.random.default_rng(2).normal(size=(12, 3)), jnp.float32),
@@ -125,7 +131,7 @@ def test_aggregates_of_single_samples_are_averaged():
 
 
 def table():
-    """What docs/tables/optax.md says of optax's transforms."""
+    """Return the rows of docs/tables/optax.md."""
     sent = {name: sends_more(name) for name in CASES if name not in WRAPPERS}
     rows = [
         ("nothing more", [name for name in sent if sent[name] == "nothing"]),
@@ -150,13 +156,12 @@ def table():
 
 @pytest.mark.slow
 def test_the_table_of_the_documentation_is_made_by_this_test():
-    """With JAXMPI_WRITE_DOCS=1 it writes it."""
+    """The table of docs/tables/optax.md is up to date; `pytest --tables` writes it."""
     text = PAGE.read_text()
     made = re.sub(
         r"(?s)(<!-- optax -->\n\n).*(\n\n<!-- /optax -->)", lambda m: m[1] + table() + m[2], text
     )
-    if os.environ.get("JAXMPI_WRITE_DOCS"):
+    if tables.wanted():
         PAGE.write_text(made)
-    assert text == made, (
-        "docs/tables/optax.md is not up to date: run this test with JAXMPI_WRITE_DOCS=1"
-    )
+    else:
+        assert text == made, "docs/tables/optax.md is not up to date: run this test with --tables"

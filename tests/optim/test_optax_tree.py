@@ -1,4 +1,4 @@
-"""`optax.tree.*` of the states of all transforms of jaxmpi, and shards, which are no whole arrays."""
+"""`optax.tree.*` on the states of jaxmpi's transforms, and on shards."""
 
 from functools import partial
 
@@ -63,11 +63,11 @@ MAKE = {
 
 def number(tree, name):
     """The number of adam's own that has this name; other parts of a state may have one, too."""
-    (value,) = [
-        x
-        for path, x in optax.tree.get_all_with_path(tree, name)
-        if "ScaleByAdamState" in str(path[-1])
-    ]
+    found = []
+    for path, x in optax.tree.get_all_with_path(tree, name):
+        if "ScaleByAdamState" in str(path[-1]):
+            found.append(x)
+    (value,) = found
     return value
 
 
@@ -147,7 +147,7 @@ def test_functions_of_optax():
     ],
 )
 def test_map_params_with_other_trees(name):
-    """Where there are no shards; on one rank there are none."""
+    """Other trees work where there are no shards, as on one rank."""
     labels = {"a": 1.0, "b": 2.0, "c": 3.0}
     for ranks in (1, 3):
         with jaxmpi.simulate(ranks):
@@ -208,7 +208,7 @@ def loss(params, x, y):
 @pytest.mark.slow
 @run_ranks(1, 2, 3)
 def test_schedule_free_evaluation():
-    """Of the whole state it is that of plain optax with all rows; of shards it is an error."""
+    """Whole state evaluates as plain optax does with all rows; shards raise an error."""
     n, r = jaxmpi.size(), jaxmpi.rank()
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 8)).astype(np.float32), rng.normal(size=(12, 2)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A function of whole arrays gives the same on shards of them, whatever it does; what it sends is known."""
+"""A function of whole arrays gives the same on their shards, with a known number of bytes sent."""
 
 import jax
 import jax.numpy as jnp
@@ -28,48 +28,83 @@ def doubled(x):
 
 doubled.defvjp(lambda x: (2 * x, None), lambda _, t: (2 * t,))
 
-# of two matrices, a vector and a number; and what it sends: numbers that are reduced, arrays that
-# are gathered
+
+def branch(x, y, v, s):
+    return lax.cond(s > 0, lambda x, y: (x, y, 0.0), lambda x, y: (y, jnp.ones(SHAPE), 1.0), x, y)
+
+
+def branches_in_branches(x, y, v, s):
+    inner = lambda x: lax.cond(s > 1, jnp.sin, jnp.cos, x)
+    return lax.switch(2, [lambda x: x, lambda x: -x, inner], x)
+
+
+def loops(x, y, v, s):
+    products = lax.fori_loop(0, 3, lambda i, x: x * y, x)
+    return products, lax.scan(lambda c, r: (c + r, c), v[:3], x)
+
+
+# functions of two matrices, a vector and a number, with what each sends: how many numbers are
+# reduced, and how many are in arrays that are gathered
 FUNCTIONS = {
-    "elementwise": (lambda x, y, v, s: jnp.where(x > 0, jnp.tanh(x) * y / s, s) + jnp.clip(y, -s, 1) ** 3, (0, 0)),
-    "dtypes": (lambda x, y, v, s: (x.astype(jnp.int32) // 2, x > y, x + 1j * y, x.astype(jnp.bfloat16)), (0, 0)),
+    "elementwise": (
+        lambda x, y, v, s: jnp.where(x > 0, jnp.tanh(x) * y / s, s) + jnp.clip(y, -s, 1) ** 3,
+        (0, 0),
+    ),
+    "dtypes": (
+        lambda x, y, v, s: (x.astype(jnp.int32) // 2, x > y, x + 1j * y, x.astype(jnp.bfloat16)),
+        (0, 0),
+    ),
     "constants": (lambda x, y, v, s: x * jnp.ones(SHAPE) + jnp.arange(15.0).reshape(SHAPE), (0, 0)),
     "sizes": (lambda x, y, v, s: x * x.size + (y if x.ndim > v.ndim else v.sum()), (0, 0)),
     "random numbers": (lambda x, y, v, s: x + jax.random.normal(jax.random.key(1), SHAPE), (0, 0)),
     "reshaped": (lambda x, y, v, s: (x.reshape(3, 5) * y.reshape(3, 5)).ravel()[:, None], (0, 0)),
-    "custom derivatives": (lambda x, y, v, s: doubled(jax.nn.relu(x)) + optax.safe_increment(s), (0, 0)),
-    "checkpoint and barrier": (lambda x, y, v, s: jax.checkpoint(lambda x: lax.optimization_barrier((x, s))[0] * 2)(x), (0, 0)),
+    "custom derivatives": (
+        lambda x, y, v, s: doubled(jax.nn.relu(x)) + optax.safe_increment(s),
+        (0, 0),
+    ),
+    "checkpoint and barrier": (
+        lambda x, y, v, s: jax.checkpoint(lambda x: lax.optimization_barrier((x, s))[0] * 2)(x),
+        (0, 0),
+    ),
     "sum": (lambda x, y, v, s: (x + 1).sum() * y, (1, 0)),
     "mean of each": (lambda x, y, v, s: [jnp.exp(z).mean() for z in (x, y, v)], (3, 0)),
     "norm and division by it": (lambda x, y, v, s: x / jnp.linalg.norm(x), (1, 0)),
     "product": (lambda x, y, v, s: jnp.prod(x + 2), (0, 3)),
-    "extremes": (lambda x, y, v, s: (x.max(), (-1 - jnp.abs(y)).max(), (1 + jnp.abs(y)).min()), (3, 0)),
-    "extremes of integers": (lambda x, y, v, s: ((9 * v).astype(jnp.int32) - 99).max(keepdims=True), (1, 0)),
-    "flags": (lambda x, y, v, s: (jnp.isfinite(v).all(), (jnp.abs(v) > 9).any(), (jnp.exp(v) > 0).all()), (3, 0)),
-    "inner products": (lambda x, y, v, s: (jnp.vdot(x + 1, y + 1), jnp.vdot(jnp.exp(v), jnp.ones(7))), (2, 0)),
-    "branch": (
-        lambda x, y, v, s: lax.cond(s > 0, lambda x, y: (x, y, 0.0), lambda x, y: (y, jnp.ones(SHAPE), 1.0), x, y),
-        (0, 0),
+    "extremes": (
+        lambda x, y, v, s: (x.max(), (-1 - jnp.abs(y)).max(), (1 + jnp.abs(y)).min()),
+        (3, 0),
     ),
-    "branch with a sum": (lambda x, y, v, s: lax.cond(s > 0, lambda x: x / x.sum(), lambda x: x, x), (1, 0)),
-    "branches in branches": (
-        lambda x, y, v, s: lax.switch(2, [lambda x: x, lambda x: -x, lambda x: lax.cond(s > 1, jnp.sin, jnp.cos, x)], x), (0, 0)
+    "extremes of integers": (
+        lambda x, y, v, s: ((9 * v).astype(jnp.int32) - 99).max(keepdims=True),
+        (1, 0),
     ),
+    "flags": (
+        lambda x, y, v, s: (jnp.isfinite(v).all(), (jnp.abs(v) > 9).any(), (jnp.exp(v) > 0).all()),
+        (3, 0),
+    ),
+    "inner products": (
+        lambda x, y, v, s: (jnp.vdot(x + 1, y + 1), jnp.vdot(jnp.exp(v), jnp.ones(7))),
+        (2, 0),
+    ),
+    "branch": (branch, (0, 0)),
+    "branch with a sum": (
+        lambda x, y, v, s: lax.cond(s > 0, lambda x: x / x.sum(), lambda x: x, x),
+        (1, 0),
+    ),
+    "branches in branches": (branches_in_branches, (0, 0)),
     "sums of rows": (lambda x, y, v, s: x - x.mean(axis=0), (0, 15)),
     "matrices": (lambda x, y, v, s: (x @ y.T) @ x, (0, 30)),
     "order": (lambda x, y, v, s: (jnp.sort(v), jnp.argmax(v), jnp.cumsum(v), v[::-1]), (0, 7)),
     "joined": (lambda x, y, v, s: jnp.concatenate([x.ravel(), v]), (0, 22)),
     "part": (lambda x, y, v, s: (x[1:3], x.at[0].set(s), x[:1, :1]), (0, 15)),
-    "loops": (
-        lambda x, y, v, s: (lax.fori_loop(0, 3, lambda i, x: x * y, x), lax.scan(lambda c, r: (c + r, c), v[:3], x)), (0, 37)
-    ),
+    "loops": (loops, (0, 37)),
     "derivatives": (lambda x, y, v, s: jax.grad(lambda x: jnp.sum(jnp.sin(x) * y) ** 2)(x), (1, 0)),
     "nothing": (lambda x, y, v, s: (x, None, 3.0, jnp.zeros(SHAPE)), (0, 0)),
-}  # fmt: skip
+}
 
 
 def on_ranks(function):
-    """The function on shards, and the results gathered again; two of its operands are known as a whole, too."""
+    """Run the function on shards and gather its results; two operands are known whole, too."""
 
     def run(x, y, v, s):
         parts = [shard(own(x), x.shape), shard(own(y), y.shape), shard(own(v), v.shape), s]
@@ -131,27 +166,19 @@ def test_what_is_sent(name):
             outs = on_shards(function, *(shard(own(a), a.shape) for a in (x, y, v)), s)
             return jax.tree.map(lambda x: x.value if is_shard(x) else x, outs, is_leaf=is_shard)
 
-        assert collectives(jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)) == (
-            numbers,
-            arrays,
-        )
+        jaxpr = jax.make_jaxpr(parts, axis_env=[(jaxmpi.AXIS, 3)])(*args)
+        assert collectives(jaxpr) == (numbers, arrays)
 
 
 def collectives(jaxpr):
-    """How many numbers are reduced in a jaxpr, and how many are in arrays that are gathered: without padding."""
+    """Count the numbers that are reduced in a jaxpr, and those in gathered arrays, unpadded."""
     padded = {3 * 5: 15, 3 * 3: 7}
     reduced = arrays = 0
     for eqn in jaxpr.eqns:
-        reduced += (
-            sum(v.aval.size for v in eqn.outvars)
-            if eqn.primitive.name in ("psum", "pmax", "pmin")
-            else 0
-        )
-        arrays += (
-            sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars)
-            if eqn.primitive.name == "all_gather"
-            else 0
-        )
+        if eqn.primitive.name in ("psum", "pmax", "pmin"):
+            reduced += sum(v.aval.size for v in eqn.outvars)
+        elif eqn.primitive.name == "all_gather":
+            arrays += sum(padded.get(v.aval.size, v.aval.size) for v in eqn.outvars)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if hasattr(inner, "eqns"):

@@ -1,4 +1,4 @@
-"""`sharded`: the same numbers as `distributed`, 1/size of the state, and no other transform than those that it is right for."""
+"""`sharded`: numbers of `distributed`, 1/size of the state, and only transforms it is right for."""
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,10 @@ def train(tx, start, steps, state=None, first=0, ranks=None):
     step = jaxmpi.jit(lambda g, s, p: tx.update(g, s, p))
     ps = start
     for i in range(first, first + steps):
-        mine = (
-            grads(jaxmpi.rank(), i)
-            if ranks is None
-            else jax.tree.map(lambda *x: sum(x) / ranks, *(grads(r, i) for r in range(ranks)))
-        )
+        if ranks is None:
+            mine = grads(jaxmpi.rank(), i)
+        else:
+            mine = jax.tree.map(lambda *x: sum(x) / ranks, *(grads(r, i) for r in range(ranks)))
         updates, state = step(mine, state, ps)
         ps = optax.apply_updates(ps, updates)
     return ps, state
@@ -214,7 +213,7 @@ def test_states_can_be_donated():
 @pytest.mark.slow
 @run_ranks(2, 3)
 def test_its_state_may_stand_in_what_is_replicated():
-    """Of what is declared equal on all ranks, the parts that are each rank's own by design are not; synchronize leaves them."""
+    """Per-rank parts of a state declared replicated may differ; synchronize keeps them."""
     inner = optax.adam(0.1)
     transforms = [
         jaxmpi.sharded(inner, master_dtype=jnp.float32),

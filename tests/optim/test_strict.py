@@ -1,4 +1,4 @@
-"""With jax_numpy_dtype_promotion=strict and 64-bit integers, every public function gives the same bits as without."""
+"""Every public function gives the same bits under strict promotion and 64-bit integers."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""On one rank, every transform gives the numbers of plain optax, jitted and not: as optax tests its own, with chex."""
+"""On one rank, every transform gives plain optax's numbers, jitted and not.
+
+The checks are optax's own, with chex.
+"""
 
 import chex
 import jax

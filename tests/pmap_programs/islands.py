@@ -1,4 +1,4 @@
-"""Islands of devices that train one model each: gradients within them, now and then a mean over all."""
+"""Islands of devices that train one model each: gradients within, now and then a mean over all."""
 
 import jax
 import jax.numpy as jnp

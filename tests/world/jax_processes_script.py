@@ -1,4 +1,4 @@
-"""Libraries that ask JAX for the number of this process, on the mpi backend with `jax_processes=True`."""
+"""Libraries that ask JAX for this process's number, on mpi with `jax_processes=True`."""
 
 import warnings
 

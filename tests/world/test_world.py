@@ -48,7 +48,12 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("mpi4py", "mp
 def test_one_rank_needs_no_mpi(tmp_path):
     for package in ("mpi4py", "mpi4jax"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')")
-    code = "import jaxmpi; w = jaxmpi.init(); assert (w.size, w.backend) == (1, 'single'); print(jaxmpi.tree_allreduce(3.0))"
+    code = """
+import jaxmpi
+world = jaxmpi.init()
+assert (world.size, world.backend) == (1, "single")
+print(jaxmpi.tree_allreduce(3.0))
+"""
     done = python(code, PYTHONPATH=str(tmp_path))
     assert done.stdout.strip() == "3.0", done.stderr
 
@@ -75,11 +80,8 @@ def test_in_a_job_of_one_host_mpi_opens_no_port_to_others(
     monkeypatch, names, ranks, here, set_by_user, room, wanted
 ):
     monkeypatch.setattr(mpi_library, "_has_shared_memory", lambda ranks: room)
-    environ = {
-        name: value
-        for name, value in zip(names, (ranks, here, set_by_user), strict=True)
-        if value is not None
-    }
+    environ = dict(zip(names, (ranks, here, set_by_user), strict=True))
+    environ = {name: value for name, value in environ.items() if value is not None}
     mpi_library._keep_to_this_host(environ)
     assert environ.get(names[2]) == wanted
     assert set(environ) <= set(names)
@@ -104,17 +106,28 @@ def test_before_init_every_function_says_what_to_call():
     code = """
 import jax, numpy as np, optax, jaxmpi
 calls = {
-    "tree_allreduce": lambda: jaxmpi.tree_allreduce(1.0), "tree_bcast": lambda: jaxmpi.tree_bcast(1.0),
-    "tree_reduce": lambda: jaxmpi.tree_reduce(1.0), "tree_allgather": lambda: jaxmpi.tree_allgather(1.0),
+    "tree_allreduce": lambda: jaxmpi.tree_allreduce(1.0),
+    "tree_bcast": lambda: jaxmpi.tree_bcast(1.0),
+    "tree_reduce": lambda: jaxmpi.tree_reduce(1.0),
+    "tree_allgather": lambda: jaxmpi.tree_allgather(1.0),
     "tree_alltoall": lambda: jaxmpi.tree_alltoall(np.ones(1)),
     "tree_reduce_scatter": lambda: jaxmpi.tree_reduce_scatter(np.ones(1)),
-    "synchronize": lambda: jaxmpi.synchronize(1.0), "broadcast_object": lambda: jaxmpi.broadcast_object(1),
-    "allgather_object": lambda: jaxmpi.allgather_object(1), "barrier": jaxmpi.barrier, "rank": jaxmpi.rank, "size": jaxmpi.size,
-    "local_rank": jaxmpi.local_rank, "local_size": jaxmpi.local_size, "shard": lambda: jaxmpi.shard([1]),
+    "synchronize": lambda: jaxmpi.synchronize(1.0),
+    "broadcast_object": lambda: jaxmpi.broadcast_object(1),
+    "allgather_object": lambda: jaxmpi.allgather_object(1),
+    "barrier": jaxmpi.barrier,
+    "rank": jaxmpi.rank,
+    "size": jaxmpi.size,
+    "local_rank": jaxmpi.local_rank,
+    "local_size": jaxmpi.local_size,
+    "shard": lambda: jaxmpi.shard([1]),
     "get_logger": lambda: jaxmpi.get_logger("early", "somewhere"),
-    "preempted": jaxmpi.preempted, "save": lambda: jaxmpi.save("x", 1, 2), "latest": lambda: jaxmpi.latest("x"),
+    "preempted": jaxmpi.preempted,
+    "save": lambda: jaxmpi.save("x", 1, 2),
+    "latest": lambda: jaxmpi.latest("x"),
     "restore": lambda: jaxmpi.restore("x", 1),
-    "batches": lambda: jaxmpi.batches([1], 1), "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
+    "batches": lambda: jaxmpi.batches([1], 1),
+    "rank_key": lambda: jaxmpi.rank_key(jax.random.key(0)),
 }
 for name, call in calls.items():
     try:
@@ -212,7 +225,8 @@ import sys
 import jax, jaxmpi, numpy as np, optax
 def main(islands):
     world = jaxmpi.init(axes={"island": islands, "member": -1})
-    tx = jaxmpi.local_sgd(jaxmpi.distributed(optax.sgd(0.1), axis="member"), every=2, outer=optax.sgd(0.7), axis="island")
+    inner, outer = jaxmpi.distributed(optax.sgd(0.1), axis="member"), optax.sgd(0.7)
+    tx = jaxmpi.local_sgd(inner, every=2, outer=outer, axis="island")
     w = np.ones(3, np.float32)
     state = tx.init(w)
     @jaxmpi.jit
@@ -294,7 +308,10 @@ def test_launched_without_mpi_says_what_to_install(tmp_path):
 
 
 def launched_by_another_mpi():
-    """What the mpiexec of MPICH sets, or of Open MPI where the library is MPICH; the library starts alone."""
+    """Set what another MPI's mpiexec sets, so that the library starts alone.
+
+    MPICH's variables, or Open MPI's where the library is MPICH.
+    """
     has_open_mpi = Path(sys.executable).with_name("ompi_info").exists()
     return {"PMI_SIZE" if has_open_mpi else "OMPI_COMM_WORLD_SIZE": "3"}
 
@@ -429,7 +446,8 @@ def test_a_gpu_cannot_be_chosen_once_jax_has_started(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(
         RuntimeError,
-        match=r"init: JAX has started already, .* is to have GPU 5 alone\. Call jaxmpi\.init\(\) before",
+        match=r"init: JAX has started already, .* is to have GPU 5 alone\. "
+        r"Call jaxmpi\.init\(\) before",
     ):
         _devices.choose(1, 2, None)
 
@@ -511,12 +529,14 @@ def test_ranks_with_bound_gpus_choose_together(monkeypatch, uuids, backend):
 )
 def test_ranks_that_ask_for_different_things_all_say_so(tmp_path, arguments, message):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, jaxmpi\n"
-        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
-        f"try:\n    jaxmpi.init({arguments})\n"
-        "except jaxmpi.RankMismatchError as error:\n    os.write(1, f'caught {error}\\n'.encode())"
-    )
+    script.write_text(f"""
+import os, jaxmpi
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
+try:
+    jaxmpi.init({arguments})
+except jaxmpi.RankMismatchError as error:
+    os.write(1, f"caught {{error}}\\n".encode())
+""")
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.count(f"caught init: {message}") == 2
@@ -567,12 +587,12 @@ BREAKS = {  # on rank 1 alone, and what both ranks say; the first two are of the
 def test_a_rank_that_cannot_join_ends_the_job(tmp_path, backend, what):
     breaks, said = BREAKS[what]
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, jax, jaxmpi\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n    "
-        f"{breaks}\n"
-        "jaxmpi.init()\n"
-    )
+    script.write_text(f"""
+import os, jax, jaxmpi
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    {breaks}
+jaxmpi.init()
+""")
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script)]
     environ = {**os.environ, "JAXMPI_BACKEND": backend}
     if "mpi4jax" in what:  # the native transport does not import it
@@ -634,7 +654,7 @@ def test_processes_of_jax_that_are_not_the_ranks_are_named(monkeypatch):
 def test_the_addresses_at_which_xla_listens(
     monkeypatch, local_size, named, own, address, bind, gloo, nccl
 ):
-    """Of the hosts of the job alone, and of none but this in a job of one host."""
+    """XLA listens at addresses of the job's hosts only, and at loopback alone for one host."""
     seen = {}
     monkeypatch.setattr(
         jax.distributed,

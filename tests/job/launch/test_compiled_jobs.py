@@ -1,4 +1,4 @@
-"""Jobs of `jaxmpi run`: the second one and a restart compile nothing; what happens where the cache or a rank fails."""
+"""The second of two jobs and a restart compile nothing; a failing cache or rank does not matter."""
 
 import os
 import re
@@ -29,7 +29,8 @@ for length in (3, 4):
     x = jnp.ones(length)
     out = jaxmpi.local(step(x))
     assert jnp.allclose(out, size * jnp.sin(1.0) + size * (size - 1) / 2), out
-print(f"rank {rank} compiled {events['compile_requests_use_cache'] - events['cache_hits']}", flush=True)
+compiled = events['compile_requests_use_cache'] - events['cache_hits']
+print(f"rank {rank} compiled {compiled}", flush=True)
 if fault == "exit" and os.environ["JAXMPI_RESTART"] == "0":
     sys.exit(3)
 """
@@ -38,7 +39,10 @@ BACKENDS = {"mpi": {"JAXMPI_BACKEND": "mpi"}, "xla": {"JAXMPI_BACKEND": "xla"}}
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Runs the script with a home of its own; returns the exit code, how many programs each rank compiled, and stderr."""
+    """Return a function that runs the script with its own home.
+
+    It returns the exit code, how many programs each rank compiled, and stderr.
+    """
     for name in [name for name in os.environ if name.startswith("JAX_")]:
         monkeypatch.delenv(name)
     tmp_path.chmod(0o700)
@@ -53,18 +57,16 @@ def job(tmp_path, monkeypatch):
             output, errors = started.communicate(timeout=110)
         finally:
             started.kill()
-        counts = [
-            (int(rank), int(count))
-            for rank, count in re.findall(r"rank (\d+) compiled (\d+)", output)
-        ]
-        return started.returncode, [count for _, count in sorted(counts)], errors
+        counts = re.findall(r"rank (\d+) compiled (\d+)", output)
+        counts = sorted((int(rank), int(count)) for rank, count in counts)
+        return started.returncode, [count for _, count in counts], errors
 
     run.folder = tmp_path / ".cache" / "jaxmpi" / "compiled"
     return run
 
 
 def shared(errors):
-    """Whether the modules of the ranks are equal, and from job to job: mpi4jax has an address in them."""
+    """Return whether modules are equal across ranks and jobs; mpi4jax's hold an address."""
     return os.environ.get("JAXMPI_TRANSPORT") != "mpi4jax" and "Traceback" not in errors
 
 

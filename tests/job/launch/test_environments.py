@@ -1,11 +1,12 @@
-"""Whatever the environment: a job works, or one sentence says why not, with a non-zero exit code; nothing is left of it.
+"""In any environment a job works, or one sentence says why not and the exit code is not 0.
 
-`make environments` runs them all and puts the table into docs/tables/environments.md; the other
-tests run a few.
+Nothing is left of the job.
+
+`make test-all ONLY=environments` tries them all, and with TESTS=--tables it writes the table of
+docs/tables/environments.md; the other suites try a few.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tables
 from programs import segments_left
 
 BIN = Path(sys.executable).parent
@@ -33,14 +35,16 @@ if __name__ == "__main__":
     n = world.size
     got = jaxmpi.jit(mean)(jnp.arange(4.0) + world.rank)
     want = np.arange(4.0) + (n - 1) / 2
-    if not np.allclose(np.asarray(got), want) or jaxmpi.allgather_object(world.rank) != list(range(n)):
+    ranks = jaxmpi.allgather_object(world.rank)
+    if not np.allclose(np.asarray(got), want) or ranks != list(range(n)):
         raise SystemExit("wrong numbers")
     print(f"fine on {world.rank} of {n}", flush=True)
 """
 LAUNCH = """
 import jaxmpi
 if __name__ == "__main__":
-    print(*jaxmpi.launch(lambda: f"fine on {jaxmpi.rank()} of {jaxmpi.size()}", 2), sep="\\n", flush=True)
+    lines = jaxmpi.launch(lambda: f"fine on {jaxmpi.rank()} of {jaxmpi.size()}", 2)
+    print(*lines, sep="\\n", flush=True)
 """
 HOW = {
     "run": [str(BIN / "jaxmpi"), "run", "-n", "2", "@SCRIPT@"],
@@ -96,14 +100,20 @@ mkdir $d/pts; mount --rbind /dev/pts $d/pts; ln -s pts/ptmx $d/ptmx; ln -s /proc
 mount --rbind $d /dev
 """
 AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-SLURM = "SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_NTASKS=2 SLURM_NODELIST=$(hostname) SLURM_TASKS_PER_NODE=2 SLURM_NNODES=1"
+SLURM = (
+    "SLURM_JOB_ID=7 SLURM_JOBID=7 SLURM_NTASKS=2 SLURM_NODELIST=$(hostname) "
+    "SLURM_TASKS_PER_NODE=2 SLURM_NNODES=1"
+)
 PROXY = "export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9"
 NO_MPI4PY = """
-echo "raise ImportError(\\"No module named 'mpi4py'\\")" > $TMPDIR/mpi4py.py; export PYTHONPATH=$TMPDIR
+echo "raise ImportError(\\"No module named 'mpi4py'\\")" > $TMPDIR/mpi4py.py
+export PYTHONPATH=$TMPDIR
 """
 NO_MPI4JAX = "echo 'raise ImportError' > $TMPDIR/mpi4jax.py; export PYTHONPATH=$TMPDIR"
 MPICH = """
-printf '#!/bin/sh\\necho HYDRA build details, Version: 4.2' > $TMPDIR/m; chmod +x $TMPDIR/m; export JAXMPI_MPIEXEC=$TMPDIR/m
+printf '#!/bin/sh\\necho HYDRA build details, Version: 4.2' > $TMPDIR/m
+chmod +x $TMPDIR/m
+export JAXMPI_MPIEXEC=$TMPDIR/m
 """
 TOO_SMALL = r"cannot share .* MiB of memory among its 2 ranks"
 ENVIRONMENTS = [
@@ -291,7 +301,10 @@ ENVIRONMENTS = [
 
 
 def start(environment, folder):
-    """The command in its environment, with an own temporary folder; its exit code, output and what it has left."""
+    """Run the command in its environment; return its exit code, output and leftovers.
+
+    It has its own temporary folder.
+    """
     for name, text in (("script", SCRIPT), ("launch", LAUNCH)):
         (folder / f"{name}.py").write_text(text)
     tmp = folder / "tmp"
@@ -314,17 +327,21 @@ def start(environment, folder):
             *command,
         ]
     mark = uuid.uuid4().hex
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX", "XLA", "PYTEST"))
-    }
+    ours = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("JAX", "XLA", "PYTEST")):
+            ours[name] = value
     as_root = dict(word.split("=") for word in AS_ROOT.split())
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        start_new_session=True,
         env={**ours, **as_root, "MARK": mark, "TMPDIR": str(tmp)},
-    ) as job:  # fmt: skip
+    ) as job:
         try:
             output = job.communicate(timeout=120)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
@@ -335,11 +352,10 @@ def start(environment, folder):
     while (running := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     # Open MPI itself leaves empty folders of processes that were not started by its launcher
-    files = [
-        path
-        for path in tmp.rglob("*")
-        if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file())
-    ]
+    files = []
+    for path in tmp.rglob("*"):
+        if path.name.startswith("jaxmpi-") or ("ompi." in str(path) and path.is_file()):
+            files.append(path)
     return (
         job.returncode,
         output,
@@ -367,52 +383,21 @@ def marked(mark):
 )
 def test_an_environment(environment, tmp_path):
     code, output, left = start(environment, tmp_path)
-    said = [
-        line
-        for line in output.splitlines()
-        if environment.refused and re.search(environment.refused, line)
-    ]
+    error_lines = []
     if environment.refused:
-        assert code and said, output
+        lines = output.splitlines()
+        error_lines = [line for line in lines if re.search(environment.refused, line)]
+        assert code and error_lines, output
         assert code != 2 or "Traceback" not in output, output  # no job was started
     else:
         assert code == 0, output
         wanted = {"alone": 1, "doctor": 0}.get(environment.how, 2)
         assert "1>&-" in environment.setup or output.count("fine on") == wanted, output
     assert not any(left.values()), (left, output)
-    if table := os.environ.get("JAXMPI_ENVIRONMENTS_TABLE"):
-        with open(table, "a") as file:
-            file.write(
-                json.dumps([environment.name, environment.how, said[0] if said else ""]) + "\n"
-            )
+    error = error_lines[0] if error_lines else ""
+    tables.record("environments", [environment.name, environment.how, error])
 
 
 def test_there_are_many_and_none_twice():
     names = [environment.name for environment in ENVIRONMENTS]
     assert len(names) >= 80 and len(set(names)) == len(names)
-
-
-def write_table(results, page):
-    """Put the results of `make environments` into the page: the sentences without the paths of this machine."""
-    rows = {
-        name: (how, said)
-        for name, how, said in map(json.loads, Path(results).read_text().splitlines())
-    }
-    lines = ["| environment | started by | what becomes of it |", "|---|---|---|"]
-    for environment in ENVIRONMENTS:
-        how, said = rows.get(environment.name, (environment.how, "-"))
-        sentence = re.sub(
-            r"/[^\s']*/(?=[^\s'/])",
-            ".../",
-            re.sub(r"^(\[\d+\] )?(jaxmpi\._errors\.|jaxmpi \w+: )?", "", said),
-        )
-        sentence = sentence.replace(os.uname().nodename, "node1").replace("|", "\\|")
-        lines.append(f"| {environment.name} | {TITLES[how]} | {sentence or 'works'} |")
-    text = Path(page).read_text()
-    begin, close = "<!-- environments -->\n", "<!-- end of environments -->"
-    head, rest = text.split(begin)
-    Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + rest.split(close)[1])
-
-
-if __name__ == "__main__":
-    write_table(*sys.argv[1:])

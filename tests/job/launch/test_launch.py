@@ -43,7 +43,9 @@ comm, what = MPI.COMM_WORLD, sys.argv[1]
 run_dir = os.environ["JAXMPI_RUN_DIR"]
 registry.join(run_dir, comm.rank)
 time.sleep(0.1 * comm.rank)  # MPICH mixes what ranks write at once, even within a line
-print(f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {' '.join(registry.segments())}", flush=True)
+files = " ".join(registry.segments())
+said = f"rank {comm.rank} of {comm.size}, pid {os.getpid()}, dir {run_dir}, files {files}"
+print(said, flush=True)
 comm.Barrier()
 time.sleep(0.3)  # the launcher has seen all ranks
 if comm.rank == 1 and what == "raise":
@@ -116,7 +118,7 @@ def who(output, rank):
 
 
 def ranks(output):
-    """What the ranks of SCRIPT said of themselves: {rank: (pid, run_dir, files)}."""
+    """Parse what SCRIPT's ranks printed: {rank: (pid, run_dir, files)}."""
     found = re.findall(r"rank (\d+) of \d+, pid (\d+), dir (\S+), files (.*)", output)
     return {int(rank): (int(pid), run_dir, files.split()) for rank, pid, run_dir, files in found}
 
@@ -363,12 +365,10 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
         OPEN_MPI, ranks, 4, mpi_options=tuple(options.format(tmp_path).split()), environ=environ
     )
     assert plan.environ.get("NPROC") == plan.environ.get("OMP_NUM_THREADS") == threads
-    assert [word for word in ("bound to 2 cores each", "not bound") if word in plan.summary] == (
-        [] if bound is None else ["bound to 2 cores each" if bound else "not bound"]
-    )
-    assert "oversubscribed" not in plan.summary and ("threads not set" in plan.summary) == (
-        threads is None
-    )
+    assert ("bound to 2 cores each" in plan.summary) == (bound is True)
+    assert ("not bound" in plan.summary) == (bound is False)
+    assert "oversubscribed" not in plan.summary
+    assert ("threads not set" in plan.summary) == (threads is None)
 
 
 @pytest.mark.parametrize(
@@ -386,9 +386,8 @@ def test_plan_shares_the_cores_of_each_node(tmp_path, ranks, options, environ, t
 )
 def test_plan_binds_ranks_of_intel_mpi_by_variables(ranks, request_, environ):
     plan = planned(INTEL, ranks, 4, **request_)
-    assert {
-        name: value for name, value in plan.environ.items() if name.startswith("I_MPI")
-    } == environ
+    of_intel = {name: plan.environ[name] for name in plan.environ if name.startswith("I_MPI")}
+    assert of_intel == environ
     assert ("not bound" in plan.summary) == ("I_MPI_PIN" in environ)
 
 
@@ -599,10 +598,8 @@ def fake(path, text):
 
 
 def test_find_launcher_order(tmp_path, monkeypatch):
-    paths = [
-        fake(tmp_path / name, "")
-        for name in ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")
-    ]
+    names = ("given", "variable", "beside/mpiexec", "prefix/mpirun", "path/mpirun")
+    paths = [fake(tmp_path / name, "") for name in names]
     (tmp_path / "prefix").rename(tmp_path / "bin")
     paths[3] = str(tmp_path / "bin/mpirun")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
@@ -669,8 +666,10 @@ def test_a_launcher_or_a_python_that_does_not_answer_is_named(tmp_path, monkeypa
 
 # What the programs that list the parameters of Open MPI say: that of 5 breaks its lines.
 LISTS = {
-    "4.1.4": """           MCA orte base: parameter "orte_tmpdir_base" (current value: "{}", data source: file (x))
-           MCA orte base: parameter "orte_local_tmpdir_base" (current value: "", data source: default)""",
+    "4.1.4": '           MCA orte base: parameter "orte_tmpdir_base" '
+    '(current value: "{}", data source: file (x))\n'
+    '           MCA orte base: parameter "orte_local_tmpdir_base" '
+    '(current value: "", data source: default)',
     "5.0.11": """                MCA prte: "prte_tmpdir_base" (current value:
                           "{}", data
                           source: environment, type: string)
@@ -750,7 +749,10 @@ def test_check_library_refuses_another_vendor():
     own = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     other = INTEL if own.vendor == "Open MPI" else OPEN_MPI
     mpiexec.check_library(own)
-    text = rf"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} .*libmpi.*, and .*\. Give --mpiexec"
+    text = (
+        f"the launcher {other.path} is {other.vendor}'s, but mpi4py loads {own.vendor} "
+        r".*libmpi.*, and .*\. Give --mpiexec"
+    )
     with pytest.raises(LaunchError, match=text):
         mpiexec.check_library(other)
 
@@ -794,7 +796,10 @@ def test_main_prints_usage_without_a_command(capsys):
 
 
 def test_launch_imports_neither_jax_nor_mpi():
-    code = "import sys, jaxmpi.__main__; assert not {'jax', 'numpy', 'mpi4py', 'mpi4jax'} & set(sys.modules)"
+    code = """
+import sys, jaxmpi.__main__
+assert not {'jax', 'numpy', 'mpi4py', 'mpi4jax'} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
 
 
@@ -802,8 +807,14 @@ RANKS = [Member(0, 500, "vm"), Member(1, 501, "vm"), Member(2, 502, "vm")]
 OPEN_MPI_KILLED = (
     "prterun noticed that process rank 1 with PID 501 on node vm exited on\nsignal 9 (Killed)."
 )
-OPEN_MPI_LEFT = "prterun has exited due to process rank 1 with PID 501 on node vm exiting\nimproperly. There are three reasons"
-OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n   Exit code:    3\n"
+OPEN_MPI_LEFT = (
+    "prterun has exited due to process rank 1 with PID 501 on node vm exiting\n"
+    "improperly. There are three reasons"
+)
+OPEN_MPI_CODE = (
+    "The first process to do so was:\n\n   Process name: [prterun-vm-4602@1,1]\n"
+    "   Exit code:    3\n"
+)
 OPEN_MPI_ABORT = (
     "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3 SPLIT FROM 0\n  Proc: "
     "[[5,1],1]\n  Errorcode: 3\n"
@@ -812,13 +823,19 @@ OPEN_MPI_ABORT = (
 MPICH_ABORT = (
     "Abort(3) on node 1 (rank 0 in comm 7): application called MPI_Abort(comm=0x7, 3) - process 0"
 )
-MPICH_CODE = "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n=   CLEANING UP REMAINING PROCESSES\n====="
+MPICH_CODE = (
+    "=   BAD TERMINATION\n=   PID 501 RUNNING AT vm\n=   EXIT CODE: 3\n"
+    "=   CLEANING UP REMAINING PROCESSES\n====="
+)
 MPICH_KILLED = (
     MPICH_CODE.replace("CODE: 3", "CODE: 9")
     + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
 )
 MPICH_AWAY = MPICH_KILLED.replace("501", "77").replace("AT vm", "AT 192.0.2.7")
-OPEN_MPI_4_ABORT = "MPI_ABORT was invoked on rank 1 in communicator {}\nwith errorcode 3.\n\nNOTE: invoking MPI_ABORT"
+OPEN_MPI_4_ABORT = (
+    "MPI_ABORT was invoked on rank 1 in communicator {}\nwith errorcode 3.\n\n"
+    "NOTE: invoking MPI_ABORT"
+)
 OPEN_MPI_4_KILLED = (
     "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
 )
@@ -828,12 +845,13 @@ OPEN_MPI_4_CODE = (
 
 
 def intel(*ranks):
-    """What Intel MPI says of (rank, host, signal): of all ranks that a signal has ended."""
+    """Make Intel MPI's lines for (rank, host, signal) of all ranks that a signal has ended."""
     blocks = []
     for rank, host, number in ranks:
         blocks.append(
-            f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n=   KILLED BY SIGNAL: {number} "
-            "(Killed)\n=====\n"
+            f"=   RANK {rank} PID {500 + rank} RUNNING AT {host}\n"
+            f"=   KILLED BY SIGNAL: {number} (Killed)\n"
+            "=====\n"
         )
     return "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n".join(["", *blocks])
 
@@ -1063,7 +1081,10 @@ def test_registry_join_without_the_directory(tmp_path):
 
 @pytest.fixture
 def segment(monkeypatch):
-    """Make shared-memory files that carry one of MPI's names, to this process: a job that ends beside it would remove them."""
+    """Return a function that makes shared-memory files with one of MPI's names.
+
+    The names go to this process only: a job that ends beside it would remove them.
+    """
     made, folder = [], f"/dev/shm/test-{os.getpid()}-"
     monkeypatch.setattr(
         registry, "_SEGMENT", re.compile(registry._SEGMENT.pattern.replace("/dev/shm/", folder))
@@ -1101,11 +1122,10 @@ def test_remove_segments_spares_other_jobs(segment, tmp_path):
             # MPI's files only
             assert registry.members(str(tmp_path))[0].segments == (str(long_operation),)
             registry.remove_segments({str(recorded), str(long_operation)}, started)
-        exist = {
-            path.name.rpartition(".")[2]
-            for path in (old, new, recorded, long_operation, foreign)
-            if path.exists()
-        }
+        exist = set()
+        for path in (old, new, recorded, long_operation, foreign):
+            if path.exists():
+                exist.add(path.name.rpartition(".")[2])
     finally:
         foreign.unlink()
     assert exist == {"old", "busy", "foreign"}
@@ -1196,7 +1216,7 @@ def test_run_names_a_killed_rank(script):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_run_leaves_nothing_of_a_killed_job(script, number):
-    """Open MPI's own files are named after the launcher's process id: one that is left would fail a later job."""
+    """Open MPI names files after the launcher's pid; one left behind would fail a later job."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         job = start(
             "-n",
@@ -1265,9 +1285,8 @@ def test_run_passes_a_signal_on(script, tmp_path, wrapped):
     job.terminate()
     code, output, _ = end(job)
     assert code == 143
-    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == [
-        str(int(signal.SIGTERM))
-    ] * 2
+    for rank in (0, 1):
+        assert Path(f"{script}.{rank}").read_text() == str(int(signal.SIGTERM))
     assert_nothing_left(said + output, 2)
 
 
@@ -1287,7 +1306,10 @@ PRINTS = ["-c", "import sys; print('printed'); sys.stdout.flush(); sys.exit({})"
 
 
 def run_with(prepare, *words, code=0):
-    """Exit code and both streams of a job that prints and exits with `code`; its process runs the code `prepare` first."""
+    """Run a job that prints and exits with `code`; return its exit code and both streams.
+
+    Its process runs the code `prepare` first.
+    """
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", *words, "--", *PRINTS]
     command[-1] = command[-1].format(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -1335,11 +1357,22 @@ from jaxmpi._job.launch.supervisor import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-steps = [(6, b"first ", 6, 0), (8, b"second ", 8, 5), (8, b"third ", 8, 11), (hard, b"fourth", 0, 0), (hard, b" fifth", 0, 0)]
+steps = [
+    (6, b"first ", 6, 0),
+    (8, b"second ", 8, 5),
+    (8, b"third ", 8, 11),
+    (hard, b"fourth", 0, 0),
+    (hard, b" fifth", 0, 0),
+]
+
+def written(text, size):
+    file = open(sys.argv[1], "rb").read()
+    return file.endswith(text) or len(file) == size
+
 for limit, text, size, lost in steps:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     os.write(write, text)
-    while relay.lost != lost or not (file := open(sys.argv[1], "rb").read()).endswith(text) and len(file) != size:
+    while relay.lost != lost or not written(text, size):
         time.sleep(0.01)
 os.close(write)
 relay.join(10)
@@ -1371,7 +1404,7 @@ LINE = b"-" * 74 + b"\n"
     "chunks", [[LINE + b"\0"], [LINE, b"\0"], [LINE[:-1], b"\n\0more"], [b"a\0b", LINE, b"\0\0"]]
 )
 def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks):
-    """What a rank writes itself comes as it is."""
+    """Bytes that a rank writes itself stay."""
     read, write = os.pipe()
     with open(tmp_path / "out", "wb") as sink, os.fdopen(read, "rb") as source:
         relay = Relay(source, sink.fileno())

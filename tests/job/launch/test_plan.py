@@ -1,5 +1,7 @@
 """Laws of the message plan, in plain Python."""
 
+import itertools
+
 import numpy as np
 
 from jaxmpi._backends import bucketing
@@ -13,15 +15,13 @@ def test_messages_cover_every_column_once():
             int(generator.integers(1, high)) for high in (17, 80, 40)
         )
         plan = bucketing.messages(columns, itemsize, small_bytes=small_bytes, max_items=max_items)
-        seen = sorted(
-            (p.leaf, column)
-            for message in plan
-            for p in message
-            for column in range(p.start, p.stop)
-        )
-        assert seen == [
-            (leaf, column) for leaf, count in enumerate(columns) for column in range(count)
-        ]
+        seen = []
+        for p in itertools.chain(*plan):
+            seen += [(p.leaf, column) for column in range(p.start, p.stop)]
+        wanted = []
+        for leaf, count in enumerate(columns):
+            wanted += [(leaf, column) for column in range(count)]
+        assert sorted(seen) == wanted
         for message in plan:
             length = sum(p.stop - p.start for p in message)
             assert length <= max_items or length * itemsize < small_bytes

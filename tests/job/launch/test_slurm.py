@@ -1,4 +1,4 @@
-"""Ranks that Slurm's srun starts, on one node of it on this machine: they train, end after a death, stop in order."""
+"""Ranks that Slurm's srun starts on one node train, end after a death, and stop in order."""
 
 import os
 import re
@@ -73,7 +73,10 @@ pytestmark = [
 
 @pytest.fixture
 def srun(tmp_path):
-    """Run TRAINS under srun; return srun's exit code, the seconds since the epoch at its end, and the output."""
+    """Run TRAINS under srun; return its exit code, the time of its end, and the output.
+
+    The time is in seconds since the epoch.
+    """
     vendor, _, _ = mpiexec.library()
     if vendor not in PLUGINS:
         pytest.skip(f"Slurm's plugins do not start the ranks of {vendor}")

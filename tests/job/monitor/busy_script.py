@@ -1,4 +1,4 @@
-"""A job whose rank 0 works alone for longer than the others wait: busy_script.py HOW; see test_busy.py."""
+"""A job whose rank 0 works longer than the others wait: busy_script.py HOW; see test_busy.py."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One rank of a job in which a rank fails on purpose: fault_script.py MODE KIND DIRECTORY; see test_faults.py."""
+"""One rank of a job with a fault: fault_script.py MODE KIND DIRECTORY; see test_faults.py."""
 
 import multiprocessing
 import os
@@ -114,10 +114,8 @@ def main():
         return params, state
 
     saved = []
-    function = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}[
-        mode
-    ]
-    function = inject(function)
+    modes = {"jit": step, "scan": scan, "eager": eager, "evaluation": evaluation, "save": save}
+    function = inject(modes[mode])
     params = {"w": jnp.ones(4), "v": jnp.eye(4)}
     state = tx.init(params)
     if os.environ.get("JAXMPI_OVERLAP") == "1" and mode in ("jit", "scan"):

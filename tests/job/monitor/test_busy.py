@@ -1,4 +1,4 @@
-"""A rank that says it is busy is waited for, and named; a busy rank that is gone, or stopped, is found out."""
+"""A busy rank is waited for, and named; a busy rank that is gone, or stopped, is found out."""
 
 import os
 import re

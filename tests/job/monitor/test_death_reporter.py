@@ -1,4 +1,4 @@
-"""The death reporter of a job without `jaxmpi run` listens at an address that any user of the host can connect to."""
+"""The death reporter without `jaxmpi run` listens where any user of the host can connect."""
 
 import os
 import re
@@ -38,9 +38,14 @@ def visit():
     return link
 
 visitor = child(visit)
-ranks = [child(lambda: death_reporter.connect(listener.getsockname().hex(), rank, 2)) for rank in range(2)]
+address = listener.getsockname().hex()
+ranks = [child(lambda: death_reporter.connect(address, rank, 2)) for rank in range(2)]
 peer = death_reporter._peer
-death_reporter._peer = lambda link: (peer(link)[0], peer(link)[1] + (whose == "another user" and peer(link)[0] == visitor))
+def peer_of(link):
+    pid, user = peer(link)
+    return pid, user + (whose == "another user" and pid == visitor)
+
+death_reporter._peer = peer_of
 os.kill(ranks[1], signal.SIGKILL)
 signal.alarm(10)
 try:
@@ -61,7 +66,7 @@ HELLO = "0000000002000000"  # rank 0 of 2
     ],
 )
 def test_the_death_reporter_is_not_silenced_by_a_visitor(said, whose):
-    """Its address is open to all users of the host."""
+    """A visitor cannot silence it, though any user of the host may connect."""
     done = subprocess.run(
         [sys.executable, "-c", VISITED, said, whose], capture_output=True, text=True, timeout=30
     )

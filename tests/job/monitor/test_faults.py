@@ -1,18 +1,17 @@
-"""Whatever one rank does wrong, wherever it does it: the job ends as promised, in seconds, and leaves nothing behind.
+"""Any fault of one rank, anywhere, ends the job as promised, in seconds, with nothing left.
 
-`make faults` runs all cells and puts their seconds into docs/tables/faults.md; the other tests run
-a cell of each kind.
+`make test-all ONLY=faults` runs all cells, and with `--tables` their seconds go to
+docs/tables/faults.md; the other suites run a cell of each kind.
 """
 
-import json
+import itertools
 import os
 import re
-import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import tables
 from programs import segments_left
 from test_monitor import end, jaxmpi_run
 
@@ -21,7 +20,7 @@ RANKS = (2, 3, 4)
 WAYS = ("native", "mpi4jax", "xla")
 
 MISMATCH = "RankMismatchError"
-# what ends the job, of each rank if it says "each"; "" where it goes on
+# {fault: what ends the job}; "each" in it means every rank, and "" that the job goes on
 ENDS = {
     "raise": "RuntimeError: a fault on purpose",
     "exit": "has exited|exited with code|did not end in order|has ended",
@@ -45,9 +44,7 @@ ENDS = {
 ENDS_IN = {("nan", "save"): f"{MISMATCH}: save: leaf \\['batch'\\] is not equal on all ranks"}
 SECONDS = 25.0  # from the fault to the end of the job
 
-CELLS = [
-    (kind, mode, ranks, way) for kind in ENDS for mode in MODES for ranks in RANKS for way in WAYS
-]
+CELLS = [*itertools.product(ENDS, MODES, RANKS, WAYS)]
 FEW = [(kind, MODES[i % 5], (2, 3)[i % 2], WAYS[i % 3]) for i, kind in enumerate(ENDS)]
 
 
@@ -82,45 +79,5 @@ def test_a_fault_ends_as_promised(kind, mode, ranks, way, tmp_path, monkeypatch)
         if MISMATCH in (ending, ENDS[kind]) or (kind, mode) in ENDS_IN:
             assert len(set(re.findall(rf"\[(\d+)\] .*{MISMATCH}", output))) == ranks, output
     assert seconds < SECONDS, output
-    if table := os.environ.get("JAXMPI_FAULTS_TABLE"):
-        with open(table, "a") as file:
-            file.write(
-                json.dumps(
-                    [kind, mode, ranks, way, round(seconds, 1), "ends" if ending else "goes on"]
-                )
-                + "\n"
-            )
-
-
-def write_table(results, page):
-    """Put the seconds of `make faults` into the page, in the rows of the faults that were tried."""
-    cells = [json.loads(line) for line in Path(results).read_text().splitlines()]
-    seconds, promise = defaultdict(list), defaultdict(lambda: defaultdict(set))
-    for kind, mode, _, way, time_, how in cells:
-        seconds[kind, mode, way].append(time_)
-        promise[kind][how].add(mode)
-    text = Path(page).read_text()
-    begin, close = "<!-- faults -->\n", "<!-- end of faults -->"
-    head, rest = text.split(begin)
-    table, tail = rest.split(close)
-    rows = {line.split("|")[1].strip(): line for line in table.splitlines()}
-    lines = ["| fault | the job | " + " | ".join(MODES) + " |", "|---|---|" + "---|" * len(MODES)]
-    for kind in ENDS:
-        if kind not in promise:
-            lines += [rows[kind]] if kind in rows else []
-            continue
-        of = lambda mode, kind=kind: [
-            f"{max(seconds[kind, mode, way]):.1f}" for way in WAYS if seconds[kind, mode, way]
-        ]
-        most, *others = sorted(promise[kind], key=lambda how: -len(promise[kind][how]))
-        how = "; ".join(
-            [most, *(f"{other} in {', '.join(sorted(promise[kind][other]))}" for other in others)]
-        )
-        lines.append(
-            f"| {kind} | {how} | " + " | ".join(" / ".join(of(mode)) for mode in MODES) + " |"
-        )
-    Path(page).write_text(head + begin + "\n".join(lines) + "\n" + close + tail)
-
-
-if __name__ == "__main__":
-    write_table(*sys.argv[1:])
+    row = [kind, mode, ranks, way, round(seconds, 1), "ends" if ending else "goes on"]
+    tables.record("faults", row)

@@ -1,4 +1,4 @@
-"""A rank that is gone ends the job, with its name, in seconds, and leaves nothing running: also under plain mpirun."""
+"""A rank that is gone ends the job in seconds, and is named; nothing runs on. Plain mpirun, too."""
 
 import os
 import re
@@ -30,7 +30,8 @@ for i in range(10_000):
         if what == "kill, and the launcher is slow":
             launcher = os.getppid()
             os.kill(launcher, signal.SIGSTOP)
-            subprocess.Popen(["sh", "-c", f"sleep 0.8; kill -CONT {launcher}"], start_new_session=True)
+            later = f"sleep 0.8; kill -CONT {launcher}"
+            subprocess.Popen(["sh", "-c", later], start_new_session=True)
         if what.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
     x = {"eager": jaxmpi.tree_allreduce, "program": program}.get(where, step)(x)
@@ -154,8 +155,14 @@ def test_a_loop_over_shards_that_is_longer_on_a_rank_says_so(backend, tmp_path, 
     script.write_text(SHARDS)
     code, output, seconds, processes = end(jaxmpi_run(3, str(script)), str(tmp_path))
     assert code and processes == [] and seconds < 30, output
-    place = r"in .*allreduce (mean|sum) of float32\[\] at script.py:5.*\. Every rank must make the same calls\. "
-    shard = r"jaxmpi\.shard at script\.py:6 has more samples on some ranks than on others: loop over jaxmpi\.batches, "
+    place = (
+        r"in .*allreduce (mean|sum) of float32\[\] at script.py:5.*\. "
+        r"Every rank must make the same calls\. "
+    )
+    shard = (
+        r"jaxmpi\.shard at script\.py:6 has more samples on some ranks than on others: "
+        r"loop over jaxmpi\.batches, "
+    )
     assert re.search(r"rank 1 has exited while this rank waits for it " + place + shard, output), (
         output
     )
@@ -238,7 +245,8 @@ import jax.numpy as jnp
 import jaxmpi
 rank = jaxmpi.init().rank
 if rank == 1:
-    if sys.argv[1] == "waits":  # stands in a collective that rank 0 never joins: Python cannot react
+    # "waits": stands in a collective that rank 0 never joins, where Python cannot react
+    if sys.argv[1] == "waits":
         jaxmpi.tree_allreduce(jnp.ones(3)).block_until_ready()
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -340,11 +348,9 @@ def test_the_job_ends_whatever_its_streams_and_files_are(tmp_path, words):
     assert code and processes == [] and "not reached" not in output, output
     assert seconds < 30, output
     if not any("stuck" in word for word in words):
-        why = (
-            "Unprintable: no message"
-            if words[0] == "raise"
-            else "rank 1 has exited while this rank waits"
-        )
+        why = "rank 1 has exited while this rank waits"
+        if words[0] == "raise":
+            why = "Unprintable: no message"
         assert re.search(rf"\[rank \d/2 on \S+\] {why}.*The job ends", output), output
 
 
@@ -370,7 +376,10 @@ print("to the end", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["watcher", "signals"])
 def test_the_watch_is_watched(tmp_path, what):
-    """What one part of it raises is said, and it goes on; where the thread itself fails, the job ends."""
+    """An exception in one check of the watch is reported, and the watch goes on.
+
+    Where the thread itself fails, the job ends.
+    """
     script = tmp_path / "script.py"
     script.write_text(WATCHED)
     code, output, _, processes = end(jaxmpi_run(2, str(script), what), str(tmp_path))
@@ -382,7 +391,10 @@ def test_the_watch_is_watched(tmp_path, what):
             and output.count("to the end") == 2
         ), output
     else:
-        said = r"rank 0/2 on \S+\] the thread that watches this rank has failed \(SystemError: a defect\)\. The job ends"
+        said = (
+            r"rank 0/2 on \S+\] the thread that watches this rank has failed "
+            r"\(SystemError: a defect\)\. The job ends"
+        )
         assert code and re.search(said, output), output
 
 

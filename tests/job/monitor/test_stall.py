@@ -1,4 +1,7 @@
-"""A job that hangs says why, and ends; the flight recorder; stopping together; restarts; faults on purpose."""
+"""Hanging jobs, the flight recorder, stopping together, restarts, and injected faults.
+
+A job that hangs says why, and ends.
+"""
 
 import contextlib
 import json
@@ -93,9 +96,8 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(
     assert re.search(r"missing: rank 1 \(pid \d+ on \S+\), after ", output), output
     line = STALLS[: STALLS.index("# the slow line")].count("\n") + 1
     assert f"script.py:{line} in load_batch: time.sleep(float(sys.argv[2]))" in output
-    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output and re.search(
-        r"the job ends in [123] s", output
-    )
+    assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output
+    assert re.search(r"the job ends in [123] s", output)
     assert re.search(r"stalled for [45] s: rank 1 on", output), output
     went_on = output.count("goes on after")  # the first call, where the machine is busy
     assert (
@@ -156,9 +158,8 @@ def test_stall_in_an_eager_collective_names_the_line_of_this_call(
 def test_a_rank_that_is_late_is_waited_for(tmp_path, monkeypatch):
     code, output, _, left = stalled(tmp_path, monkeypatch, "sleep", 2.5)
     assert not code and not left and output.count("is through") == 2, output
-    assert re.search(r"stalled: has waited [12] s", output) and re.search(
-        r"rank 0/2 on \S+\] goes on after [23] s", output
-    )
+    assert re.search(r"stalled: has waited [12] s", output)
+    assert re.search(r"rank 0/2 on \S+\] goes on after [23] s", output)
 
 
 @pytest.mark.slow
@@ -289,9 +290,8 @@ def test_a_signal_writes_the_records(tmp_path):
     (tmp_path / "script.py").write_text(WORKS)
     go = tmp_path / "go"
     command = jaxmpi_run(2, tmp_path / "script.py", "wait", go)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **both) as job:
         lines, pid = [], None
         for line in job.stdout:
             lines.append(line)
@@ -366,9 +366,8 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tmp_path, monkeypatch, ranks
         if ranks > 1
         else [sys.executable, script, "rank", tmp_path / "saved"]
     )
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **streams) as job:
         if whom.startswith("launcher") and ranks > 1:
             assert "here" in job.stdout.readline()
             if whom != "launcher":
@@ -463,9 +462,8 @@ print(f"rank {rank} stops at {step}", flush=True)
 def test_a_rank_that_has_not_asked_yet_is_waited_for(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAITS)
-    with subprocess.Popen(
-        jaxmpi_run(2, script, "late"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(jaxmpi_run(2, script, "late"), **streams) as job:
         assert "here" in job.stdout.readline()
         time.sleep(1)
         job.send_signal(signal.SIGTERM)
@@ -520,9 +518,13 @@ run = {"params": params, "state": tx.init(params), "epoch": 0, "batch": 0}
 if jaxmpi.latest(directory) is not None:
     run = jaxmpi.restore(directory, run)
 first = os.environ["JAXMPI_RESTART"] == "0"
-faulty = faults.inject(step, kind, rank=world.size - 1, call=call) if first and kind != "none" else step
+faulty = step
+if first and kind != "none":
+    faulty = faults.inject(step, kind, rank=world.size - 1, call=call)
 while run["epoch"] < 4:
-    batches = jaxmpi.batches(data, 6, seed=0, epoch=run["epoch"], start=6 * run["batch"], remainder="mask")
+    batches = jaxmpi.batches(
+        data, 6, seed=0, epoch=run["epoch"], start=6 * run["batch"], remainder="mask"
+    )
     for batch, mask in batches:
         params, state = faulty(run["params"], run["state"], batch, mask)
         run |= {"params": params, "state": state, "batch": run["batch"] + 1}
@@ -544,7 +546,7 @@ def trained(tmp_path, name, *args, ranks=2, options=()):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """How training ends where nothing fails."""
+    """Train without faults; return how the training ends."""
     code, output = trained(tmp_path_factory.mktemp("training"), "undisturbed", "none", "0")
     assert not code, output
     return re.search(r"final \S+ 2", output)[0]

@@ -1,4 +1,7 @@
-"""A rank that has threads of jaxmpi when it ends: exit_script.py KIND ENDING FOLDER; see test_exits.py."""
+"""A rank that ends while jaxmpi has threads: exit_script.py KIND ENDING FOLDER.
+
+See test_exits.py.
+"""
 
 import sys
 import time

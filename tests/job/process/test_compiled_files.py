@@ -1,4 +1,7 @@
-"""What was compiled is kept in files that nobody else can have written; what is damaged, or does not fit, is compiled anew."""
+"""Compiled programs are kept in files that nobody else can write.
+
+A damaged file, or one that does not fit, is compiled anew.
+"""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is done when a process ends: no call keeps another from being made."""
+"""Calls at the end of a process: none keeps another from being made."""
 
 import subprocess
 import sys

@@ -21,19 +21,21 @@ EXIT_SECONDS = 15.0  # an exit waits 3 s for a thread at most, and the launcher 
 
 
 def pythons():
-    """The Pythons that jaxmpi is installed for: this one, and those that `make faults` has set up."""
+    """Return this Python, and those of .venv-312, .venv-313 and .venv-newest where they exist."""
     others = [ROOT / f".venv-{version}" / "bin" / "python" for version in ("312", "313", "newest")]
     return [sys.executable, *(str(path) for path in others if path.exists())]
 
 
 def exit_of(ranks, kind, ending, folder, python=sys.executable):
-    """The exit code of one run, as a shell has it, its output, and the seconds from the end of the script to its own."""
+    """Run once; return the exit code as a shell has it, the output, and seconds to exit.
+
+    The seconds go from the end of the script to the end of the process.
+    """
     command = [python, *on_ranks(ranks, str(SCRIPT), kind, ending, str(folder))[1:]]
     environ = {**os.environ, "JAXMPI_TTY": "1" if kind == "progress" else "0"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as job:  # fmt: skip
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"cwd": ROOT, "env": environ, "start_new_session": True, **streams}
+    with subprocess.Popen(command, **options) as job:
         try:
             output, _ = job.communicate(timeout=90)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What is written in folders where other users may write: nothing that they put there is followed, filled or believed."""
+"""Files in folders that others can write: nothing put there is followed, filled or believed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from jaxmpi._job.process import files, run_dir
 
 
 class OneRank(Single):
-    """As much of a job as the flight recorder needs."""
+    """World with just enough of a job for the flight recorder."""
 
     place = Place()
     events = waits = lambda self: []
@@ -34,9 +34,13 @@ def recorder(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXMPI_FLIGHT_DIR", raising=False)
     said = []
     monitor = SimpleNamespace(
-        backend=OneRank(), members=[(os.getpid(), "here")], topics={}, at_end=[], say=said.append,
+        backend=OneRank(),
+        members=[(os.getpid(), "here")],
+        topics={},
+        at_end=[],
+        say=said.append,
         signals=SimpleNamespace(take=lambda number, call: True),
-    )  # fmt: skip
+    )
     return SimpleNamespace(make=lambda: Recorder(monitor), shared=shared, said=said)
 
 
@@ -82,9 +86,8 @@ def test_flight_records_are_not_written_to_a_folder_of_another_user(recorder, mo
 
 def test_nobody_knows_where_flight_records_will_be(recorder):
     paths = [recorder.make().dump("test") for _ in range(3)]
-    assert len({path.parent for path in paths}) == 3 and {path.name for path in paths} == {
-        "rank-0.json"
-    }
+    assert len({path.parent for path in paths}) == 3
+    assert {path.name for path in paths} == {"rank-0.json"}
     assert {stat.S_IMODE(path.parent.stat().st_mode) for path in paths} == {0o700}
     assert not recorder.said
 
@@ -112,7 +115,7 @@ def test_the_folder_of_the_user_is_used_and_links_in_it_are_not(
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_rank_registers_nowhere_but_in_the_folder_of_its_launcher(tmp_path, victim, what):
-    """On another host than the launcher's, the folder's name may be taken by someone else."""
+    """A rank on another host than the launcher ignores a folder that someone else has made."""
     path = tmp_path / "run"
     PLANTED[what](path, victim)
     for call in (run_dir.join, run_dir.leave, run_dir.takes_sigterm):
@@ -130,11 +133,8 @@ def test_a_rank_registers_past_links(tmp_path, victim):
     run_dir.leave(str(run), 0)
     assert [member.left for member in run_dir.members(str(run))] == [True]
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {".rank-0.draft"}
-    assert all(
-        stat.S_IMODE(path.lstat().st_mode) & 0o022 == 0
-        for path in run.iterdir()
-        if not path.is_symlink()
-    )
+    for path in run.iterdir():
+        assert path.is_symlink() or stat.S_IMODE(path.lstat().st_mode) & 0o022 == 0
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -144,9 +144,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         files.replace(folder, "file", "after")
     os.close(folder)
-    assert (tmp_path / "file").read_text() == "before" and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["file"]
+    assert (tmp_path / "file").read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Nobody waits in `init` for a rank that does not come; and the processes that a rank starts are no ranks."""
+"""`init` waits for no rank that does not come; processes that a rank starts are no ranks."""
 
 import re
 
@@ -65,7 +65,10 @@ STATES = {
 def test_a_rank_that_does_not_come_to_init_ends_the_job(tmp_path, monkeypatch, launch, ranks, what):
     code, output, seconds, left = joined(tmp_path, monkeypatch, launch, ranks, what)
     assert code and seconds < 30 and not left and "through" not in output, output
-    who = rf"rank 1 \((pid \d+ )?on \S+\) {STATES[what]}, and has not joined the others in jaxmpi.init"
+    who = (
+        rf"rank 1 \((pid \d+ )?on \S+\) {STATES[what]}, "
+        "and has not joined the others in jaxmpi.init"
+    )
     assert re.search(
         rf"rank 0/{ranks} on \S+\] stalled: has waited [12] s in jaxmpi.init\n  missing: {who}",
         output,
@@ -129,7 +132,8 @@ def load(i):
 def main():
     total = lambda x: np.asarray(jaxmpi.tree_allreduce(jnp.asarray(x, jnp.float32), "sum"))
     jaxmpi.preempted()
-    for k in range(1 if what in ("spawn", "forkserver", "subprocess") else 3):  # those import JAX again
+    # spawn, forkserver and subprocess import JAX again, which takes long
+    for k in range(1 if what in ("spawn", "forkserver", "subprocess") else 3):
         if what in ("spawn", "forkserver", "fork"):
             with multiprocessing.get_context(what).Pool(1) as pool:
                 got = pool.map(load, range(4))
@@ -138,7 +142,9 @@ def main():
             x = [x for x, *_ in got]
         elif what == "subprocess":
             code = "import jaxmpi; print(jaxmpi.init('mpi').size, end='')"
-            x = [int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) - 1, 1, 4, 9]
+            command = [sys.executable, "-c", code]
+            size = int(subprocess.run(command, capture_output=True, check=True).stdout)
+            x = [size - 1, 1, 4, 9]
         else:
             child = os.fork()
             if child == 0:
@@ -150,7 +156,8 @@ def main():
             if what == "is killed":
                 os.kill(child, signal.SIGTERM)
             status = os.waitpid(child, 0)[1]
-            assert status == {"exits": 7 << 8, "raises": 1 << 8, "is killed": signal.SIGTERM}[what], status
+            wanted = {"exits": 7 << 8, "raises": 1 << 8, "is killed": signal.SIGTERM}
+            assert status == wanted[what], status
             x = [0, 1, 4, 9]
         np.testing.assert_array_equal(total(x), [0, world.size, 4 * world.size, 9 * world.size])
     assert not jaxmpi.preempted()
@@ -166,23 +173,22 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("what", "backend"),
     [
-        *(
-            (what, "mpi")
-            for what in (
-                "spawn",
-                "forkserver",
-                "fork",
-                "subprocess",
-                "exits",
-                "raises",
-                "is killed",
-            )
-        ),
-        *((what, "xla") for what in ("spawn", "exits")),
+        ("spawn", "mpi"),
+        ("forkserver", "mpi"),
+        ("fork", "mpi"),
+        ("subprocess", "mpi"),
+        ("exits", "mpi"),
+        ("raises", "mpi"),
+        ("is killed", "mpi"),
+        ("spawn", "xla"),
+        ("exits", "xla"),
     ],
 )
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path, what, backend):
-    """It has a World of its own, or reads the rank's; its end and its signals are not the rank's."""
+    """A child process has its own World, or reads the rank's.
+
+    Its end and its signals are not the rank's.
+    """
     script = tmp_path / "script.py"
     script.write_text(HAS_CHILDREN)
     code, output, _, left = end(jaxmpi_run(2, str(script), what, "--", backend), str(tmp_path))
@@ -195,9 +201,11 @@ import os, subprocess, sys
 import jaxmpi
 world = jaxmpi.init()
 if len(sys.argv) > 1:
-    print(f"inner {world.rank} of {world.size}, sum {int(jaxmpi.tree_allreduce(1, 'sum'))}", flush=True)
+    total = int(jaxmpi.tree_allreduce(1, "sum"))
+    print(f"inner {world.rank} of {world.size}, sum {total}", flush=True)
 elif world.rank == 0:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_", "PMI_"))}
+    of_mpi = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
+    environ = {k: value for k, value in os.environ.items() if not k.startswith(of_mpi)}
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", __file__, "inner"]
     subprocess.run(command, env=environ, check=True)
 jaxmpi.barrier()

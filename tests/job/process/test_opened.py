@@ -1,4 +1,4 @@
-"""Every file and socket of a running job, with its mode or address, is in docs/tables/opened.md; nothing is left."""
+"""Files and sockets of a running job, as docs/tables/opened.md lists them; nothing is left."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def environ_of(pid):
 
 
 def links(pid):
-    """What the open files of a process are."""
+    """Return the targets of a process's open files."""
     found = []
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -51,7 +51,7 @@ def links(pid):
 
 
 def address_of(text):
-    """Of an address in /proc/net/tcp or tcp6: its IPv4 address where it has one."""
+    """Parse an address in /proc/net/tcp or tcp6, as IPv4 where it is one."""
     raw = bytes.fromhex(text.partition(":")[0])
     raw = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
     if raw[:12] == b"\0" * 10 + b"\xff\xff":
@@ -61,12 +61,11 @@ def address_of(text):
 
 def sockets(processes):
     """Rows of what listens, or receives datagrams."""
-    owners = {
-        link: who
-        for pid, who in processes.items()
-        for link in links(pid)
-        if link.startswith("socket:")
-    }
+    owners = {}
+    for pid, who in processes.items():
+        for link in links(pid):
+            if link.startswith("socket:"):
+                owners[link] = who
     rows = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
@@ -74,25 +73,13 @@ def sockets(processes):
             who = owners.get(f"socket:[{rest[5]}]")
             if who and (state == "0A" or kind.startswith("udp")):
                 address = address_of(local)
-                rows.add(
-                    (
-                        who,
-                        kind[:3].upper(),
-                        "all addresses" if address in ("0.0.0.0", "::") else address,
-                    )
-                )
+                where = "all addresses" if address in ("0.0.0.0", "::") else address
+                rows.add((who, kind[:3].upper(), where))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
         if (who := owners.get(f"socket:[{inode}]")) and int(flags, 16) & 0x10000:  # listens
-            rows.add(
-                (
-                    who,
-                    "Unix",
-                    "a name in no file system"
-                    if path and path[0].startswith("@")
-                    else "in a folder",
-                )
-            )
+            nowhere = path and path[0].startswith("@")
+            rows.add((who, "Unix", "a name in no file system" if nowhere else "in a folder"))
     return rows
 
 
@@ -102,7 +89,10 @@ def general(name):
 
 
 def files(processes, folders):
-    """Rows of the files in the folders and in shared memory: of what is in a folder of mode 700, the folder alone."""
+    """List the files in the folders and in shared memory, as rows of the table.
+
+    Of a folder of mode 700, only the folder is listed.
+    """
     rows = set()
     for title, folder in folders.items():
         for path in folder.iterdir():
@@ -113,11 +103,9 @@ def files(processes, folders):
     for pid in processes:
         maps = Path(f"/proc/{pid}/maps").read_text()
         mapped = re.findall(r"/dev/shm/.*", maps)
-        rows |= {
-            ("memory of a rank", link.removesuffix(" (deleted)"), "no name")
-            for link in links(pid)
-            if "/memfd:jaxmpi" in link
-        }
+        for link in links(pid):
+            if "/memfd:jaxmpi" in link:
+                rows.add(("memory of a rank", link.removesuffix(" (deleted)"), "no name"))
         for name in {*mapped, *(link for link in links(pid) if link.startswith("/dev/shm/"))}:
             path, deleted = Path(name.removesuffix(" (deleted)")), name.endswith(" (deleted)")
             mode = "no name" if deleted else f"{stat.S_IMODE(path.lstat().st_mode):o}"
@@ -156,25 +144,21 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
         "HOME": str(folders["HOME"]),
     }
     command = [sys.executable, "-m", "jaxmpi", "run", "-n", "2", str(script), str(go)]
-    with subprocess.Popen(
-        command, cwd=folders["."], env=environ, stdout=-1, stderr=-1, text=True
-    ) as job:
+    options = {"cwd": folders["."], "env": environ, "stdout": -1, "stderr": -1, "text": True}
+    with subprocess.Popen(command, **options) as job:
         try:
             pids = []
             while len(pids) < 2 and (line := job.stdout.readline()):
                 pids += map(int, re.findall(r"^ready (\d+)", line))
             os.kill(pids[0], signal.SIGUSR1)  # a flight record
             deadline = time.monotonic() + 20
-            while (
-                not [*folders["TMPDIR"].glob("jaxmpi-flight-*/rank-*.json")]
-                and time.monotonic() < deadline
-            ):
+            written = "jaxmpi-flight-*/rank-*.json"
+            while not [*folders["TMPDIR"].glob(written)] and time.monotonic() < deadline:
                 time.sleep(0.05)
-            others = [
-                int(path.name)
-                for path in Path("/proc").glob("[0-9]*")
-                if mark.encode() in environ_of(path.name)
-            ]
+            others = []
+            for path in Path("/proc").glob("[0-9]*"):
+                if mark.encode() in environ_of(path.name):
+                    others.append(int(path.name))
             processes = {pid: "rank" if pid in pids else "launcher" for pid in {*others, *pids}}
             rows = sockets(processes) | files(processes, folders)
         finally:
@@ -185,5 +169,5 @@ def test_what_a_running_job_opens_is_documented(backend, tmp_path):
     # nobody on the network reaches a rank
     assert {row for row in rows if row[0] == "rank"} <= {("rank", "TCP", "127.0.0.1")}
     left = {general(path.name) for folder in folders.values() for path in folder.iterdir()}
-    # which is asked for, and what was compiled
+    # the flight record was asked for, and compiled programs are kept
     assert left == {"jaxmpi-flight-*-*", ".cache"}, left

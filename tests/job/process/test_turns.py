@@ -1,4 +1,4 @@
-"""Which thread communicates: one at a time; handed over where that is safe, an error in the second thread otherwise."""
+"""One thread communicates at a time; turns pass where that is safe, or the second one raises."""
 
 import os
 import queue
@@ -41,7 +41,7 @@ def total():
 
 
 def in_thread(call):
-    """What a call in another thread returns or raises, while this one is busy."""
+    """Return what a call returns or raises in another thread while this one is busy."""
     got, long_operation = [], []
 
     def run():
@@ -155,7 +155,7 @@ def test_one_rank_has_no_turns():
 
 
 def check_forked_child():
-    """It knows its rank, and may not communicate."""
+    """Check that a forked child knows its rank, and may not communicate."""
     step = jaxmpi.jit(lambda x: lax.psum(x, jaxmpi.AXIS))
     for call in CALLS.values():
         call()

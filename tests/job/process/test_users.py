@@ -1,4 +1,4 @@
-"""Other users of the machine: what a working directory holds is not run, and what a job opens is open to its user alone."""
+"""Other users of the machine: a working directory's files are not run, and a job's stay private."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import parse
 
-# as `python -m jaxmpi` itself looks into the working directory
+# not `python -m jaxmpi`, which looks into the working directory
 COMMAND = str(Path(sys.executable).with_name("jaxmpi"))
 PLANTED = (
     "mpi4py",

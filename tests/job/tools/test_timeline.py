@@ -1,4 +1,4 @@
-"""`jaxmpi timeline` on records that it has not written: one sentence with the name of the file, whatever is in it."""
+"""`jaxmpi timeline` on foreign records: one sentence that names the file, for any content."""
 
 import json
 import os
@@ -26,6 +26,12 @@ SHOWN = ("rank", "size", "host", "why", "events", "waits")
 NO_EVENTS = (1, None, "text", {"0": EVENT}, [1], [None], ["sixsix"], [EVENT[:5]], [[*EVENT, 1]])
 NO_TIMES = ("0", True, [0], {}, 1e300, float("nan"), -float("inf"))
 NUMBERS = ("0", None, True, -1, 1.5, [0], {}, 10**30)
+NO_WAITS = (1, None, "text", [1], [None], [[0.5]], [[0.5, None]], [[0.5, 1.0, 2.0]])
+NO_RECORDS = ([], 3, "text", None, 1.5, [RECORD])
+
+
+def without(name):
+    return {k: v for k, v in RECORD.items() if k != name}
 
 
 def with_event(i, value):
@@ -40,8 +46,8 @@ MALFORMED = {
     "nested": b"[" * 100_000,
     "a nested object": b'{"a":' * 100_000,
     "more digits than Python reads": b"9" * 5000,
-    **{f"a {type(x).__name__}": json.dumps(x).encode() for x in ([], 3, "text", None, 1.5, [RECORD])},
-    **{f"without {name}": json.dumps({k: v for k, v in RECORD.items() if k != name}).encode() for name in SHOWN},
+    **{f"a {type(x).__name__}": json.dumps(x).encode() for x in NO_RECORDS},
+    **{f"without {name}": json.dumps(without(name)).encode() for name in SHOWN},
     **{f"rank {x!r}": {"rank": x} for x in NUMBERS},
     **{f"size {x!r}": {"size": x} for x in (*NUMBERS, 0)},
     **{f"host {x!r}": {"host": x} for x in (1, None, [], {})},
@@ -51,9 +57,9 @@ MALFORMED = {
     **{f"event 1 {x!r}": with_event(1, x) for x in (1, None, [])},
     **{f"event {i} {x!r}": with_event(i, x) for i in (3, 4, 5) for x in NO_TIMES},
     "event 3 None": with_event(3, None),
-    **{f"waits {x!r}": {"waits": x} for x in (1, None, "text", [1], [None], [[0.5]], [[0.5, None]], [[0.5, 1.0, 2.0]])},
+    **{f"waits {x!r}": {"waits": x} for x in NO_WAITS},
     **{f"wait {x!r}": {"waits": [[0.5, 1.0], [x, 1.0]]} for x in NO_TIMES},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", MALFORMED)
@@ -126,9 +132,8 @@ def test_times_that_run_backwards_are_spans_of_nothing(tmp_path):
     write(tmp_path, events=[[0, "x", 1, 3.0, 2.0, 1.0]])
     assert timeline.run([str(tmp_path)]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert [
-        event["dur"] for event in events if event["ph"] == "X" and event["cat"] != "program"
-    ] == [0, 0]
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] != "program"]
+    assert [span["dur"] for span in spans] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +162,8 @@ def test_the_output_follows_no_link(tmp_path):
     for name in ("timeline.json", "timeline.svg"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     assert timeline.run([str(tmp_path)]) == 0
-    assert (tmp_path / "precious").read_text() == "precious" and "svg" in (
-        tmp_path / "timeline.svg"
-    ).read_text()
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert "svg" in (tmp_path / "timeline.svg").read_text()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):

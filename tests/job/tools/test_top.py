@@ -1,4 +1,4 @@
-"""`jaxmpi top` on a running job: a slow and a stopped rank are named; what it shows follows from what was recorded."""
+"""`jaxmpi top` on a running job names slow and stopped ranks, from what was recorded."""
 
 import json
 import os
@@ -28,12 +28,14 @@ MS = 1_000_000
 
 
 def look(rank=0, waits=(5,) * 20, step_ms=10, **changed):
-    """That of one of two ranks, of messages one every `step_ms`; `waits` are the milliseconds until the other had come."""
+    """Make the record of one of two ranks, with a message every `step_ms`.
+
+    `waits` are the milliseconds until the other rank came.
+    """
     ends = [(i + 1) * step_ms * MS for i in range(len(waits))]
-    events = [
-        (i, 7, 100, end - wait * MS - MS, end - MS, end)
-        for i, (end, wait) in enumerate(zip(ends, waits, strict=True))
-    ]
+    events = []
+    for i, (end, wait) in enumerate(zip(ends, waits, strict=True)):
+        events.append((i, 7, 100, end - wait * MS - MS, end - MS, end))
     now = {
         "now_ns": ends[-1],
         "written_ns": ends[-1],
@@ -64,9 +66,8 @@ def test_rates_follow_from_the_events():
     first, second = rank_rates.rows([look(1, (0,) * 20), look(0)])
     assert (first.rank, second.rank) == (0, 1)
     assert first.steps_per_second == pytest.approx(100)
-    assert first.communication == pytest.approx(
-        20 * 6 / 196
-    ) and second.communication == pytest.approx(20 / 191)
+    assert first.communication == pytest.approx(20 * 6 / 196)
+    assert second.communication == pytest.approx(20 / 191)
     assert (first.last, second.last) == (0, 1)
     assert (first.verdict, second.verdict) == ("", "slow")
 
@@ -87,10 +88,8 @@ def test_a_rank_that_the_others_do_not_wait_for_is_not_slow():
 )
 def test_a_rank_that_others_wait_for(changed, verdict):
     waiting = look(0, inside=True, entered=21, since_ns=200 * MS - 4_000 * MS)
-    assert [row.verdict for row in rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])] == [
-        "",
-        verdict,
-    ]
+    rows = rank_rates.rows([waiting, look(1, (0,) * 20, **changed)])
+    assert [row.verdict for row in rows] == ["", verdict]
 
 
 def test_without_events_there_are_dashes():
@@ -118,7 +117,7 @@ def test_a_record_is_read_by_another_process():
 
 
 def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
-    """As through ssh: it gets the host and a command, and runs it."""
+    """The agent gets the host and a command, and runs it, as ssh does."""
     agent = tmp_path / "agent"
     agent.write_text(
         '#!/bin/sh\n[ "$1" = node2 ] && shift && exec sh -c "$*"\necho cannot reach "$1" >&2\n'
@@ -133,9 +132,8 @@ def test_ranks_of_other_hosts_come_through_an_agent(tmp_path):
         deadline = time.monotonic() + 60
         while not (near.look() and far.error) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [
-            (a["pid"], a["host"], a["state"]) for a in near.look() if a["pid"] == os.getpid()
-        ] == [(os.getpid(), "node2", "runs")]
+        (mine,) = [look for look in near.look() if look["pid"] == os.getpid()]
+        assert (mine["host"], mine["state"]) == ("node2", "runs")
         assert not near.error and far.error == "cannot reach node3"
     finally:
         near.close()
@@ -151,7 +149,7 @@ def top(*arguments):
 
 
 def until(script, right, seconds):
-    """What `jaxmpi top` shows of the job that runs a script, once it is right."""
+    """Return the screen of `jaxmpi top` on the job of a script, once it is right."""
     deadline = time.monotonic() + seconds
     while True:
         ranks = [rank for rank in top("--json")["ranks"] if script in rank["doing"]]
