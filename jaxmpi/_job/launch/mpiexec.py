@@ -51,7 +51,7 @@ class Mpiexec:
 
     @property
     def vendor(self) -> str:
-        """The MPI that it belongs to: "Open MPI", "MPICH" or "Intel MPI"."""
+        """The MPI that it belongs to, such as "Open MPI"."""
         return self.launcher.name
 
 
@@ -111,8 +111,10 @@ def identify(path: str) -> Mpiexec:
     launcher = launchers.find_by_version_text(text)
     if launcher is None:
         line = (text.strip().splitlines() or ["nothing"])[0]
+        known = [row.name for row in launchers.LAUNCHERS if row.banner]
+        *others, last = dict.fromkeys(known)
         raise LaunchError(
-            f"{path} --version says {line!r}, which is neither Open MPI, MPICH nor Intel MPI. "
+            f"{path} --version says {line!r}, which is neither {', '.join(others)} nor {last}. "
             "Give --mpiexec the path of one of theirs, or start the ranks with that program "
             "yourself."
         )
@@ -190,8 +192,7 @@ def library() -> tuple[str, str, str]:
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"importing mpi4py took {sys.executable} more than {PROBE_SECONDS} s. Look whether the "
-            "file system that it lies "
-            "on answers, and try again."
+            "file system that it lies on answers, and try again."
         ) from None
     if found := re.search(r"^jaxmpi (\{.*\})$", probe.stdout, re.MULTILINE):
         record = json.loads(found[1])
@@ -220,7 +221,6 @@ def check_library(mpiexec: Mpiexec) -> None:
     if mpiexec.launcher.protocol != launchers.find_for_library(vendor).protocol:
         raise LaunchError(
             f"the launcher {mpiexec.path} is {mpiexec.vendor}'s, but mpi4py loads {vendor} "
-            f"{version} from {path}, "
-            f"and every rank would be rank 0 of 1. Give --mpiexec the path of {vendor}'s mpirun, "
-            "or keep one MPI only in this environment."
+            f"{version} from {path}, and every rank would be rank 0 of 1. Give --mpiexec the path "
+            f"of {vendor}'s mpirun, or keep one MPI only in this environment."
         )

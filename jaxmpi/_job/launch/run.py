@@ -197,8 +197,8 @@ class Restarts:
         if ranks < needed:
             raise LaunchError(
                 f"{', '.join(out)} failed twice, and the other hosts have room for {ranks} ranks "
-                f"of the {needed} that are "
-                "needed. Add hosts to the file, or give --min-ranks a smaller number."
+                f"of the {needed} that are needed. Add hosts to the file, or give --min-ranks a "
+                "smaller number."
             )
         options, told = self.first.mpi_options, []
         if out:
@@ -238,8 +238,7 @@ class Restarts:
         each = "".join(f"\n  {number} ranks: {why}" for number, why in sorted(self.refused.items()))
         raise LaunchError(
             f"the program runs on no number of ranks from {least} to {most}. Give -n and "
-            "--min-ranks "
-            f"others, or change it:{each}"
+            f"--min-ranks others, or change it:{each}"
         )
 
     def _room(self, left: Mapping[str, int], joined: Mapping[str, int]) -> int:

@@ -90,7 +90,7 @@ class Launcher:
     # How it reports a failure
     names_killed_rank: bool = False  # whether it names a rank that a signal has killed
     verdicts: tuple[str, ...] = ()  # patterns about the rank that ended the job; the first counts
-    killed_list: str = ""  # pattern of one of all ranks that a signal ended, in order of the ranks
+    killed_list: str = ""  # pattern of an entry in its list of all ranks that a signal has ended
     killed_code: Callable[[int], int] | None = None  # its exit code where signal n killed a rank
     lost_hosts: tuple[str, ...] = ()  # patterns about a host that does not answer
     rank_hosts: tuple[str, ...] = ()  # patterns about the host of the rank that ended the job
@@ -221,7 +221,7 @@ INTEL_MPI = replace(
     # to one
     variables_bind=(("I_MPI_PIN_DOMAIN", "{bind}"),),
     variables_unbound=(("I_MPI_PIN", "off"),),
-    # also those that it has killed itself, because of another
+    # it lists also the ranks that it has killed itself, because of another one
     killed_list=(
         r"RANK (?P<rank>\d+) PID (?P<pid>\d+) RUNNING AT (?P<host>\S+) "
         r"= KILLED BY SIGNAL: (?P<signal>\d+)"
@@ -258,7 +258,7 @@ FLUX = Launcher(
 )
 SLURM = Launcher(
     name="Slurm",
-    rank=("PMIX_RANK", "SLURM_PROCID"),
+    rank=("PMIX_RANK", "SLURM_PROCID"),  # the first one by srun --mpi=pmix
     size=("SLURM_STEP_NUM_TASKS",),
     local_rank=("SLURM_LOCALID",),
     marks=("SLURM_STEP_NUM_TASKS",),
@@ -269,9 +269,8 @@ SLURM = Launcher(
 PBS = Launcher(name="PBS", node_file="PBS_NODEFILE")  # MPI's own launcher starts the ranks
 
 # Intel's banner comes before MPICH's, whose words it has, too.
-LAUNCHERS: tuple[Launcher, ...] = (
-    *(OPEN_MPI_5, OPEN_MPI_4, INTEL_MPI, MPICH, MVAPICH, PALS, FLUX, SLURM, PBS),
-)
+_MPI = (OPEN_MPI_5, OPEN_MPI_4, INTEL_MPI, MPICH, MVAPICH)
+LAUNCHERS: tuple[Launcher, ...] = (*_MPI, PALS, FLUX, SLURM, PBS)
 
 
 class Launched(NamedTuple):

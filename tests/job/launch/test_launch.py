@@ -646,7 +646,7 @@ def test_identify_knows(tmp_path, says, launcher, version):
 def test_identify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(
         LaunchError,
-        match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec",
+        match=r"says 'slurm 24.05', which is neither Open MPI, Intel MPI nor MPICH. Give --mpiexec",
     ):
         mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
