@@ -128,17 +128,21 @@ def to_json(failures: Sequence[Failure]) -> str:
 
 
 def from_json(text: str) -> list[Failure]:
-    """Read several records; a ValueError or TypeError if the text holds something else."""
-    return [
-        Failure(**{**record, "cause": Cause(record["cause"]), "others": ()})
-        for record in json.loads(text)
-    ]
+    """Read several records; a ValueError if the text holds something else."""
+    failures = []
+    try:
+        for record in json.loads(text):
+            record |= {"cause": Cause(record["cause"]), "others": ()}
+            failures.append(Failure(**record))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no record of a failure: {text[:200]}") from error
+    return failures
 
 
 def find_marked(text: str) -> list[Failure]:
     """Read the records in lines of output that begin with `MARK`."""
     found: list[Failure] = []
     for line in re.findall(rf"{MARK}(\[.*\])", text):
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError):  # ranks may write into the same line
             found += from_json(line)
     return found

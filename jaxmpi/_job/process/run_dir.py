@@ -133,7 +133,7 @@ def report_failures(directory: str, failures: Sequence[Failure]) -> None:
 
 def reported_failures(directory: str) -> list[Failure]:
     """Return the failures that a rank has reported; none if no rank has."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError):
         return from_json(Path(directory, FAILURES).read_text())
     return []
 

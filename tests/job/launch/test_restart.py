@@ -18,7 +18,7 @@ from jaxmpi._job.launch.options import parse
 from jaxmpi._job.launch.placement import named_hosts, same_host, with_hosts
 from jaxmpi._job.launch.run import Restarts
 from jaxmpi._job.process import run_dir
-from jaxmpi._job.process.failure import Cause, Failure
+from jaxmpi._job.process.failure import MARK, Cause, Failure, find_marked
 from jaxmpi._job.process.launchers import MPICH
 from jaxmpi._job.process.run_dir import Member
 
@@ -308,6 +308,12 @@ def test_a_failure_that_ranks_report_is_read_as_it_was_written(tmp_path):
         "rank 3 (on node3) has ended, and has not joined the others in jaxmpi.init",
     ]
     assert run_dir.reported_failures(str(tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "[{}]", '["x"]', '[{"cause": "x"}]', '[{"rank": 1'])
+def test_a_record_that_others_have_written_into_is_left_out(text):
+    whole = '[{"rank": 2, "cause": "ended"}]'
+    assert find_marked(f"{MARK}{text}\n{MARK}{whole}\n") == [Failure(2, cause=Cause.ENDED)]
 
 
 def test_the_first_daemon_of_mpich_that_ended():
