@@ -29,7 +29,7 @@ from ._errors import (
 )
 from ._jit.api import jit, local
 from ._jit.pmap import pmap
-from ._job.launch.notebook import launch
+from ._job.launch.pool import launch
 from ._job.process.busy import busy
 from ._optim.accumulate import accumulate
 from ._optim.average import average_gradients, average_loss

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._job.launch.pool import pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import jax
 
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
-from jaxmpi._job.process import loaded_mpi, peers, run_dir, stderr
+from jaxmpi._job.process import joining, launchers, loaded_mpi, run_dir, stderr
 from jaxmpi._job.process.at_exit import Step, at_exit
 
 __all__ = [
@@ -68,7 +68,7 @@ def import_mpi4py(launched: int) -> ModuleType:
         )
     if not MPI.Is_initialized():
         # once for a job, and before MPI starts, which may not come back
-        if (twice := loaded_twice(MPI)) and peers.rank_here() in (None, 0):
+        if (twice := loaded_twice(MPI)) and joining.rank_here() in (None, 0):
             stderr.say(f"jaxmpi: {twice}\n")
         _start(MPI, mpi4py.rc)
     return MPI
@@ -141,18 +141,18 @@ def _end(mpi: ModuleType, pid: int) -> None:
 
 
 def _keep_to_this_host(environ: MutableMapping[str, str]) -> None:
-    """Have MPI open no port to the network in a job of one host, by options that the user has not set.
+    """Have MPI open no port to the network in a job of one host.
 
-    Open MPI's ofi also takes a second to find that there is no other host. Its tcp stays where
-    shared memory may not do, as it is the way out then.
+    Variables that the user has set keep their values.
     """
-    if (ranks := environ.get("OMPI_COMM_WORLD_SIZE")) and ranks == environ.get(
-        "OMPI_COMM_WORLD_LOCAL_SIZE"
-    ):
-        environ.setdefault("OMPI_MCA_btl", "^ofi,tcp" if _has_shared_memory(int(ranks)) else "^ofi")
-    # MPICH, which may use UCX
-    if (ranks := environ.get("PMI_SIZE")) and ranks == environ.get("MPI_LOCALNRANKS"):
-        environ.setdefault("UCX_NET_DEVICES", "lo")
+    for launcher in launchers.LAUNCHERS:
+        size = launchers.first_number(environ, launcher.size)
+        if size is None or size != launchers.first_number(environ, launcher.local_size):
+            continue
+        has_room = bool(launcher.one_host) and _has_shared_memory(size)
+        wanted = launcher.one_host if has_room else launcher.one_host_without_shared_memory
+        for name, value in wanted:
+            environ.setdefault(name, value)
 
 
 def _has_shared_memory(ranks: int) -> bool:
@@ -220,7 +220,9 @@ def import_mpi4jax(launched: int) -> ModuleType:
 
 
 def _occasion(launched: int) -> str:
-    return f"{launched} ranks were launched" if launched > 1 else "MPI was asked for"
+    if launched == 1:
+        return "MPI was asked for"
+    return f"{launched} ranks were launched{launchers.launched(os.environ).by}"
 
 
 def _sentence(error: Exception) -> str:

@@ -28,6 +28,7 @@ from jaxmpi._backends.mpi_library import unlink_shared_memory
 from jaxmpi._backends.votes import Votes, open_votes
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.communicating_thread import Turn
+from jaxmpi._job.process.launchers import find_for_library
 from jaxmpi._job.process.stderr import one_line
 
 __all__ = ["MpiProcessGroup"]
@@ -77,7 +78,7 @@ class MpiProcessGroup(Activity):
         unlink_shared_memory(node_comm)
         node_comm.Free()
         self.axes: Mapping[str, int] = {AXIS: world.size}
-        self.launcher_names_the_killed = mpi.get_vendor()[0] == "Open MPI"
+        self.launcher_names_the_killed = find_for_library(mpi.get_vendor()[0]).names_killed_rank
         self.registry = Registry()
         self.turn = Turn(self.finish, self._last)  # of the threads
         # whether several threads may be inside MPI at once

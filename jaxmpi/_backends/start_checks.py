@@ -12,6 +12,7 @@ from typing import TypeVar
 from jaxmpi import _devices
 from jaxmpi._backends.mpi_library import import_mpi4jax, import_mpi4py, unlink_shared_memory
 from jaxmpi._errors import MPIError
+from jaxmpi._job.process import launchers
 
 __all__ = ["check_platforms", "check_start", "find_mpi4jax", "gathered", "take_device"]
 
@@ -58,9 +59,9 @@ def check_start(mpi: ModuleType, launched: int) -> None:
         unlink_shared_memory(world)
         mpi.Finalize()  # nothing is left of it, however the process ends
         raise MPIError(
-            f"{launched} ranks were launched, but each of them is alone: mpi4py runs on {vendor} "
-            f"{version}, and the launcher belongs to another MPI. Start the job with the mpirun of "
-            "that MPI, or with `jaxmpi run -n N script.py`."
+            f"{launched} ranks were launched{launchers.launched(os.environ).by}, but each of them "
+            f"is alone: mpi4py runs on {vendor} {version}, and the launcher belongs to another MPI. "
+            "Start the job with the mpirun of that MPI, or with `jaxmpi run -n N script.py`."
         )
 
 

@@ -24,7 +24,7 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import ProcessGroup, long_operation
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.process import settings
-from jaxmpi._job.process.made_once import made_once
+from jaxmpi._job.process.compiled_files import made_once
 from jaxmpi._job.process.processor import processor
 from jaxmpi._world import session
 

@@ -14,25 +14,13 @@ from jaxmpi._backends.base import Backend, Place
 from jaxmpi._backends.single import Single
 from jaxmpi._consistency import compare
 from jaxmpi._errors import RankMismatchError
-from jaxmpi._job.process import children, run_dir, settings, stderr
+from jaxmpi._job.process import joining, launchers, run_dir, settings, stderr
 from jaxmpi._job.process.compiled_files import CompiledFiles
-from jaxmpi._job.process.init_failure import joining
-from jaxmpi._job.process.refused_count import note_at_exceptions
 from jaxmpi._world import session
 from jaxmpi._world.leftover_pmap import notice_pmaps
 from jaxmpi._world.world import World, checked_axes, sized_axes
 
 __all__ = ["init", "launched_ranks"]
-
-LAUNCHERS = (  # the variable in which each launcher tells a rank the number of ranks
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MPI_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "PALS_SIZE",
-    "FLUX_JOB_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)
 
 
 def init(
@@ -85,7 +73,7 @@ def init(
     >>> world.rank, world.size
     (0, 1)
     """
-    parent = children.parent()
+    parent = joining.parent()
     if parent is not None:
         backend = "auto"
     if backend not in settings.BACKENDS:
@@ -111,9 +99,9 @@ def init(
             )
         return world
     if parent is None:
-        note_at_exceptions()
+        run_dir.note_at_exceptions()
     launched = launched_ranks() if parent is None else 1
-    with joining(launched):
+    with joining.joining(launched):
         if parent is None:
             backend, named = _check_settings(backend, launched, axes, jax_processes)
         else:
@@ -127,7 +115,7 @@ def init(
         world = World(*place, backend=backend, axes=named)
         session.begin(chosen, world)
         if place.size > 1:
-            children.note_rank(place.local_rank, place.size)
+            joining.note_rank(place.local_rank, place.size)
             if directory := os.environ.get("JAXMPI_RUN_DIR"):
                 run_dir.join(directory, place.rank)  # the monitor notes when the rank leaves
             session.watch(chosen)
@@ -224,7 +212,7 @@ def _start(
     backend: str,
     launched: int,
     devices: Sequence[int] | None,
-    parent: children.Parent | None,
+    parent: joining.Parent | None,
     jax_processes: bool,
 ) -> Backend:
     if backend == "xla":
@@ -244,9 +232,4 @@ def _start(
 
 def launched_ranks() -> int:
     """Return the number of ranks in the launcher's environment variables; 1 without a launcher."""
-    numbers = [1]
-    for name in LAUNCHERS:
-        number = os.environ.get(name, "")
-        if number.isdigit():
-            numbers.append(int(number))
-    return max(numbers)
+    return launchers.launched(os.environ).size

@@ -26,8 +26,7 @@ from jaxmpi._collectives.objects import allgather_object
 from jaxmpi._jit.api import jit, local
 from jaxmpi._jit.function import Leaf, is_per_rank
 from jaxmpi._jit.step import Step
-from jaxmpi._job.launch.pool import RankFailure, pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import RankFailure, Task, pool
 from jaxmpi._leaves import PyTree, leaf_name
 from jaxmpi._world import session
 from jaxmpi._world.simulate import simulate

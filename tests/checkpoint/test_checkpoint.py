@@ -20,8 +20,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._checkpoint import array_files, folders
-from jaxmpi._job.launch.pool import pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi._job.monitor import monitor
 from jaxmpi._world import session
 from jaxmpi.data import Batches

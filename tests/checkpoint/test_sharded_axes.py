@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi._job.launch.pool import pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import IDLE_SECONDS
 
 GRID = {"island": 2, "member": 2}

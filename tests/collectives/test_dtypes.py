@@ -26,8 +26,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._backends.groups import groups_along
-from jaxmpi._job.launch.pool import Pool, pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Pool, Task, pool
 from jaxmpi.testing import IDLE_SECONDS, run_ranks
 
 LENGTHS = {"jit": (0, 7), "eager": (0, 1, 3)}

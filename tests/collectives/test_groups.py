@@ -13,8 +13,7 @@ from flax import linen
 from jax import lax
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Pool, Task, pool
 from jaxmpi.testing import IDLE_SECONDS
 
 R = jaxmpi.AXIS

@@ -11,8 +11,7 @@ from jax import lax
 from jax.scipy.sparse import linalg
 
 import jaxmpi
-from jaxmpi._job.launch.pool import pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import IDLE_SECONDS
 
 AXES = {"data": 2, "model": 2}

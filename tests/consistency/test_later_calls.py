@@ -17,8 +17,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi import RankMismatchError
-from jaxmpi._job.launch.pool import Pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Pool, Task
 from jaxmpi._world import session
 from jaxmpi.testing import run_ranks
 

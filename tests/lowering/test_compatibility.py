@@ -16,8 +16,7 @@ import tables
 from lax_cases import GROUPS, ROWS, R, cases_here
 
 import jaxmpi
-from jaxmpi._job.launch.pool import Pool, pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Pool, Task, pool
 from jaxmpi.testing import IDLE_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "compatibility.md"

@@ -19,8 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxmpi
-from jaxmpi._job.launch.pool import pool
-from jaxmpi._job.launch.task import Task
+from jaxmpi._job.launch.pool import Task, pool
 from jaxmpi.testing import run_ranks
 
 RATE, MOMENTUM, STEPS = 0.05, 0.9, 4

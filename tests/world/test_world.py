@@ -15,7 +15,8 @@ from programs import on_ranks, run
 import jaxmpi
 from jaxmpi import _devices
 from jaxmpi._backends import jax_processes, mpi_library
-from jaxmpi._world.init import LAUNCHERS, _choose
+from jaxmpi._job.process import launchers
+from jaxmpi._world.init import _choose
 from jaxmpi._world.world import sized_axes
 from jaxmpi.testing import run_ranks
 
@@ -23,7 +24,7 @@ PACKAGE = Path(jaxmpi.__file__).parent
 
 
 def python(code, **environ):
-    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
+    clean = {k: v for k, v in os.environ.items() if k not in launchers.names(lambda row: row.size)}
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -300,7 +301,9 @@ def test_launched_without_mpi_says_what_to_install(tmp_path):
     done = python(
         "import jaxmpi; jaxmpi.init()", PYTHONPATH=str(tmp_path), OMPI_COMM_WORLD_SIZE="4"
     )
-    assert "MPIError: 4 ranks were launched, but mpi4py does not work here" in done.stderr
+    assert (
+        "MPIError: 4 ranks were launched by Open MPI, but mpi4py does not work here" in done.stderr
+    )
     assert "pip install" in done.stderr
 
 
@@ -313,11 +316,18 @@ def launched_by_another_mpi():
     return {"PMI_SIZE" if has_open_mpi else "OMPI_COMM_WORLD_SIZE": "3"}
 
 
-def test_launched_by_another_mpi_says_so():
-    done = python("import jaxmpi; jaxmpi.init()", **launched_by_another_mpi())
-    assert (
-        "MPIError: 3 ranks were launched, but each of them is alone: mpi4py runs on " in done.stderr
-    )
+FLUX = {"FLUX_JOB_SIZE": "3", "FLUX_TASK_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "by"),
+    [(launched_by_another_mpi(), "( by Open MPI)?"), (FLUX, " by Flux")],
+    ids=["another MPI", "Flux"],
+)
+def test_launched_by_another_mpi_says_so(environ, by):
+    done = python("import jaxmpi; jaxmpi.init()", **environ)
+    says = rf"MPIError: 3 ranks were launched{by}, but each of them is alone: mpi4py runs on "
+    assert re.search(says, done.stderr)
     assert "Start the job with the mpirun of that MPI" in done.stderr
 
 

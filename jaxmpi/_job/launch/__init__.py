@@ -1,21 +1,14 @@
 """Ranks are started here: by `jaxmpi run`, by a notebook, by a test.
 
-environment     what a job needs where it is started
+machine         the host on which a job is started, and whether it allows one
 options         what the command line asks for
-mpiexec         which launcher there is, and whether it fits
-placement       what the launcher is told
-supervisor      the launcher, run to its end
-host_ranks      the ranks of this host, and in which order they end
-mpi_daemons     through which MPICH's launcher reaches the hosts
-output          its output, passed on
-failure_report  which rank failed, and how
-failed_host     on which host
-restart         what a restart runs on
-scaling         a program on several numbers of ranks, compared
-run             all of that: `jaxmpi run`
-task            what a waiting rank is given to run, and what it answers
-pool            ranks that wait for functions to run, seen from outside
+mpiexec         the launcher and the MPI library of this environment
+placement       hosts, cores of each rank, the launcher's command line
+run             `jaxmpi run`: from the command line to the exit code, with restarts
+scaling         `jaxmpi run --scaling`: throughput against the number of ranks
+supervisor      one run of the launcher: output, signals, the end of the job
+host_ranks      the ranks and daemons of this host, and the order in which they end
+find_failure    the rank that ended a job, from the launcher's output and the ends of ranks
+pool            `jaxmpi.launch` and the ranks of tests: ranks that wait for functions to run
 worker          one of these ranks
-notebook        `jaxmpi.launch`
-hosts           how many ranks a host gets
 """

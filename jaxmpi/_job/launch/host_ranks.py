@@ -1,99 +1,103 @@
-"""The ranks of this host, as a supervisor sees them: what they say of themselves, and in which order they end."""
+"""The processes of a job that a supervisor follows on its host, and the order in which they end.
+
+MPI's launcher kills all ranks as soon as it misses one, so the order of the ends tells which rank
+failed. An epoll object reports the ends: it returns first what came first.
+"""
 
 import contextlib
 import fcntl
 import os
+import re
 import select
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi._job.launch.failure_report import End
+from jaxmpi._job.launch.find_failure import End
 from jaxmpi._job.process import run_dir as registry
+from jaxmpi._job.process.failure import Cause, Failure
+from jaxmpi._job.process.launchers import Launcher
 from jaxmpi._job.process.run_dir import Member
 
-__all__ = ["HostRanks"]
+__all__ = ["HostRanks", "MpiDaemons", "children"]
 
 
 class HostRanks:
-    """What is known of the ranks of this host, and in which order they end: MPI's launcher kills all when it misses the first.
+    """The ranks of this host: what they have written into the run's folder, and how they end.
 
-    What was read from the run's folder is kept: it is in the temporary folder, from which programs
-    remove what is old.
+    What was read is kept: the folder is in the temporary folder, from which programs remove what
+    is old.
     """
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
-        # ranks that take a SIGTERM, and tell the others, so that all stop in order
+        # ranks that handle a SIGTERM, and tell the others, so that all stop in order
         self.preemptible: set[int] = set()
-        self.verdict = ""  # of the ranks: why the job has ended
-        self.refused_count = ""  # why the ranks do not work in a job of so many of them
+        self.failures: list[Failure] = []  # that ranks have reported
+        self.refused_count = ""  # why the program does not run on this number of ranks
         self._members: dict[int, Member] = {}  # of all hosts, by rank
         # by file descriptor: of the rank's pipe, and of the process
         self._open: dict[int, Member] = {}
         self._process: dict[Member, int] = {}
         self._ended: dict[Member, None] = {}  # in order
-        self._epoll = select.epoll()  # what comes first is returned first
+        self._epoll = select.epoll()
 
     def look(self, timeout_seconds: float) -> None:
-        """See who has come and who has ended; wait for so long at most until one ends."""
+        """Find ranks that have joined or ended; wait for so long at most until one ends."""
+        # If somebody has removed the folder, it is made anew: ranks that leave in order write so.
         with contextlib.suppress(OSError):
-            os.mkdir(self.run_dir, 0o700)  # it was removed: ranks that leave in order say so in it
+            os.mkdir(self.run_dir, 0o700)
         if self._is_ours():
-            self.preemptible |= {
-                int(path.name.partition("-")[2])
-                for path in Path(self.run_dir).glob("preemptible-*")
-            }
+            for path in Path(self.run_dir).glob("preemptible-*"):
+                self.preemptible.add(int(path.name.partition("-")[2]))
             for member in registry.members(self.run_dir, skip=self._members):
                 self._members[member.rank] = member
                 if member.host == os.uname().nodename:
-                    # the rank is gone already, or the kernel has no pidfd
-                    with contextlib.suppress(OSError):
-                        self._follow(
-                            os.open(
-                                f"{self.run_dir}/rank-{member.rank}.pipe",
-                                os.O_RDONLY | os.O_NONBLOCK,
-                            ),
-                            member,
-                        )
-                        self._process[member] = os.pidfd_open(member.pid)
-                        self._follow(self._process[member], member)  # a child may hold the pipe
+                    self._follow(member)
         while events := self._epoll.poll(timeout_seconds, maxevents=1):
             self._epoll.unregister(events[0][0])
             self._ended.setdefault(self._open[events[0][0]])
             timeout_seconds = 0.0
 
+    def _follow(self, member: Member) -> None:
+        """Follow the pipe of a rank, and its process: a child may hold the pipe open."""
+        # suppressed: the rank is gone already, or the kernel has no pidfd
+        with contextlib.suppress(OSError):
+            path = f"{self.run_dir}/rank-{member.rank}.pipe"
+            self._register(os.open(path, os.O_RDONLY | os.O_NONBLOCK), member)
+            self._process[member] = os.pidfd_open(member.pid)
+            self._register(self._process[member], member)
+
+    def _register(self, fd: int, member: Member) -> None:
+        self._open[fd] = member
+        self._epoll.register(fd, select.EPOLLIN)
+
     @property
     def members(self) -> list[Member]:
         """The ranks of this host, by rank, as they last described themselves."""
-        now = (
-            {member.rank: member for member in registry.members(self.run_dir)}
-            if self._is_ours()
-            else {}
-        )
+        now: dict[int, Member] = {}
+        if self._is_ours():
+            now = {member.rank: member for member in registry.members(self.run_dir)}
         known = {**self._members, **now}
         return [known[rank] for rank in sorted(known) if known[rank].host == os.uname().nodename]
 
     def _is_ours(self) -> bool:
-        """Whether the folder is still the one that was made for the run, or made anew: in its place others may make one."""
+        """Return whether the folder belongs to this user: others could make one of its name."""
         with contextlib.suppress(OSError):
             return os.lstat(self.run_dir).st_uid == os.geteuid()
         return False
 
     def all_have_failed(self) -> bool:
-        """Whether no rank of this host is left, and one did not leave in order."""
+        """Return whether no rank of this host is left, and one did not leave in order."""
         if not self._open or len(self._ended) < len(set(self._open.values())):
             return False
-        return not all(m.left for m in self.members)
-
-    def _follow(self, fd: int, member: Member) -> None:
-        self._open[fd] = member
-        self._epoll.register(fd, select.EPOLLIN)
+        return not all(member.left for member in self.members)
 
     def close(self) -> list[End]:
-        """Look for the last time; return who has ended and how, in order."""
+        """Look for the last time; return which ranks have ended and how, in order."""
         self.look(0.0)
         if self._is_ours():
-            self.verdict = registry.verdict(self.run_dir)
+            self.failures = registry.reported_failures(self.run_dir)
             self.refused_count = registry.refused_count(self.run_dir)
         ended = [End(member, _exit_status(self._process.get(member, -1))) for member in self._ended]
         for fd in (*self._open, self._epoll.fileno()):
@@ -102,7 +106,8 @@ class HostRanks:
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """Ask for the wait status of a process that is no child of ours: ioctl PIDFD_GET_INFO with PIDFD_INFO_EXIT."""
+    """Return the wait status of a process that is not a child of this one, if the kernel tells."""
+    # ioctl PIDFD_GET_INFO; bit 3 of the mask is PIDFD_INFO_EXIT
     info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 11, 0))
     try:
         fcntl.ioctl(pidfd, 0xC040FF0B, info)
@@ -110,3 +115,66 @@ def _exit_status(pidfd: int) -> int | None:
         return None
     mask, *_, status = struct.unpack("=QQ11Ii", info)
     return status if mask & (1 << 3) else None
+
+
+class MpiDaemons:
+    """The processes through which MPICH's launcher reaches the hosts.
+
+    MPICH does not say which of its hosts it has lost: it is the one whose process ended first.
+    """
+
+    def __init__(self, launcher: Launcher, hosts: Sequence[str]) -> None:
+        """Follow the daemons of a launcher that numbers them; otherwise none.
+
+        Args:
+          launcher: the launcher's row.
+          hosts: the hosts that MPI's options name, in their order.
+        """
+        self._launcher = launcher
+        self._hosts = hosts if launcher.proxy_number else ()
+        self._number: dict[int, int] = {}  # of a host, by process
+        self._process: dict[int, int] = {}  # by file descriptor
+        self._ended: list[int] = []  # numbers of hosts
+        self._epoll = select.epoll()
+
+    def look(self, launcher_pid: int) -> None:
+        """Find daemons that were started or have ended."""
+        if len(self._number) < len(self._hosts):
+            pattern = re.compile(self._launcher.proxy_number.encode())
+            for pid in children(launcher_pid) - self._number.keys():
+                # suppressed: the process is gone already, or the kernel has no pidfd
+                with contextlib.suppress(OSError):
+                    if found := pattern.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
+                        fd = os.pidfd_open(pid)
+                        self._number[pid], self._process[fd] = int(found[1]), pid
+                        self._epoll.register(fd, select.EPOLLIN)
+        while events := self._epoll.poll(0.0, maxevents=1):
+            fd = events[0][0]
+            self._epoll.unregister(fd)
+            self._ended.append(self._number[self._process.pop(fd)])
+            os.close(fd)
+
+    def find_lost(self, text: str) -> list[Failure]:
+        """Return the failure of the first daemon that ended, if the launcher says it lost one.
+
+        Args:
+          text: the last of what the launcher and the ranks wrote.
+        """
+        number = self._ended[0] if self._ended else len(self._hosts)
+        if number >= len(self._hosts):
+            return []
+        if not re.search(self._launcher.lost_proxy, " ".join(text.split())):
+            return []
+        return [Failure(host=self._hosts[number], cause=Cause.DAEMON)]
+
+    def close(self) -> None:
+        """Follow no process any more."""
+        for fd in (*self._process, self._epoll.fileno()):
+            os.close(fd)
+
+
+def children(pid: int) -> set[int]:
+    """Return the child processes of a process."""
+    with contextlib.suppress(OSError):
+        return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return set()

@@ -1,4 +1,4 @@
-"""What the command line of `jaxmpi run` asks for: our options, MPI's and the program, told apart."""
+"""The command line of `jaxmpi run`: its own options, MPI's options, and the program."""
 
 import argparse
 import os
@@ -12,22 +12,16 @@ from jaxmpi._job.process import settings
 
 __all__ = ["Request", "parse"]
 
+# each takes a value
 _OWN = (
-    "-n",
-    "-np",
-    "--np",
-    "--mpiexec",
-    "--bind-to",
-    "--threads",
-    "--restarts",
-    "--min-ranks",
-    "--scaling",
-)  # each takes a value
+    *("-n", "-np", "--np", "--mpiexec", "--bind-to", "--threads"),
+    *("--restarts", "--min-ranks", "--scaling"),
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The job that the command line asks for."""
 
     ranks: int
     mpiexec: str | None
@@ -54,13 +48,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Tell our options, MPI's and the program apart.
+    """Split the arguments into our options, MPI's options and the program.
 
-    The program starts at the first argument that ends in .py, at -m, or after --; before it, what
-    is not ours is MPI's.
+    The program starts at the first argument that ends in .py, at -m, or after --. Before it, an
+    option that is not ours is MPI's.
 
     Raises:
-        LaunchError: An option is wrong, or there is no program.
+      LaunchError: an option is wrong, or there is no program.
     """
     own, mpi_options, program = _split(arguments)
     options = _parser().parse_args(own)
@@ -91,7 +85,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Our options, MPI's, and the program with its arguments."""
+    """Return our options, MPI's options, and the program with its arguments."""
     own: list[str] = []
     mpi_options: list[str] = []
     rest = list(arguments)
@@ -99,11 +93,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         name = rest[0].partition("=")[0]
         if rest[0] in _OWN:
             own, rest = own + rest[:2], rest[2:]
-        elif (
-            name in _OWN
-            or name in ("-h", "--help", "--no-huge-pages")
-            or re.fullmatch(r"-n\d+", name)
-        ):
+        elif name in (*_OWN, "-h", "--help", "--no-huge-pages") or re.fullmatch(r"-n\d+", name):
             own.append(rest.pop(0))
         else:
             mpi_options.append(rest.pop(0))
@@ -113,11 +103,13 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of our own options."""
+    """Return the parser of our own options."""
     parser = _Parser(
         prog="jaxmpi run",
-        usage="jaxmpi run -n N [options] [MPI's options] {script.py | -m module | -- program} [arguments]",
-        description="Run a Python program on N ranks. Options not listed here go to MPI's launcher as they are.",
+        usage="jaxmpi run -n N [options] [MPI's options] "
+        "{script.py | -m module | -- program} [arguments]",
+        description="Run a Python program on N ranks. Options not listed here go to MPI's launcher "
+        "as they are.",
         allow_abbrev=False,
     )
     parser.add_argument(

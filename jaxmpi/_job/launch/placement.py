@@ -1,30 +1,37 @@
-"""What MPI's launcher is told: where each rank runs, on how many cores, with which variables."""
+"""Where each rank runs, on how many cores, and with which variables; the launcher's command line.
+
+The hosts come from MPI's options of the user, or from the batch system. From them follow the ranks
+of a node, its share of the cores for each, and the launcher's options and variables for that.
+"""
 
 import contextlib
 import json
-import os
 import re
+import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxmpi._job.launch.hosts import on_other_nodes, ranks_of_a_node
-from jaxmpi._job.launch.mpiexec import Launcher, LaunchError
+from jaxmpi._job.launch.machine import Machine
+from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request
+from jaxmpi._job.process import launchers
+from jaxmpi._job.process.launchers import Launcher
 
-__all__ = ["Machine", "Plan", "check_counts", "command", "plan", "survey"]
+__all__ = [
+    "Plan",
+    "check_counts",
+    "command",
+    "named_hosts",
+    "on_other_nodes",
+    "plan",
+    "same_host",
+    "with_hosts",
+]
 
 MOST_RANKS = 2**31 - 1  # MPI numbers them by a C int
-
-# Options of MPI that place ranks: if the user passes one of them, we add none. Other nodes may have
-# other cores: ranks there are not bound, and run in any number, where Open MPI would refuse more
-# than cores.
-_PLACING = (
-    "--?(map-by|bind-to|oversubscribe|cpu-set|cpu-list|use-hwthread-cpus|npernode|npersocket|N|ppn|perhost|rankfile|rankmap"
-    "|configfile)(=.*)?$"
-)
 
 # Open MPI looks at the arguments of the program, too: it makes --bind-to --bindto and refuses an
 # --mca with one value, and both MPIs split at a colon. So arguments that look like options travel
@@ -34,18 +41,164 @@ _UNPACK = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The cores, permissions and huge pages of this host."""
-
-    cores: int  # physical ones, which we may use
-    bindable: bool  # whether a launcher may bind to them
-    root: bool  # whether we are
-    huge_pages: bool  # whether a process gets huge pages if it asks for them, and not otherwise
+# Hosts
 
 
-@dataclass(frozen=True)
-class Plan:
+def on_other_nodes(options: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Return whether ranks may run on other nodes.
+
+    They may if MPI's options name hosts, or the batch system has allocated several nodes.
+    """
+    if _value(options, _host_list()) or _value(options, _host_file()):
+        return True
+    return len(_allocated(environ)) > 1
+
+
+def named_hosts(options: Sequence[str]) -> dict[str, int]:
+    """Return the hosts that MPI's options name, each with its number of ranks.
+
+    A file that they name is read now. The result is empty if a number is not given.
+    """
+    if hosts := _value(options, _host_list()):
+        return _count_hosts(hosts.split(","))
+    path = _value(options, _host_file())
+    return _read_hosts(path) if path else {}
+
+
+def with_hosts(options: Sequence[str], hosts: Mapping[str, int], folder: Path) -> tuple[str, ...]:
+    """Return the options with the hosts that they name replaced.
+
+    Args:
+      options: MPI's options, which name hosts or a file of hosts.
+      hosts: the new hosts, each with its number of ranks.
+      folder: where a new file of hosts is written.
+    """
+    listed = ",".join(f"{name}:{number}" for name, number in hosts.items())
+    changed: list[str] = []
+    for option in options:
+        before = changed[-1] if changed else ""
+        name, equals, value = option.partition("=")
+        follows = "=" not in before  # whether `option` may be the value of the option before it
+        if follows and re.match(_host_list(), before):
+            option = listed
+        elif follows and re.match(_host_file(), before):
+            option = _write_hosts(option, hosts, folder)
+        elif equals and re.match(_host_list(), option):
+            option = f"{name}={listed}"
+        elif equals and re.match(_host_file(), option):
+            option = f"{name}={_write_hosts(value, hosts, folder)}"
+        changed.append(option)
+    return tuple(changed)
+
+
+def same_host(one: str, other: str) -> bool:
+    """Return whether two names belong to one host.
+
+    They do if they are equal, equal up to the domain, or have an address in common.
+    """
+    labels = [name.partition(".")[0] for name in (one, other)]
+    if one == other or (labels[0] == labels[1] and not labels[0].isdigit()):
+        return True
+    return bool(_addresses(one) & _addresses(other))
+
+
+def _ranks_of_a_node(ranks: int, options: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """Return how many of the ranks run on the node that has most of them.
+
+    Returns None if hosts are named without the number of ranks that each takes.
+    """
+    if each := re.search(r"\d+", _value(options, _option(lambda row: row.ranks_per_node))):
+        return min(ranks, int(each[0]))
+    node_files = [environ.get(launcher.node_file) for launcher in launchers.LAUNCHERS]
+    if hosts := _value(options, _host_list()):
+        slots = [*_count_hosts(hosts.split(",")).values()]
+    elif (path := _value(options, _host_file())) and path not in node_files:
+        slots = [*_read_hosts(path).values()]
+        if not slots:
+            return None
+    else:
+        slots = _allocated(environ)
+    return min(ranks, max(slots) * -(-ranks // sum(slots))) if sum(slots) else ranks
+
+
+def _allocated(environ: Mapping[str, str]) -> list[int]:
+    """Return the ranks that each of the batch system's nodes takes; empty without one."""
+    for launcher in launchers.LAUNCHERS:
+        if path := environ.get(launcher.node_file):
+            with contextlib.suppress(OSError):
+                return [*_count_hosts(Path(path).read_text().split()).values()]
+    slots: list[int] = []
+    for launcher in launchers.LAUNCHERS:
+        # such as "4(x2),3"
+        text = environ.get(launcher.tasks_per_node, "")
+        for ranks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+            slots += [int(ranks)] * int(times or 1)
+    return slots
+
+
+def _read_hosts(path: str) -> dict[str, int]:
+    """Read the hosts of a file, each with its number of ranks; empty if a number is missing.
+
+    A line is "node1 slots=4" or "node1:4"; or "node1" stands there as often as it takes ranks.
+    """
+    try:
+        lines = [line.partition("#")[0].strip() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return {}
+    hosts = [re.sub(r"\s+(.*\s)?slots=(\d+).*", r":\2", line).split()[0] for line in lines if line]
+    known = all(":" in host or hosts.count(host) > 1 for host in hosts)
+    return _count_hosts(hosts) if known else {}
+
+
+def _write_hosts(path: str, hosts: Mapping[str, int], folder: Path) -> str:
+    """Write a file of hosts in the syntax of another one, and return its path."""
+    separator = " slots=" if "slots=" in Path(path).read_text() else ":"
+    file = folder / "hosts"
+    file.write_text("".join(f"{name}{separator}{number}\n" for name, number in hosts.items()))
+    return str(file)
+
+
+def _count_hosts(hosts: Sequence[str]) -> dict[str, int]:
+    """Return the ranks of each host in names such as "node1:4"; a name without a number adds 1."""
+    counts: Counter[str] = Counter()
+    for host in hosts:
+        name, _, number = host.partition(":")
+        counts[name] += int(number) if number.isdigit() else 1
+    return dict(counts)
+
+
+def _addresses(name: str) -> set[str]:
+    """Return the addresses of a host."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    return set()
+
+
+def _value(options: Sequence[str], pattern: str) -> str:
+    """Return the value of the first option that matches; it follows, or stands behind "="."""
+    for option, following in zip(options, [*options[1:], ""], strict=False):
+        if re.match(pattern, option):
+            return option.partition("=")[2] or following
+    return ""
+
+
+def _option(field: launchers.Field) -> str:
+    """Return a pattern for the options that a field of the launchers' table names."""
+    return rf"--?({'|'.join(map(re.escape, launchers.names(field)))})(=.*)?$"
+
+
+def _host_list() -> str:
+    return _option(lambda row: row.host_list)
+
+
+def _host_file() -> str:
+    return _option(lambda row: row.host_file)
+
+
+# The plan
+
+
+class Plan(NamedTuple):
     """Options for the launcher, variables for the ranks, and the line that tells the user."""
 
     flags: tuple[str, ...]
@@ -53,33 +206,22 @@ class Plan:
     summary: str
 
 
-def survey() -> Machine:
-    """Count the cores, of which hyperthreads are parts, and see whether malloc would have to ask for huge pages."""
-    cpus = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):
-        # the kernel grants what the cpuset allows
-        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    files = (
-        Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus
-    )
-    cores = {path.read_text() if path.exists() else str(path) for path in files}
-    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return Machine(
-        cores=len(cores),
-        # both MPIs bind within the cpuset, but beyond a narrower mask (taskset), where others run
-        bindable=cpus == allowed,
-        root=os.getuid() == 0,
-        huge_pages=huge_pages.exists() and "[madvise]" in huge_pages.read_text(),
-    )
+class _Layout(NamedTuple):
+    """Where the ranks of a node run."""
+
+    share: int  # cores of a rank; 0: unknown
+    crowded: bool  # whether there are more ranks than cores
+    hosts: bool  # whether some are on other hosts
+    placed: bool  # whether MPI's options of the user place them
+    bind: str | None  # what they are bound to; None: `jaxmpi run` does not say
+    per_core: bool  # whether each has cores to itself
 
 
 def check_counts(request: Request, environ: Mapping[str, str]) -> None:
-    """Refuse numbers that no machine can run: the launcher tries them, and never ends.
+    """Refuse numbers that no machine can run: the launcher would try them, and never end.
 
     Raises:
-        LaunchError: There are more ranks or threads than processes or threads can be.
+      LaunchError: there are more ranks or threads than processes or threads can be.
     """
     here = min(_number("pid_max"), _number("threads-max"))
     ranks = MOST_RANKS if on_other_nodes(request.mpi_options, environ) else min(here, MOST_RANKS)
@@ -95,101 +237,96 @@ def check_counts(request: Request, environ: Mapping[str, str]) -> None:
 
 
 def _number(name: str) -> int:
-    """A limit of the kernel; what MPI can count where it is not known."""
+    """Return a limit of the kernel, or the largest number of MPI if it is not known."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/kernel", name).read_text())
     return MOST_RANKS
 
 
-def plan(
-    request: Request, launcher: Launcher, machine: Machine, environ: Mapping[str, str]
-) -> Plan:
-    """The launcher's options that place ranks, and each rank's share of the cores: all nodes are taken to have as many.
+def plan(request: Request, mpiexec: Mpiexec, machine: Machine, environ: Mapping[str, str]) -> Plan:
+    """Choose the launcher's options that place ranks, and each rank's share of the cores.
 
-    Each rank is bound to as many cores of its own as there are for each rank of a node. With more
-    ranks than cores, or on several nodes, nothing is bound. A variable that the user has set stays
-    as it is.
+    All nodes are assumed to have as many cores as this one. Each rank is bound to its share. With
+    more ranks than cores, or on several nodes, nothing is bound. A variable that the user has set
+    keeps its value.
     """
     layout = _layout(request, machine, environ)
     threads = request.threads or layout.share
     huge = request.huge_pages and machine.huge_pages and "GLIBC_TUNABLES" not in environ
     asked = _for_arithmetic(threads, huge)
-    wanted = asked | _for_mpi(launcher, layout)
-    said = [
-        *_said(layout, machine),
+    wanted = asked | _for_mpi(mpiexec.launcher, layout)
+    told = [
+        *_describe(layout, machine),
         f"{_count(threads, 'thread')} each" if threads else "threads not set (--threads sets them)",
         "huge pages" if huge else "",
         *(f"{name}={environ[name]} kept" for name in asked if name in environ),
         "as root" if machine.root else "",
     ]
-    where = (
-        f"{launcher.vendor} {launcher.version} ({launcher.path}), {_count(machine.cores, 'core')}"
-    )
+    where = f"{mpiexec.vendor} {mpiexec.version} ({mpiexec.path}), {_count(machine.cores, 'core')}"
     return Plan(
-        flags=tuple(_flags(layout, launcher, machine)),
+        flags=tuple(_flags(layout, mpiexec.launcher, machine)),
         environ={name: value for name, value in wanted.items() if name not in environ},
-        summary=f"{_count(request.ranks, 'rank')}, {where}: {', '.join(filter(None, said))}",
+        summary=f"{_count(request.ranks, 'rank')}, {where}: {', '.join(filter(None, told))}",
     )
-
-
-class _Layout(NamedTuple):
-    """Where the ranks of a node run."""
-
-    share: int  # cores of a rank; 0: unknown
-    crowded: bool  # whether there are more ranks than cores
-    hosts: bool  # whether some are on other hosts
-    placed: bool  # whether MPI's options of the user place them
-    bind: str | None  # to what; None: we say nothing
-    per_core: bool  # whether each has cores of its own
 
 
 def _layout(request: Request, machine: Machine, environ: Mapping[str, str]) -> _Layout:
-    ranks = ranks_of_a_node(request.ranks, request.mpi_options, environ)
-    share, crowded = (
-        (max(1, machine.cores // ranks), ranks > machine.cores) if ranks else (0, False)
-    )
-    hosts = on_other_nodes(request.mpi_options, environ)
-    placed = any(re.match(_PLACING, option) for option in request.mpi_options)
-    default = None if placed else "none" if hosts or crowded or not machine.bindable else "core"
+    """Decide where the ranks of a node run."""
+    options = request.mpi_options
+    ranks = _ranks_of_a_node(request.ranks, options, environ)
+    share, crowded = 0, False
+    if ranks:
+        share, crowded = max(1, machine.cores // ranks), ranks > machine.cores
+    hosts = on_other_nodes(options, environ)
+    placing = _option(lambda row: row.placing + row.ranks_per_node)
+    placed = any(re.match(placing, option) for option in options)
+    # Other nodes may have other cores: ranks there are not bound, and run in any number, where
+    # Open MPI would refuse more than cores. A user who places ranks gets no option of ours.
+    if placed:
+        default = None
+    elif hosts or crowded or not machine.bindable:
+        default = "none"
+    else:
+        default = "core"
     bind = request.bind_to or default
-    return _Layout(
-        share, crowded, hosts, placed, bind, bind == "core" and not (crowded or placed or hosts)
-    )
+    per_core = bind == "core" and not (crowded or placed or hosts)
+    return _Layout(share, crowded, hosts, placed, bind, per_core)
 
 
 def _flags(layout: _Layout, launcher: Launcher, machine: Machine) -> list[str]:
-    """The launcher's options."""
+    """Return the launcher's options."""
     share, crowded, hosts, placed, bind, per_core = layout
-    family = launcher.family
-    flags = [*family.as_root] if machine.root else []
+    flags = [*launcher.as_root] if machine.root else []
     if crowded and not placed and not hosts:
-        flags += family.crowded
+        flags += launcher.crowded
     if per_core:
-        flags += [word.format(share=share) for word in family.share]
+        flags += [word.format(share=share) for word in launcher.share]
     elif bind:
-        words = family.bind_crowded if crowded and bind != "none" else family.bind
+        words = launcher.bind_crowded if crowded and bind != "none" else launcher.bind
         flags += [word.format(bind=bind) for word in words]
     return flags
 
 
-def _said(layout: _Layout, machine: Machine) -> list[str]:
-    """What the user is told of the layout."""
-    to = f"{_count(layout.share, 'core')} each" if layout.per_core else layout.bind
-    bound = "not bound" if layout.bind == "none" else f"bound to {to}"
-    return [
-        "oversubscribed" if layout.crowded else "",
-        "" if machine.bindable else "CPU affinity restricted",
-        "placed by MPI's options"
-        if layout.placed
-        else "on the hosts given"
-        if layout.hosts
-        else "",
-        bound if layout.bind else "",
-    ]
+def _describe(layout: _Layout, machine: Machine) -> list[str]:
+    """Return what the user is told of the layout."""
+    told = []
+    if layout.crowded:
+        told.append("oversubscribed")
+    if not machine.bindable:
+        told.append("CPU affinity restricted")
+    if layout.placed:
+        told.append("placed by MPI's options")
+    elif layout.hosts:
+        told.append("on the hosts given")
+    if layout.per_core:
+        told.append(f"bound to {_count(layout.share, 'core')} each")
+    elif layout.bind:
+        told.append("not bound" if layout.bind == "none" else f"bound to {layout.bind}")
+    return told
 
 
 def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
-    """The variables that the arithmetic of a rank wants: its threads, and large pages."""
+    """Return the variables for a rank's arithmetic: its threads, and huge pages."""
     # XLA's CPU client reads NPROC
     wanted = {"OMP_NUM_THREADS": str(threads), "NPROC": str(threads)} if threads else {}
     if huge_pages:
@@ -199,33 +336,40 @@ def _for_arithmetic(threads: int, huge_pages: bool) -> dict[str, str]:
 
 
 def _for_mpi(launcher: Launcher, layout: _Layout) -> dict[str, str]:
-    """The variables that an MPI wants."""
-    family = launcher.family
-    wanted = dict(family.variables)
+    """Return the variables for MPI."""
+    wanted = dict(launcher.variables)
     if layout.crowded:
-        wanted |= dict(family.variables_crowded)
+        wanted |= dict(launcher.variables_crowded)
     if layout.bind == "none":
-        wanted |= dict(family.variables_unbound)
+        wanted |= dict(launcher.variables_unbound)
     elif layout.bind and not layout.per_core:
-        wanted |= {name: value.format(bind=layout.bind) for name, value in family.variables_bind}
+        wanted |= {name: value.format(bind=layout.bind) for name, value in launcher.variables_bind}
     return wanted
 
 
 def command(
-    request: Request, launcher: Launcher, flags: Sequence[str], exported: Sequence[str]
+    request: Request, mpiexec: Mpiexec, flags: Sequence[str], exported: Sequence[str]
 ) -> list[str]:
-    """Write the launcher's command line; `exported` are the variables that ranks on other hosts need, too."""
-    family = launcher.family
+    """Return the launcher's command line.
+
+    Args:
+      request: what the user asked for.
+      mpiexec: the launcher.
+      flags: options of the plan.
+      exported: names of the variables that ranks on other hosts need.
+    """
+    launcher = mpiexec.launcher
     given = {option.partition("=")[0] for option in request.mpi_options}  # by -x NAME=value
-    exports = [word for name in exported if name not in given for word in (family.export, name)]
-    if not family.export:
-        exports = []
-    mpi = [launcher.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
-    if family.scratch_hidden:
-        mpi += ["env", "-u", family.scratch]
+    exports: list[str] = []
+    for name in exported:
+        if launcher.export and name not in given:
+            exports += [launcher.export, name]
+    words = [mpiexec.path, "-n", str(request.ranks), *flags, *exports, *request.mpi_options]
+    if launcher.scratch_hidden:
+        words += ["env", "-u", launcher.scratch]
     if any(argument == ":" or argument.startswith("-") for argument in request.program[1:]):
-        return [*mpi, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
-    return [*mpi, sys.executable, *request.program]
+        return [*words, sys.executable, "-I", "-S", "-c", _UNPACK, json.dumps(request.program)]
+    return [*words, sys.executable, *request.program]
 
 
 def _count(number: int, noun: str) -> str:

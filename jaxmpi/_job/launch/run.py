@@ -1,56 +1,67 @@
-"""`jaxmpi run`: from the command line to the exit code. Nothing here imports jax or MPI."""
+"""`jaxmpi run`, from the command line to the exit code. Nothing here imports JAX or MPI.
+
+A job that has failed starts again as often as --restarts says, on the hosts and the number of ranks
+that `Restarts` chooses.
+"""
 
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxmpi._job.launch.environment import prepare
-from jaxmpi._job.launch.hosts import named_hosts, on_other_nodes
+from jaxmpi._job.launch.machine import prepare, survey
 from jaxmpi._job.launch.mpiexec import (
-    Launcher,
     LaunchError,
+    Mpiexec,
     check_library,
     environment,
     find_launcher,
     identify,
 )
 from jaxmpi._job.launch.options import Request, parse
-from jaxmpi._job.launch.output import open_streams, say
-from jaxmpi._job.launch.placement import check_counts, command, plan, survey
-from jaxmpi._job.launch.restart import Restarts
+from jaxmpi._job.launch.placement import (
+    check_counts,
+    command,
+    named_hosts,
+    on_other_nodes,
+    plan,
+    same_host,
+    with_hosts,
+)
 from jaxmpi._job.launch.scaling import Point, picture, table
-from jaxmpi._job.launch.supervisor import Outcome, supervise
+from jaxmpi._job.launch.supervisor import Outcome, open_streams, say, supervise
 from jaxmpi._job.process import compiled_files, settings
 
-__all__ = ["run"]
+__all__ = ["Restarts", "run"]
 
 PICTURE = "scaling.svg"  # of --scaling, in the working directory
+MOST_FAILURES = 1  # of a host: after one more, restarts leave it out
 
 # what the user sets here holds for ranks on other hosts, too
 _EXPORTED = ("JAXMPI_", "JAX_", "XLA_", "NCCL_")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `jaxmpi run` and return its exit code: that of the job, or 2 where no job was started."""
+    """Run `jaxmpi run` and return its exit code: that of the job, or 2 if no job was started."""
     open_streams()
     try:
         prepare(os.environ)
         request = parse(arguments)
         check_counts(request, os.environ)
-        launcher = identify(find_launcher(request.mpiexec, os.environ))
-        check_library(launcher)
+        mpiexec = identify(find_launcher(request.mpiexec, os.environ))
+        check_library(mpiexec)
     except LaunchError as error:
         say(str(error))
         return 2
     if request.scaling:
-        return _scale(request, launcher)
+        return _scale(request, mpiexec)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-") as folder:
         restarts, failures = Restarts(request, Path(folder)), 0
         while True:
-            outcome = _run_once(request, launcher, failures)
+            outcome = _run_once(request, mpiexec, failures)
             refused = bool(outcome.refused_count) and request.restarts > 0
             if not outcome.failed or (failures == request.restarts and not refused):
                 return outcome.code
@@ -64,20 +75,56 @@ def run(arguments: Sequence[str]) -> int:
                 else:
                     request, changed = restarts.after(request, outcome.host)
                     failures += 1
-                    say(
-                        f"restart {failures} of {request.restarts}"
-                        + (f" {changed}" if changed else "")
-                    )
+                    words = f" {changed}" if changed else ""
+                    say(f"restart {failures} of {request.restarts}{words}")
             except LaunchError as error:
                 say(f"no restart: {error}")
                 return outcome.code
 
 
-def _scale(request: Request, launcher: Launcher) -> int:
+def _run_once(request: Request, mpiexec: Mpiexec, attempt: int) -> Outcome:
+    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
+    decided = plan(request, mpiexec, survey(), os.environ)
+    say(decided.summary)
+    run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
+    added = {
+        **decided.environ,
+        **_terminal(os.environ),
+        "JAXMPI_RUN_DIR": run_dir,
+        "JAXMPI_RESTART": str(attempt),
+    }
+    if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
+        added["JAXMPI_CACHE_DIR"] = kept
+    for_launcher = environment(mpiexec, os.environ, request.mpi_options, run_dir)
+    exported = [*added]
+    for name in os.environ:
+        if name not in added and name.startswith(_EXPORTED):
+            exported.append(name)
+    return supervise(
+        command(request, mpiexec, decided.flags, exported),
+        {**os.environ, **added, **for_launcher},
+        run_dir,
+        mpiexec.launcher,
+        [*named_hosts(request.mpi_options)],
+    )
+
+
+def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that tell the ranks that their stderr ends up on a terminal.
+
+    The ranks see pipes only.
+    """
+    if not os.isatty(2):
+        return {}
+    columns = environ.get("COLUMNS", str(os.get_terminal_size(2).columns))
+    return {"JAXMPI_TTY": "1", "COLUMNS": columns}
+
+
+def _scale(request: Request, mpiexec: Mpiexec) -> int:
     """Run the program on each number of ranks, and compare its throughput."""
     points, cores = [], survey().cores
     for ranks in request.scaling:
-        outcome = _run_once(replace(request, ranks=ranks), launcher, 0)
+        outcome = _run_once(replace(request, ranks=ranks), mpiexec, 0)
         if outcome.code:
             return outcome.code
         if not outcome.rates:
@@ -97,34 +144,108 @@ def _scale(request: Request, launcher: Launcher) -> int:
     return 0
 
 
-def _run_once(request: Request, launcher: Launcher, attempt: int) -> Outcome:
-    """Run the job; its ranks find in JAXMPI_RESTART how often it has failed before."""
-    decided = plan(request, launcher, survey(), os.environ)
-    say(decided.summary)
-    run_dir = tempfile.mkdtemp(prefix="jaxmpi-")
-    added = {
-        **decided.environ,
-        **_terminal(os.environ),
-        "JAXMPI_RUN_DIR": run_dir,
-        "JAXMPI_RESTART": str(attempt),
-    }
-    if kept := compiled_files.folder_of(os.environ, settings.get("JAXMPI_CACHE_BYTES")):
-        added["JAXMPI_CACHE_DIR"] = kept
-    own = environment(launcher, os.environ, request.mpi_options, run_dir)
-    environ = {**os.environ, **added, **own}
-    exported = [
-        *added,
-        *(name for name in os.environ if name not in added and name.startswith(_EXPORTED)),
-    ]
-    hosts = [] if launcher.family.names_lost_host else [*named_hosts(request.mpi_options)]
-    return supervise(command(request, launcher, decided.flags, exported), environ, run_dir, hosts)
+@dataclass
+class Restarts:
+    """The hosts and the number of ranks of a job, from start to start.
 
+    A host that has failed twice is left out, and hosts that were added to the file of hosts take
+    part. A number of ranks that the program has refused is not chosen again.
 
-def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
-    """Tell the ranks, who see pipes only, that their stderr ends up on a terminal, and how wide it is."""
-    if not os.isatty(2):
-        return {}
-    return {
-        "JAXMPI_TTY": "1",
-        "COLUMNS": environ.get("COLUMNS", str(os.get_terminal_size(2).columns)),
-    }
+    Attributes:
+      first: the request of the command line.
+      folder: where the file of the remaining hosts is written.
+      failures: the number of failures of each host, by its name in the file or the option.
+      refused: why the program does not run on a number of ranks, by the number.
+    """
+
+    first: Request
+    folder: Path
+    failures: Counter[str] = field(default_factory=Counter)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slots = named_hosts(self.first.mpi_options)
+
+    def after(self, request: Request, host: str) -> tuple[Request, str]:
+        """Return the request to run after a job has failed, and what to tell the user of it.
+
+        If the options name no hosts, or the failed host is not known, the next job has one rank
+        less with --min-ranks, and as many otherwise.
+
+        Args:
+          request: the request that failed.
+          host: the host on which it failed; "" if it is not known.
+
+        Raises:
+          LaunchError: too few hosts are left.
+        """
+        now = named_hosts(self.first.mpi_options)
+        blamed = next((name for name in now if host and same_host(name, host)), "")
+        hosts_changed = set(now) != set(self._slots)
+        if not now or not self._slots or not (blamed or hosts_changed):
+            fewer = request.ranks
+            if request.min_ranks is not None:
+                fewer = max(request.min_ranks, request.ranks - 1)
+            return replace(request, ranks=self._accepted(fewer, self._most(request))), ""
+        if blamed:
+            self.failures[blamed] += 1
+        out = [name for name in now if self.failures[name] > MOST_FAILURES]
+        left = {name: number for name, number in now.items() if name not in out}
+        joined = {name: number for name, number in left.items() if name not in self._slots}
+        ranks = self._room(left, joined)
+        needed = self.first.min_ranks or self.first.ranks
+        if ranks < needed:
+            raise LaunchError(
+                f"{', '.join(out)} failed twice, and the other hosts have room for {ranks} ranks "
+                f"of the {needed} that are needed. Add hosts to the file, or give --min-ranks a "
+                "smaller number."
+            )
+        options, told = self.first.mpi_options, []
+        if out:
+            options = with_hosts(options, left, self.folder)
+            told.append(f"without {', '.join(out)}, which failed twice")
+        if joined:
+            told.append(f"with {', '.join(joined)}")
+        ranks = self._accepted(ranks, ranks)
+        return replace(request, ranks=ranks, mpi_options=options), "; ".join(told)
+
+    def after_refused(self, request: Request, reason: str) -> Request:
+        """Return the request to run after the program has refused a number of ranks.
+
+        Raises:
+          LaunchError: it has refused all numbers that the job may have.
+        """
+        self.refused[request.ranks] = reason
+        return replace(request, ranks=self._accepted(request.ranks - 1, self._most(request)))
+
+    def _most(self, request: Request) -> int:
+        """Return the largest number of ranks of a restart.
+
+        Named hosts may have no room for more than now.
+        """
+        return request.ranks if named_hosts(request.mpi_options) else self.first.ranks
+
+    def _accepted(self, ranks: int, most: int) -> int:
+        """Return the next number of ranks, from `ranks` down, that the program has not refused.
+
+        If there is none down to --min-ranks, it is the next one above, up to `most`: a number on
+        which the job has run may do so again.
+        """
+        least = self.first.min_ranks or self.first.ranks
+        for number in [*range(ranks, least - 1, -1), *range(ranks + 1, most + 1)]:
+            if number >= least and number not in self.refused:
+                return number
+        each = "".join(f"\n  {number} ranks: {why}" for number, why in sorted(self.refused.items()))
+        raise LaunchError(
+            f"the program runs on no number of ranks from {least} to {most}. Give -n and "
+            f"--min-ranks others, or change it:{each}"
+        )
+
+    def _room(self, left: Mapping[str, int], joined: Mapping[str, int]) -> int:
+        """Return the number of ranks for these hosts.
+
+        It is the number of the first start and what the joined hosts take, as far as there is room.
+        A slot takes as many ranks as at the first start.
+        """
+        each = max(1, -(-self.first.ranks // sum(self._slots.values())))
+        return min(each * sum(left.values()), self.first.ranks + each * sum(joined.values()))

@@ -1,4 +1,10 @@
-"""`jaxmpi run --scaling 1,2,4`: the same program on several numbers of ranks, and how its throughput grows with them."""
+"""`jaxmpi run --scaling 1,2,4`: a program's throughput against its number of ranks.
+
+    speedup(n)    = rate(n) / rate(m)
+    efficiency(n) = (rate(n) / n) / (rate(m) / m)
+
+with m the smallest number of ranks, and rates in samples per second of all ranks together.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -8,26 +14,26 @@ __all__ = ["Point", "picture", "table"]
 
 
 class Point(NamedTuple):
-    """One number of ranks."""
+    """The measurement of one number of ranks."""
 
     ranks: int
-    rates: tuple[float, ...]  # samples a second of all ranks, of each `Throughput.read`
+    rates: tuple[float, ...]  # samples per second of all ranks, one for each `Throughput.read`
     crowded: bool  # more ranks than cores
 
     @property
     def per_second(self) -> float:
-        """The median, without the first, which compiles."""
+        """The median rate, without the first one, which includes compilation."""
         return statistics.median(self.rates[1:] or self.rates)
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """efficiency(n) = (rate(n) / n) / (rate(m) / m), with m the smallest number of ranks."""
+    """Return efficiency(n) of each point."""
     base = min(points)
     return [point.per_second / point.ranks / (base.per_second / base.ranks) for point in points]
 
 
 def table(points: Sequence[Point]) -> str:
-    """A line for each number of ranks."""
+    """Return a table with a line for each number of ranks."""
     lines = [f"{'ranks':>5}  {'samples/s':>10}  {'spread':>19}  {'speedup':>7}  {'efficiency':>10}"]
     for point, efficiency in zip(points, efficiencies(points), strict=True):
         rates = point.rates[1:] or point.rates
@@ -45,7 +51,7 @@ def picture(points: Sequence[Point], path: str) -> None:
     """Write a plot of the throughput and the efficiency.
 
     Raises:
-      ImportError: there is no matplotlib.
+      ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 

@@ -1,72 +1,107 @@
-"""Run MPI's launcher to its end: pass its output on, stop it on a signal, name the rank that failed, leave nothing behind.
+"""One run of MPI's launcher, from its start to its end.
 
-Every process of the job carries JAXMPI_RUN_DIR in its environment: by that it is told from all
-others.
+`supervise` passes the launcher's output on, stops the job on a signal, names the rank that failed,
+and leaves nothing behind. Every process of the job has JAXMPI_RUN_DIR in its environment: that
+tells it from all others.
 """
 
 import contextlib
 import ctypes
+import enum
+import errno
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from jaxmpi._job.launch.failed_host import failed_host
-from jaxmpi._job.launch.failure_report import find_failure
-from jaxmpi._job.launch.host_ranks import HostRanks
-from jaxmpi._job.launch.mpi_daemons import MpiDaemons, children
-from jaxmpi._job.launch.output import Relay, say
+from jaxmpi._job.launch.find_failure import find_failure
+from jaxmpi._job.launch.host_ranks import HostRanks, MpiDaemons, children
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process import settings
+from jaxmpi._job.process.failure import MARK
+from jaxmpi._job.process.launchers import Launcher
 
-__all__ = ["Outcome", "say", "supervise"]
+__all__ = ["Outcome", "Relay", "open_streams", "say", "supervise"]
 
-# from a signal to SIGKILL for the ranks, and from there to SIGKILL for the launcher
+LOOK_SECONDS = 0.05  # between two looks at the ranks; the end of a rank is seen at once
+# A launcher that got a signal passes it on, waits for its ranks and cleans up. Open MPI kills its
+# ranks 0.25 s after the signal. A rank inside MPI does not react at all, so after this time the
+# next, harder measure follows.
 GRACE_SECONDS = 2.0
-# the launcher may run on for so long after the ranks of this host have ended, not all of them in
-# order
+# The launcher may run on for so long after the ranks of this host have failed: it ends the ranks of
+# other hosts. If their daemons do not answer, it waits for ever.
 GONE_SECONDS = 20.0
+# Two signals that come within this time may be one that was delivered twice.
+REPEAT_SECONDS = 0.5
+KILL_SECONDS = 0.02  # between two rounds of killing, as a process may have forked meanwhile
 
-# in the environment of a rank, not of the launcher's daemons
-_RANK = re.compile(rb"\0(?:OMPI_COMM_WORLD_RANK|PMI_RANK)=")
+TAIL_BYTES = 65536  # are kept, to find what MPI says about the end of the job
+_LINE = b"-" * 74 + b"\n"  # begins and ends what Open MPI's launcher says
+_RECORD = re.compile(rb"^%s.*\n" % MARK.encode(), re.MULTILINE)
+_NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, a terminal that is gone
+_NAMES = {1: "stdout", 2: "stderr"}
 
-Received = tuple[int, float]  # a signal, and when
+Received = tuple[int, float]  # a signal, and when it came
 
 
 class Outcome(NamedTuple):
-    """How a job ended."""
+    """The end of a job."""
 
     code: int  # of the exit
     failed: bool  # whether its ranks have failed, and a restart may help
     host: str = ""  # on which they have failed, if known
-    refused_count: str = ""  # why its ranks do not work in a job of so many of them
+    refused_count: str = ""  # why the program does not run on this number of ranks
     rates: tuple[float, ...] = ()  # samples per second, as the ranks have noted them
 
 
+class _Stage(enum.IntEnum):
+    """The measures taken so far to stop a job after a signal."""
+
+    RUNS = 0
+    PREEMPTED = 1  # ranks that handle SIGTERM have got it
+    SIGNALED = 2  # the launcher has got the signal
+    RANKS_KILLED = 3
+    KILLED = 4  # the launcher, too
+
+
 def supervise(
-    command: Sequence[str], environ: Mapping[str, str], run_dir: str, hosts: Sequence[str] = ()
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    run_dir: str,
+    launcher: Launcher,
+    hosts: Sequence[str] = (),
 ) -> Outcome:
-    """Run MPI's launcher until it ends, and return how; `hosts` are those that its options name.
+    """Run MPI's launcher until it ends, and return how.
 
     The exit code is that of the rank that failed, 128 + n where signal n killed it, if that is
     known. Otherwise it is the launcher's own, but 1 where it is 0 and a rank never left in order,
     or the end of the output could not be written. It is 128 + n where signal n stopped the job.
     Ranks that call `jaxmpi.preempted` may stop in order at a SIGTERM: then it is 0. Afterwards
     neither a process nor a shared-memory file of the job is left on this host, nor `run_dir`.
+
+    Args:
+      command: the launcher's command line.
+      environ: its environment, with JAXMPI_RUN_DIR.
+      run_dir: the folder that JAXMPI_RUN_DIR names.
+      launcher: its row in the table of launchers.
+      hosts: the hosts that its options name.
     """
     started = time.time()
     received, handlers = _receive_signals()
-    code, relays, ranks, daemons = 1, list[Relay](), HostRanks(run_dir), MpiDaemons(hosts)
+    code, relays = 1, list[Relay]()
+    ranks, daemons = HostRanks(run_dir), MpiDaemons(launcher, hosts)
     try:
         process = _start(command, environ)
         assert process.stdout and process.stderr
         relays = [Relay(process.stdout, 1), Relay(process.stderr, 2)]
-        _wait(process, ranks, daemons, received)
+        _wait(process, launcher, ranks, daemons, received)
         daemons.look(process.pid)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
@@ -74,8 +109,12 @@ def supervise(
         ended, joined, rates = ranks.close(), ranks.members, registry.rates(run_dir)
         preempted = bool(received and ranks.preemptible)
         in_order = not code and (preempted or not received) and all(m.left for m in joined)
+        # A job that ended in order may have left processes on purpose: only its ranks are killed.
         _kill_all(run_dir, {m.pid for m in joined} if in_order else None)
-        registry.remove_segments({path for m in joined for path in m.segments}, started)
+        segments: set[str] = set()
+        for member in joined:
+            segments.update(member.segments)
+        registry.remove_segments(segments, started)
         shutil.rmtree(run_dir, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -87,54 +126,44 @@ def supervise(
         if ranks.refused_count:
             say(f"the job does not work on this number of ranks: {ranks.refused_count}")
             return Outcome(code or 1, failed=True, refused_count=ranks.refused_count)
+        # The ranks know best. A daemon that ended first took its ranks with it. Otherwise it is
+        # the rank that the launcher names, or that was seen to end first.
         failure = find_failure(text, joined, ended)
-        why = ranks.verdict or daemons.lost(text) or failure.describe(code)
-        say(f"the job failed: {why}")
-        return Outcome(failure.exit_code(code), failed=True, host=failed_host(text, why))
-    lost = [missing for relay in relays if (missing := relay.missing())]
+        failures = ranks.failures or daemons.find_lost(text) or [failure]
+        say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
+        host = failure.lost_host or failures[0].host or failure.host
+        return Outcome(failure.exit_code(code), failed=True, host=host)
+    # The ranks have done their work, so a restart would not help where a disk is full.
+    lost = [relay.missing() for relay in relays if relay.lost]
     for missing in lost:
         say(missing)
     return Outcome(int(bool(lost)), failed=False, rates=rates)
 
 
 def _receive_signals() -> tuple[list[Received], dict[int, Any]]:
-    """Receive what stops a job: the signals that come from now on, and the handlers that were there before."""
+    """Receive the signals that stop a job.
+
+    Returns a list to which those that come are added, and the handlers that were there before.
+    """
     received: list[Received] = []
-    # An ignored SIGHUP is nohup's doing and stays ignored.
-    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (
-        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    )
-    handlers: dict[int, Any] = {
-        n: signal.signal(n, lambda n, _: received.append((n, time.monotonic()))) for n in numbers
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and so it stays
+        numbers.append(signal.SIGHUP)
+
+    def note(number: int, _: object) -> None:
+        received.append((number, time.monotonic()))
+
+    handlers: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
     # ignored, it would hide the launcher's exit code
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return received, handlers
 
 
-def _end_output(relays: Sequence[Relay]) -> None:
-    """Wait until the output of the job is written, and end its last line."""
-    for relay in relays:
-        relay.join(GRACE_SECONDS)
-    if relays[1].tail and not relays[1].tail.endswith(b"\n"):  # half a line, such as a progress bar
-        with contextlib.suppress(OSError):
-            os.write(2, b"\n")
-
-
-def _stopped(number: int, in_order: bool) -> Outcome:
-    """The outcome of a job that a signal has stopped."""
-    say(
-        f"the job was stopped by {signal.Signals(number).name}"
-        + (", and has ended in order" if in_order else "")
-    )
-    return Outcome(0 if in_order else 128 + number, failed=False)
-
-
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the launcher so that it ends with us, and in a session of its own, where Ctrl-C reaches it through us only.
+    """Start the launcher in a session of its own, so that it ends with this process.
 
-    With a terminal as stdin it stays in our session: Open MPI reads a terminal only from the
-    terminal's foreground group.
+    There Ctrl-C reaches it only through this process. With a terminal as stdin it stays in our
+    session: Open MPI reads a terminal only from the terminal's foreground group.
     """
     libc = ctypes.CDLL(None)  # loaded before the fork
     return subprocess.Popen(
@@ -149,16 +178,25 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 
 def _wait(
     process: subprocess.Popen[bytes],
+    launcher: Launcher,
     ranks: HostRanks,
     daemons: MpiDaemons,
     received: Sequence[Received],
 ) -> None:
-    """Wait for the launcher, and stop it when a signal was received."""
-    step, due, asked = 0, 0.0, False
-    ranks_until = time.monotonic()
+    """Wait until the launcher ends, and stop it when a signal was received.
+
+    A signal is followed by harder and harder measures, each with time to work: it goes to the
+    launcher, then the ranks are killed, then everything. A second signal of an impatient user
+    skips the time after the first measure.
+    """
+    stage, due = _Stage.RUNS, 0.0
+    preempted = False  # whether ranks were asked to stop in order
+    ranks_until = time.monotonic()  # when a rank of this host was last seen alive, or in order
     while process.poll() is None:
-        ranks.look(0.05)
+        ranks.look(LOOK_SECONDS)
         daemons.look(process.pid)
+
+        # A launcher that does not end although its ranks have failed waits for other hosts.
         if not ranks.all_have_failed():
             ranks_until = time.monotonic()
         elif time.monotonic() > ranks_until + GONE_SECONDS:
@@ -169,39 +207,45 @@ def _wait(
             _kill([process.pid, *registry.processes(ranks.run_dir)])
             process.wait()
             break
-        # not the same signal, delivered twice
-        impatient = step + asked == 1 and received[-1][1] > received[0][1] + 0.5
-        if not received or (time.monotonic() < due and not impatient):
+
+        if not received:
             continue
-        number = received[0][0]
-        if step == 0 and number == signal.SIGTERM and ranks.preemptible and not asked:
-            asked = True
-            _kill(
-                [member.pid for member in ranks.members if member.rank in ranks.preemptible],
-                signal.SIGTERM,
-            )
+        number, first_came = received[0]
+        one_measure = stage == (_Stage.PREEMPTED if preempted else _Stage.SIGNALED)
+        impatient = one_measure and received[-1][1] > first_came + REPEAT_SECONDS
+        if time.monotonic() < due and not impatient:
+            continue
+
+        # Ranks that call `jaxmpi.preempted` finish their step and save. The launcher must not get
+        # the signal meanwhile: it would kill them.
+        if stage == _Stage.RUNS and number == signal.SIGTERM and ranks.preemptible:
+            stage, preempted = _Stage.PREEMPTED, True
+            asked = [member.pid for member in ranks.members if member.rank in ranks.preemptible]
+            _kill(asked, signal.SIGTERM)
             due = time.monotonic() + settings.get("JAXMPI_PREEMPTION_SECONDS")
             continue
-        if step == 0:
-            # the terminal has sent it to the launcher, too
+        if stage < _Stage.SIGNALED:
+            stage = _Stage.SIGNALED
+            # A terminal has sent its SIGINT to the launcher, too. Launchers do not stop at SIGHUP.
             if not (number == signal.SIGINT and os.isatty(0)):
-                _kill(
-                    _launchers(process.pid), signal.SIGTERM if number == signal.SIGHUP else number
-                )
-        elif step == 1:
-            # ranks that are inside MPI do not react; without them the launcher cleans up and ends
-            _kill(
-                pid
-                for pid, environ in registry.processes(ranks.run_dir).items()
-                if _RANK.search(environ)
-            )
+                to_send = signal.SIGTERM if number == signal.SIGHUP else number
+                _kill(_launchers(process.pid), to_send)
+        elif stage == _Stage.SIGNALED:
+            stage = _Stage.RANKS_KILLED
+            # Ranks inside MPI do not react. Without them the launcher removes its files, and ends.
+            # Its daemons do not have the variable of the rank.
+            variables = [b"\0%s=" % name.encode() for name in launcher.rank]
+            for pid, environ in registry.processes(ranks.run_dir).items():
+                if any(variable in environ for variable in variables):
+                    _kill([pid])
         else:
+            stage = _Stage.KILLED
             _kill([process.pid, *registry.processes(ranks.run_dir)])
-        step, due = step + 1, time.monotonic() + GRACE_SECONDS
+        due = time.monotonic() + GRACE_SECONDS
 
 
 def _launchers(pid: int) -> list[int]:
-    """Return the processes that a signal for MPI's launcher goes to; `pid` is what we have started.
+    """Return the processes that a signal for MPI's launcher goes to; `pid` is what was started.
 
     The mpirun of Intel MPI is a script, as is that of a site with a wrapper of its own. A shell
     that waits for a command passes no signal on, and dies of it while the job lives: what the shell
@@ -227,16 +271,128 @@ def _is_script(path: bytes) -> bool:
 
 
 def _kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes, of which some may be gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _kill_all(run_dir: str, only: set[int] | None) -> None:
-    """Kill what is left of the job, and wait until it is gone; `only` these, where the job ended in order."""
+    """Kill what is left of the job, and wait until it is gone.
+
+    Args:
+      run_dir: the folder of the run, by which its processes are found.
+      only: the processes to kill; None for all.
+    """
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and (
-        pids := [p for p in registry.processes(run_dir) if only is None or p in only]
-    ):
+    while time.monotonic() < deadline:
+        pids = [pid for pid in registry.processes(run_dir) if only is None or pid in only]
+        if not pids:
+            return
         _kill(pids)
-        time.sleep(0.02)
+        time.sleep(KILL_SECONDS)
+
+
+def _stopped(number: int, in_order: bool) -> Outcome:
+    """Return the outcome of a job that a signal has stopped."""
+    order = ", and has ended in order" if in_order else ""
+    say(f"the job was stopped by {signal.Signals(number).name}{order}")
+    return Outcome(0 if in_order else 128 + number, failed=False)
+
+
+# Output
+
+
+class Relay:
+    """Copies a stream to stdout or stderr in a thread, and keeps its last bytes.
+
+    The job never waits for a stream that nobody reads any more. Where a disk is full, what does not
+    fit is left out; the copy goes on once there is space, with a line that says how much is
+    missing.
+    """
+
+    def __init__(self, source: IO[bytes], sink: int) -> None:
+        """Start to copy `source` to the file descriptor `sink`."""
+        self.tail = bytearray()
+        self.lost = 0  # bytes since the last one that was written
+        self.error = ""
+        self._source, self._sink, self._name = source, sink, _NAMES.get(sink, "output")
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait until the stream has ended."""
+        self._thread.join(timeout_seconds)
+
+    def missing(self) -> str:
+        """Return a sentence about the end of the stream that was not written, or ""."""
+        if not self.lost:
+            return ""
+        return f"the last {self.lost} bytes of {self._name} could not be written ({self.error})"
+
+    def _copy(self) -> None:
+        while chunk := os.read(self._source.fileno(), TAIL_BYTES):
+            chunk = self._without_nul(chunk)
+            self.tail.extend(chunk)
+            del self.tail[:-TAIL_BYTES]
+            if MARK.encode() in chunk:  # a record for this process, and not for the user
+                chunk = _RECORD.sub(b"", chunk)
+            if self.lost and not self._write(
+                f"\njaxmpi run: {self.lost} bytes are missing here ({self.error})\n".encode()
+            ):
+                self.lost = 0
+            if left := len(chunk) if self.lost else self._write(chunk):
+                if not self.lost:
+                    say(
+                        f"{self._name} cannot be written ({self.error}). What does not fit is left "
+                        "out."
+                    )
+                self.lost += left
+
+    def _without_nul(self, chunk: bytes) -> bytes:
+        """Remove the zero byte that Open MPI 5 writes behind its message about MPI_Abort."""
+        # it may be in another chunk than the line before it
+        before = bytes(self.tail[-len(_LINE) :])
+        return (before + chunk).replace(_LINE + b"\0", _LINE)[len(before) :]
+
+    def _write(self, data: bytes) -> int:
+        """Write all of it; return how many bytes were not written."""
+        try:
+            poll = select.poll()
+            poll.register(self._sink, select.POLLOUT)
+            while data:
+                poll.poll()  # another process may have made the stream one that does not block
+                data = data[os.write(self._sink, data) :]
+        except OSError as error:
+            if error.errno in _NOBODY_READS:
+                self._sink = os.open(os.devnull, os.O_WRONLY)
+                return 0
+            self.error = error.strerror or str(error)
+        return len(data)
+
+
+def _end_output(relays: Sequence[Relay]) -> None:
+    """Wait until the output of the job is written, and end its last line."""
+    for relay in relays:
+        relay.join(GRACE_SECONDS)
+    if relays[1].tail and not relays[1].tail.endswith(b"\n"):  # half a line, such as a progress bar
+        with contextlib.suppress(OSError):
+            os.write(2, b"\n")
+
+
+def say(text: str) -> None:
+    """Write one line of `jaxmpi run` to stderr, where that can be written."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"jaxmpi run: {text}\n".encode(errors="backslashreplace"))
+
+
+def open_streams() -> None:
+    """Open stdin, stdout and stderr if they are closed.
+
+    Otherwise the next files would get their numbers, and then the output.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free

@@ -1,4 +1,7 @@
-"""A rank of a job that waits for functions to run (`python -m jaxmpi._job.launch.worker`, which pool.py starts)."""
+"""A rank that waits for functions to run: `python -m jaxmpi._job.launch.worker`.
+
+pool.py starts it, and holds the other end of its connection.
+"""
 
 import contextlib
 import ctypes
@@ -19,7 +22,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._job.launch.task import ADDRESS, Call, Result, Task
+from jaxmpi._job.launch.pool import ADDRESS, Call, Result, Task
 
 __all__ = ["work"]
 
@@ -27,34 +30,36 @@ MEMORY_BYTES = 640 << 20  # of a rank
 
 
 def work() -> None:
-    """Take tasks until the outer process is gone."""
+    """Run tasks until the calling process is gone."""
     import jaxmpi
 
-    world, limit = jaxmpi.init(axes=json.loads(sys.argv[1]) if sys.argv[1:] else None), MEMORY_BYTES
-    with Client(os.environ[ADDRESS], "AF_UNIX") as outer:
-        outer.send(world.rank)
+    world = jaxmpi.init(axes=json.loads(sys.argv[1]) if sys.argv[1:] else None)
+    limit_bytes = MEMORY_BYTES
+    with Client(os.environ[ADDRESS], "AF_UNIX") as caller:
+        caller.send(world.rank)
         while True:
             try:
-                task = outer.recv()
+                task = caller.recv()
             except EOFError:
                 return
             if math.isfinite(task.timeout_seconds):
-                # where it hangs
+                # show where the task hangs, shortly before the caller ends this rank
                 faulthandler.dump_traceback_later(max(1.0, task.timeout_seconds - 2.0))
-            outer.send(tuple(_run(task, world.rank)))
-            limit = _shrink(limit)
+            caller.send(tuple(_run(task, world.rank)))
+            limit_bytes = _shrink(limit_bytes)
             faulthandler.cancel_dump_traceback_later()
 
 
-def _shrink(limit: int) -> int:
-    """Give back the memory of what was compiled, where it is beyond a limit: hundreds of tests run in one process.
+def _shrink(limit_bytes: int) -> int:
+    """Drop JAX's compiled programs if this process uses more memory than the limit.
 
-    Returns the next limit, so that what cannot be given back is not tried for at every test.
+    Hundreds of tests run in one process. Returns the next limit: memory that could not be freed
+    raises it, so that not every test tries again.
     """
     import jax
 
-    if _memory_bytes() <= limit:
-        return limit
+    if _memory_bytes() <= limit_bytes:
+        return limit_bytes
     jax.clear_caches()
     gc.collect()
     with contextlib.suppress(AttributeError):  # a C library that is not GNU's
@@ -63,33 +68,37 @@ def _shrink(limit: int) -> int:
 
 
 def _memory_bytes() -> int:
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _run(task: Task | Call, rank: int) -> Result:
+    """Run one task, with its output captured."""
     output, error, value = io.StringIO(), None, b""
     with redirect_stdout(output), redirect_stderr(output):
         try:
             if isinstance(task, Call):
                 value = _called(task)
             else:
-                _find(task)(**pickle.loads(task.kwargs))  # what our own outer process has written
+                _find(task)(**pickle.loads(task.kwargs))  # pickled by the process that started us
         except BaseException:
-            # pytest's own failures are no Exceptions; the rank lives on for the next task
+            # pytest's failures are not Exceptions; the rank lives on for the next task
             error = traceback.format_exc()
     return Result(rank, error, output.getvalue(), value)
 
 
 def _called(call: Call) -> bytes:
+    """Call a pickled function, and pickle its value."""
     import cloudpickle
     import jax
 
-    function, args, kwargs = pickle.loads(call.pickled)  # what our own outer process has written
+    function, args, kwargs = pickle.loads(call.pickled)  # by the process that started us
     return bytes(cloudpickle.dumps(jax.device_get(function(*args, **kwargs))))
 
 
 def _find(task: Task) -> Callable[..., None]:
+    """Import the file of a task and return the function."""
     name = Path(task.path).stem
     if name not in sys.modules:
         sys.path.insert(0, str(Path(task.path).parent))

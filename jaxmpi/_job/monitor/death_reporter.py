@@ -7,6 +7,7 @@ order, and otherwise with a line that names the first rank that was gone.
 """
 
 import contextlib
+import json
 import os
 import select
 import socket
@@ -52,8 +53,13 @@ def start() -> str:
 
     It needs Linux 5.3 or later.
     """
+    # not above: the process that it starts runs this file, without jaxmpi's other modules
+    from jaxmpi._job.process.failure import MARK
+
     try:
-        words = [sys.executable, "-I", "-S", __file__]
+        # `jaxmpi run` on another host reads a record in the output of the job
+        mark = MARK if os.environ.get("JAXMPI_RUN_DIR") else ""
+        words = [sys.executable, "-I", "-S", __file__, mark]
         return subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, text=True
         ).stdout
@@ -94,10 +100,10 @@ def _listen() -> None:
         return
     os.setsid()  # the launcher kills process groups
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    _watch(listener, starter)
+    _watch(listener, starter, sys.argv[1])
 
 
-def _watch(listener: socket.socket, starter: int) -> None:
+def _watch(listener: socket.socket, starter: int, mark: str = "") -> None:
     """Wait until a rank is gone and report it, or until a rank tells that the job ends in order.
 
     Any user of this host can connect. Another user's connection is closed unread, and no peer is
@@ -137,7 +143,7 @@ def _watch(listener: socket.socket, starter: int) -> None:
             return
         # A rank's link or process is gone.
         else:
-            _report(*ranks[fd])
+            _report(*ranks[fd], mark)
             return
 
 
@@ -150,14 +156,18 @@ def _peer(link: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def _report(rank: int, size: int, pid: int) -> None:
-    # At once: the launcher soon stops passing on what ranks write. It names the signal itself.
-    where = f"[rank {rank}/{size} on {os.uname().nodename}]"
-    os.write(
-        2,
-        f"jaxmpi: {where} was the first to end (pid {pid}): killed, crashed or by os._exit. The "
-        "job ends.\n".encode(),
+def _report(rank: int, size: int, pid: int, mark: str) -> None:
+    """Write which rank was the first to end: a line for the user, and a record after `mark`."""
+    host = os.uname().nodename
+    line = (
+        f"jaxmpi: [rank {rank}/{size} on {host}] was the first to end (pid {pid}): killed, crashed "
+        "or by os._exit. The job ends.\n"
     )
+    if mark:
+        record = {"rank": rank, "pid": pid, "host": host, "cause": "ended", "joined": True}
+        line += f"{mark}{json.dumps([record])}\n"
+    # At once: the launcher soon stops passing on what ranks write. It names the signal itself.
+    os.write(2, line.encode())
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ from jaxmpi._backends.process_group import MpiProcessGroup
 from jaxmpi._consistency import compare
 from jaxmpi._job.monitor import death_reporter
 from jaxmpi._job.monitor.ordered_output import Key, OrderedOutput
-from jaxmpi._job.process import at_exit, peers, run_dir, stderr
-from jaxmpi._job.process.refused_count import note_refused_count
+from jaxmpi._job.process import at_exit, joining, run_dir, stderr
 from jaxmpi._job.process.signals import Signals
 
 __all__ = ["Doing", "Gathering", "Monitor", "doing"]
@@ -124,7 +123,7 @@ class Monitor:
         self._dismiss_reporter = death_reporter.call(backend)
         self._remain_at_exit = at_exit.at_exit(at_exit.Step.RANKS, self._at_exit)
         # A daemon: Python's shutdown does not wait for it, `leave` does.
-        self._thread = threading.Thread(target=self._run, name=peers.MONITOR, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=joining.MONITOR, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -213,7 +212,7 @@ class Monitor:
         """
         why = "the thread that watches this rank has ended"
         try:
-            peers.mark_thread(peers.MONITOR)
+            joining.mark_thread(joining.MONITOR)
             self._watch()
         except BaseException as error:
             why = f"the thread that watches this rank has failed ({stderr.one_line(error)})"
@@ -300,7 +299,7 @@ class Monitor:
         try:
             text = "".join(traceback.format_exception(kind, error, trace))
             label = f"[{self.backend.place.rank}] "
-            note_refused_count(error)
+            run_dir.note_refused_count(error)
             stderr.say("".join(label + line for line in text.splitlines(keepends=True)))
         finally:
             self.end(code, f"{stderr.one_line(error)}.")

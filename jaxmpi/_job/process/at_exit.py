@@ -1,4 +1,4 @@
-"""The end of the process: jaxmpi's threads, the other ranks, MPI and failed saves, one after the other.
+"""The end of the process: jaxmpi's threads, the other ranks, MPI and failed saves, in this order.
 
 Until Python 3.13, a daemon thread that asks for the GIL while the interpreter shuts down is ended
 by `pthread_exit`, which unwinds its stack. C++ frames such as jaxlib's catch that unwinding, and
@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 __all__ = ["Step", "at_exit", "forget", "start_thread"]
 
-STOP_SECONDS = 2.0  # for a thread that was told to stop; it may be inside of one copy to a device
+STOP_SECONDS = 2.0  # for a thread that was told to stop: it may be inside one copy to a device
 RAISE_SECONDS = 1.0  # for a thread in which SystemExit was raised
 
 
 class Step(enum.Enum):
-    """What happens at the end of the process, in this order."""
+    """The steps of the end of the process, in their order."""
 
     THREADS = "threads that were started here end"
     RANKS = "the monitor waits until every rank has come to its end"
@@ -31,22 +31,22 @@ class Step(enum.Enum):
 
 
 _calls: dict[Step, list[Callable[[], object]]] = {}
-_threads: dict[threading.Thread, Callable[[], object] | None] = {}  # and what tells each to stop
+_threads: dict[threading.Thread, Callable[[], object] | None] = {}  # each with what stops it
 
 
 def at_exit(step: Step, call: Callable[[], object]) -> Callable[[], None]:
-    """Make a call in one of the steps.
+    """Register a call for one of the steps.
 
-    `atexit` runs last what was registered first. All steps are registered together by the first
-    call, so their order does not depend on which modules were imported before `init`; and JAX,
-    which is imported before, shuts down after them.
+    `atexit` runs last what was registered first. The first call registers all steps together, so
+    their order does not depend on which modules were imported before `init`. JAX was imported
+    before, and so shuts down after them.
 
     Args:
       step: when to make the call.
       call: what to call; an exception is printed, and the other calls and steps follow.
 
     Returns:
-      A function that takes the call back.
+      A function that removes the call.
     """
     _register()
     _calls[step].append(call)
@@ -56,16 +56,16 @@ def at_exit(step: Step, call: Callable[[], object]) -> Callable[[], None]:
 def start_thread(
     run: Callable[[], object], name: str, stop: Callable[[], object] | None = None
 ) -> threading.Thread:
-    """Start a thread that has ended before the interpreter shuts down.
+    """Start a thread that ends before the interpreter shuts down.
 
     Args:
       run: what the thread does.
-      name: of the thread.
-      stop: tells the thread to end soon, from the main thread. Without it, the exit waits until the
-        thread has ended, however long that takes.
+      name: the name of the thread.
+      stop: called on the main thread, it tells this thread to end soon. Without it, the exit waits
+        until the thread has ended, however long that takes.
 
     Returns:
-      The thread, which runs.
+      The running thread.
 
     Raises:
       RuntimeError: there are too many threads, or Python shuts down (Python 3.12 and later).
@@ -81,13 +81,14 @@ def start_thread(
 
 
 def forget() -> None:
-    """Do nothing at the end of this process, a forked child; nor does anything else that `atexit` knows."""
+    """Remove all calls, and all others that `atexit` knows, in a forked child."""
     atexit._clear()
     _calls.clear()
     _threads.clear()
 
 
 def _register() -> None:
+    """Register the steps with `atexit`, once."""
     if not _calls:
         for step in reversed(Step):
             _calls[step] = []
@@ -101,7 +102,7 @@ def _run(step: Step) -> None:
 
 
 def _try(call: Callable[[], object]) -> None:
-    """Make a call; an exception is printed, as `atexit` would, and does not keep the rest from being done."""
+    """Make a call, and print its exception: it must not keep the other calls from being made."""
     try:
         call()
     except Exception:
@@ -109,7 +110,7 @@ def _try(call: Callable[[], object]) -> None:
 
 
 def _end_threads() -> None:
-    """Wait for the threads; for those that can be told to stop, some seconds at most."""
+    """Wait for the threads, and some seconds at most for those that can be told to stop."""
     for stop in [*_threads.values()]:
         if stop is not None:
             _try(stop)
@@ -117,19 +118,19 @@ def _end_threads() -> None:
         if stop is None:
             thread.join()
     running = _join([*_threads], STOP_SECONDS)
-    # Such a thread stands in code of the user, an iterator that waits or computes. An exception
-    # ends it at its next instruction of Python.
+    # A thread that still runs stands in code of the user: an iterator that waits or computes. An
+    # exception ends it at its next Python instruction.
     for thread in running:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
         )
-    # What still runs stands in one call of C. It is left behind: a script whose data does not come
-    # must end, too, and a call that waits holds no frame of jaxlib.
+    # A thread that still runs now stands in one call of C. It is left behind: a script whose data
+    # does not come must end, too, and a call that waits holds no frame of jaxlib.
     _join(running, RAISE_SECONDS)
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> list[threading.Thread]:
-    """Wait for threads, for so long altogether; returns those that still run."""
+    """Wait for threads, for so many seconds together; return those that still run."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Blocks of code in which a rank works alone for long, and the others wait for it rather than end the job.
+"""Blocks of code in which a rank works alone for long, and the others wait for it.
 
 The open blocks of a process stand in memory that has a name but is in no file system: processes of
 the same user find it in `/proc/PID/fd`. So the ranks that wait in `init` see it, where no messages
@@ -18,7 +18,7 @@ __all__ = ["Block", "Work", "busy", "note_end_of_work", "work", "work_of"]
 
 FILE = "jaxmpi-busy"
 FILE_BYTES = 1 << 12
-TEXT_LETTERS = 200  # of what is shown
+TEXT_LETTERS = 200  # of the description
 
 
 class Block(NamedTuple):
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
     @property
     def past_limit(self) -> bool:
-        """Whether the block lasts longer than it was said to last at most."""
+        """True once the block has lasted longer than its limit."""
         return time.monotonic() > self.end
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a process is at work with, by its own account."""
+    """The work that a process has declared."""
 
     block: Block | None = None  # an open block
     counts: bool = False  # whether the block is within its limit
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds for which the process has not been at work, since its host has started at most."""
+        """Seconds since the process was last at work, or since its host started."""
         return 0.0 if self.counts else time.monotonic() - self.ended
 
 
@@ -112,17 +112,17 @@ class busy(ContextDecorator):
         _blocks.leave(self._entered.pop())
 
     def _recreate_cm(self) -> "busy":
-        """Return a new one for each call of a decorated function, which may run in several threads."""
+        """Return a new block for each call of a decorated function, as threads may share it."""
         return busy(self._what, limit_seconds=self._limit)
 
 
 def work() -> Work:
-    """Return what this process is at work with."""
+    """Return the work of this process."""
     return _work([*_blocks.entered.values()], _blocks.ended)
 
 
 def work_of(pid: int) -> Work:
-    """Return what another process of this host and user is at work with."""
+    """Return the work of another process of this host and user."""
     with contextlib.suppress(OSError):  # of another user, or it has ended
         for number in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{number}"
@@ -133,7 +133,7 @@ def work_of(pid: int) -> Work:
 
 
 def note_end_of_work() -> None:
-    """Remember that this process has been at work until now, if not in a block."""
+    """Note that this process was at work until now, outside of any block."""
     _blocks.ended = time.monotonic()
 
 
@@ -150,7 +150,7 @@ def _read(path: str) -> Work:
 
 
 def _work(blocks: list[Block], ended: float) -> Work:
-    """Return the block that was entered last, of those within their limits, or else of all."""
+    """Return the block that was entered last; blocks within their limits come first."""
     within = [block for block in blocks if not block.past_limit]
     shown = within or blocks
     ended = max([ended, *(block.end for block in blocks if block.past_limit)])
@@ -166,7 +166,7 @@ class _Blocks:
         self._number, self._file, self._lock = 0, -1, threading.Lock()
 
     def enter(self, block: Block) -> int:
-        """Add a block; returns its number."""
+        """Add a block and return its number."""
         with self._lock:
             self._number += 1
             self.entered = {**self.entered, self._number: block}
@@ -174,14 +174,14 @@ class _Blocks:
             return self._number
 
     def leave(self, number: int) -> None:
-        """Remove a block; nothing, in a child that was forked inside of it."""
+        """Remove a block; a child that was forked inside the block does not have it."""
         with self._lock:
             self.entered = {key: block for key, block in self.entered.items() if key != number}
             self.ended = time.monotonic()
             self._write()
 
     def forget(self) -> None:
-        """Have no block in a forked child: its parent's are open, and in its parent's file."""
+        """Drop all blocks in a forked child: they and the file are its parent's."""
         if self._file >= 0:
             os.close(self._file)
         self.entered, self.ended, self._file, self._lock = {}, 0.0, -1, threading.Lock()

@@ -1,4 +1,4 @@
-"""Collectives belong to one thread at a time: those of two threads would have another order on each rank."""
+"""The thread that communicates: one at a time, as two would call in another order on each rank."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 __all__ = ["Turn"]
 
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 2.0  # for the last thread to wait or end: it may have just started this one
 
-# Where a thread waits for another, or for work: modules of Python's own library.
+# Modules of Python's own library in which a thread waits for another one, or for work.
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _WAITING = tuple(
     _LIBRARY + name
@@ -24,7 +24,7 @@ _WAITING = tuple(
         "asyncio/",
     )
 )
-# Where it communicates: our own modules.
+# Modules of jaxmpi in which a thread communicates.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COMMUNICATING = tuple(
     _PACKAGE + name for name in ("_jit", "_collectives", "_consistency", "_backends", "_checkpoint")
@@ -32,23 +32,27 @@ _COMMUNICATING = tuple(
 
 
 class Turn:
-    """Which thread's turn it is. `thread` is its identifier, for a comparison before each collective; 0 for none so far."""
+    """The thread that may call collectives.
+
+    Attributes:
+      thread: its identifier, to compare before each collective; 0 if there is none.
+    """
 
     def __init__(self, finish: Callable[[], None], last: Callable[[int], object]) -> None:
-        """Give the turn to nobody yet.
+        """Begin with no thread.
 
         Args:
-          finish: waits until what was started has ended.
-          last: of a thread's identifier, something that changes with each of its collectives.
+          finish: waits until all collectives that were started have ended.
+          last: returns for a thread's identifier a value that changes with each of its collectives.
         """
         self.thread = 0
         self._finish, self._last, self._lock = finish, last, threading.Lock()
         self._forked = False
 
     def take(self) -> None:
-        """Take the turn for the calling thread.
+        """Make the calling thread the one that communicates.
 
-        The thread that had it must have ended, or wait in Python's own `threading`, `queue`,
+        The thread before it must have ended, or wait in Python's own `threading`, `queue`,
         `concurrent.futures` or `asyncio`.
 
         Raises:
@@ -58,24 +62,23 @@ class Turn:
             if self._forked:
                 raise RuntimeError(
                     "jaxmpi: a collective or a step was called in a forked child of a rank, which "
-                    "cannot talk to the other "
-                    "ranks. Call it in the rank itself, and hand the child what it needs."
+                    "cannot talk to the other ranks. Call it in the rank itself, and hand the "
+                    "child what it needs."
                 )
             if self.thread and not self._is_given_up():
                 raise RuntimeError(
                     "jaxmpi: a collective was called in thread "
                     f"{threading.current_thread().name!r}, while thread "
                     f"{_name(self.thread)!r}, which called the last one, runs: the order may "
-                    "differ between the ranks. "
-                    "Call them in one thread, or have the other wait for this one (Thread.join, "
-                    "Future.result)."
+                    "differ between the ranks. Call them in one thread, or have the other wait for "
+                    "this one (Thread.join, Future.result)."
                 )
             before, self.thread = self.thread, threading.get_ident()
             if before:
                 self._finish()
 
     def _is_given_up(self) -> bool:
-        """Whether the thread that has the turn waits, or soon does: it may have just started this one."""
+        """Return whether the last thread waits, or soon does."""
         last, deadline = self._last(self.thread), time.monotonic() + PATIENCE_SECONDS
         while not _waits(self.thread):
             if (
@@ -88,16 +91,19 @@ class Turn:
         return True
 
     def release(self) -> None:
-        """Leave the turn to whoever comes next."""
+        """Allow any thread to be the next one."""
         self.thread = 0
 
     def forbid(self) -> None:
-        """In a forked child: no thread has the turn, or gets it."""
+        """Allow no thread any more, in a forked child."""
         self.thread, self._forked, self._lock = 0, True, threading.Lock()
 
 
 def _waits(thread: int) -> bool:
-    """Whether a thread has ended, or stands in a function of Python's library that waits, and not for a thread to start."""
+    """Return whether a thread has ended, or waits in a function of Python's library.
+
+    A thread that waits for another one to start runs on at once, and so does not count.
+    """
     frame = sys._current_frames().get(thread)
     waits = frame is None
     while frame and frame.f_code.co_filename.startswith(_WAITING):
@@ -107,7 +113,7 @@ def _waits(thread: int) -> bool:
 
 
 def _communicates(thread: int) -> bool:
-    """Whether a thread stands in a collective."""
+    """Return whether a thread stands in a collective."""
     frame = sys._current_frames().get(thread)
     while frame and not frame.f_code.co_filename.startswith(_COMMUNICATING):
         frame = frame.f_back
@@ -115,4 +121,8 @@ def _communicates(thread: int) -> bool:
 
 
 def _name(thread: int) -> str:
-    return next((other.name for other in threading.enumerate() if other.ident == thread), "another")
+    """Return the name of a thread."""
+    for other in threading.enumerate():
+        if other.ident == thread:
+            return other.name
+    return "another"

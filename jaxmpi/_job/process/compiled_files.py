@@ -1,11 +1,18 @@
-"""What JAX has compiled, kept in files for the next job: machine code, so nobody else may be able to write it.
+"""Compiled programs in files: shared by the ranks of a host, and kept for the next job.
 
-The folder and all above it are checked, and each file that is read. An entry begins with the digest
-of the rest: one that a full disk or a crash has cut off is removed, and compiled anew. Where there
-are too many bytes, those that were read longest ago go.
+They are machine code, so no other user may be able to write them.
+
+- `CompiledFiles` keeps what JAX has compiled, for the next job. The folder and all above it are
+  checked, and each file that is read. An entry begins with the digest of the rest: one that a full
+  disk or a crash has cut off is removed, and compiled again. If there are too many bytes, the files
+  that were read longest ago are removed.
+- `made_once` makes one rank of a host compile for all. The bytes are in the folder of the run. The
+  first rank makes them, and waits for nobody. The others wait, asleep, until it is done or has
+  ended.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
@@ -17,24 +24,30 @@ from typing import NamedTuple
 from jaxmpi._job.process import files
 from jaxmpi._job.process.processor import processor
 
-__all__ = ["CompiledFiles", "folder_of", "usage"]
+__all__ = ["CompiledFiles", "folder_of", "made_once", "usage"]
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_MADE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 SUFFIX = ".compiled"
 DIGEST_BYTES = 32
-DRAFT_SECONDS = 3600.0  # what is not complete by then never will be
+DRAFT_SECONDS = 3600.0  # a file that is not complete by then never will be
+SHORTEST, LONGEST = 1e-3, 2e-2  # seconds between two looks at a lock
+
+
+# For the next job
 
 
 class CompiledFiles:
-    """The files of one folder, which is made if it is not there.
+    """The files of one folder, which is made if it does not exist.
 
     Args:
-      path: of the folder.
-      limit_bytes: of all files.
+      path: the folder.
+      limit_bytes: of all files together.
       say: gets a line the first time that something does not work.
 
     Raises:
-      OSError: there can be no such folder, or others could write to it.
+      OSError: the folder cannot be made, or others could write to it.
     """
 
     def __init__(self, path: str, limit_bytes: int, say: Callable[[str], None]) -> None:
@@ -48,7 +61,7 @@ class CompiledFiles:
         self._silent = False
 
     def get(self, key: str) -> bytes | None:
-        """The entry with this key; None where there is none that may be used."""
+        """Return the entry with this key; None if there is none that may be used."""
         name = self._name(key)
         try:
             data = self._read(name)
@@ -67,10 +80,9 @@ class CompiledFiles:
 
     def put(self, key: str, value: bytes) -> None:
         """Keep an entry."""
+        data = hashlib.sha256(value).digest() + value
         try:
-            files.replace_bytes(
-                self._folder, self._name(key), hashlib.sha256(value).digest() + value
-            )
+            files.replace_bytes(self._folder, self._name(key), data)
             self._prune()
         except OSError as error:
             self._fail(
@@ -89,15 +101,16 @@ class CompiledFiles:
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or others:
                 raise PermissionError("it belongs to another user, or others may write to it")
             with contextlib.suppress(OSError):
-                os.utime(opened)  # it is younger than those that nobody reads
+                os.utime(opened)  # `_prune` removes the files with the oldest times
             return file.read()
 
     def _prune(self) -> None:
+        """Remove the files that were read longest ago, down to the limit."""
         entries, total = _entries(self._folder)
         for entry in entries:
             if total <= self._limit:
                 return
-            with contextlib.suppress(FileNotFoundError):  # another rank has taken it away
+            with contextlib.suppress(FileNotFoundError):  # another rank has removed it
                 os.unlink(entry.name, dir_fd=self._folder)
             total -= entry.bytes
 
@@ -114,7 +127,10 @@ class _Entry(NamedTuple):
 
 
 def _entries(folder: int | str) -> tuple[list[_Entry], int]:
-    """The files of a folder, those first that were read longest ago, and their bytes; old drafts are first of all."""
+    """Return the files of a folder, in the order in which to remove them, and their bytes.
+
+    Drafts that were never completed come first, then the files that were read longest ago.
+    """
     entries = []
     with os.scandir(folder) as found:
         for file in found:
@@ -128,7 +144,7 @@ def _entries(folder: int | str) -> tuple[list[_Entry], int]:
 
 
 def usage(path: str) -> tuple[int, int]:
-    """How many entries there are in a folder, and their bytes."""
+    """Return the number of entries in a folder, and their bytes."""
     try:
         entries, total = _entries(path)
     except OSError:
@@ -137,7 +153,10 @@ def usage(path: str) -> tuple[int, int]:
 
 
 def folder_of(environ: Mapping[str, str], limit_bytes: int) -> str:
-    """The folder for what a job compiles; "" where nothing is kept, or the user has named a folder to JAX."""
+    """Return the folder for what a job compiles.
+
+    It is "" if nothing is kept, or the user has named a folder to JAX.
+    """
     if not limit_bytes or environ.get("JAX_COMPILATION_CACHE_DIR"):
         return ""
     if given := environ.get("JAXMPI_CACHE_DIR"):
@@ -146,3 +165,51 @@ def folder_of(environ: Mapping[str, str], limit_bytes: int) -> str:
     if os.path.isabs(cache):
         return os.path.join(cache, "jaxmpi", "compiled")
     return os.path.join(home, ".cache", "jaxmpi", "compiled") if os.path.isabs(home) else ""
+
+
+# For the other ranks of a host
+
+
+def made_once(directory: str | None, name: str, make: Callable[[], bytes]) -> bytes | None:
+    """Return the bytes that another rank of this host has made, or make them.
+
+    Args:
+      directory: the folder of the run.
+      name: a rank that gives the same name gets these bytes.
+      make: makes the bytes; b"" is for no other rank. An error of it is raised here, and the next
+        rank calls its own.
+
+    Returns:
+      The bytes; None if this rank has called `make`, as the first one or without a folder.
+    """
+    try:
+        folder = files.open_folder(directory or "", private=True)
+    except OSError:
+        make()
+        return None
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, folder)
+        lock = os.open(f"{name}.lock", _LOCK, 0o600, dir_fd=folder)
+        opened.callback(os.close, lock)
+        _acquire(lock)
+        # closing does not release it: a forked child of this process may have it open, too
+        opened.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(os.open(name, _READ_MADE, dir_fd=folder), "rb") as file,
+        ):
+            return file.read()
+        if data := make():
+            with contextlib.suppress(OSError):  # a full disk: the others make their own
+                files.replace_bytes(folder, name, data)
+        return None
+
+
+def _acquire(lock: int) -> None:
+    """Wait for a lock. The time between two looks grows with the time of the wait."""
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(min(max((time.monotonic() - began) / 16, SHORTEST), LONGEST))

@@ -18,21 +18,27 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_folder(path: str | Path, folder: int | None = None) -> None:
-    """Make a folder that is this user's alone, in an open one or by its path, unless something of that name is there."""
+    """Make a folder that belongs to this user alone, unless something of that name exists.
+
+    Args:
+      path: by itself, or within `folder`.
+      folder: the file descriptor of an open folder.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700, dir_fd=folder)
 
 
 def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -> int:
-    """Open a folder; returns the file descriptor, which `os.close` closes.
+    """Open a folder and return the file descriptor, which `os.close` closes.
 
     Args:
-      path: by itself, or within `folder`, which is open.
-      folder: another file descriptor.
+      path: by itself, or within `folder`.
+      folder: the file descriptor of an open folder.
       private: whether it must belong to this user, and no other may write to it.
 
     Raises:
-      OSError: it is no folder, or a link; a PermissionError if it must be private and is not.
+      OSError: it is not a folder, or it is a link.
+      PermissionError: it must be private and is not.
     """
     opened = os.open(path, _FOLDER, dir_fd=folder)
     status = os.fstat(opened)
@@ -45,10 +51,12 @@ def open_folder(path: str | Path, folder: int | None = None, *, private: bool) -
 
 
 def check_path(path: Path) -> None:
-    """Raise a PermissionError if a user other than this one and root could put another folder in the place of one in a path.
+    """Check that only this user and root could replace a folder of a path.
 
-    Of a folder that all users may write to and that is sticky, such as /tmp, they can take nothing
-    away.
+    In a sticky folder, such as /tmp, all users may write, and none can replace what is another's.
+
+    Raises:
+      PermissionError: another user could replace one of the folders.
     """
     for folder in (path, *path.parents):
         status = os.lstat(folder)
@@ -60,12 +68,12 @@ def check_path(path: Path) -> None:
 
 
 def replace(folder: int, name: str, text: str) -> None:
-    """Write a text file of an open folder whole or not at all, in the place of whatever had the name."""
+    """Write a text file into an open folder, whole or not at all, instead of one of that name."""
     replace_bytes(folder, name, text.encode(), 0o666)
 
 
 def replace_bytes(folder: int, name: str, data: bytes, mode: int = 0o600) -> None:
-    """As `replace`, of bytes, for whom `mode` and the umask say."""
+    """Write bytes as `replace` writes text, with the permissions of `mode` and the umask."""
     draft = f".{name}.{secrets.token_hex(8)}"
     try:
         with open(os.open(draft, _NEW, mode, dir_fd=folder), "wb") as file:
@@ -78,7 +86,7 @@ def replace_bytes(folder: int, name: str, data: bytes, mode: int = 0o600) -> Non
 
 
 def read(path: Path) -> str:
-    """The text of a regular file; an OSError for anything else, which could block."""
+    """Return the text of a regular file; an OSError for anything else, as it could block."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)

@@ -9,10 +9,10 @@ __all__ = ["collection_paused"]
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No automatic garbage collection meanwhile: for work that makes many objects, keeps them, and leaves no cycles behind.
+    """Pause automatic garbage collection, for work that makes many objects and no cycles.
 
-    A collection looks at every object of the process again, those of JAX's programs too: a fifth of
-    the time of a rewrite.
+    Each collection looks at every object of the process, JAX's programs included: it takes a fifth
+    of the time of rewriting a program.
     """
     was_on = gc.isenabled()
     gc.disable()

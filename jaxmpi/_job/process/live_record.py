@@ -1,11 +1,11 @@
-"""What a rank shows of itself while it runs: two files without names, which `/proc/PID/fd` gives to processes of the same user.
+"""The live record of a rank: what it shows of itself to `jaxmpi top` while it runs.
 
 jaxmpi-rank    a JSON object that the rank's monitor writes twice a second (`Writer`)
-jaxmpi-events  the ring of the last messages that the native transport records anyway (`Record` of
-native/module.cc)
+jaxmpi-events  the ring of the last messages, which the native transport writes (`Record` of
+               native/record.cc)
 
-They are memory: nothing is left of them when the rank has ended, and they can be read while it is
-stopped.
+Both are files in memory, in no file system: processes of the same user find them in `/proc/PID/fd`.
+Nothing is left of them when the rank has ended, and they can be read while it is stopped.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Event = tuple[int, int, int, int, int, int]
 
 
 class Writer:
-    """The rank's side."""
+    """The record as the rank writes it."""
 
     def __init__(self) -> None:
         """Make the file.
@@ -41,25 +41,25 @@ class Writer:
         os.ftruncate(self._file, TEXT_BYTES)
 
     def write(self, about: Mapping[str, object]) -> None:
-        """Show these values instead of those before; what does not fit is not shown."""
+        """Replace the values; a text that is too long is not written."""
         text = json.dumps(about).encode()
         if len(text) < TEXT_BYTES:
-            # a reader that comes meanwhile finds no valid JSON, and reads again
+            # a reader that reads meanwhile finds no valid JSON, and reads again
             os.pwrite(self._file, text + b"\n", 0)
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Close the file."""
         os.close(self._file)
 
 
 class Reader:
-    """Another process's side, of the rank with this pid."""
+    """The record of the rank with this pid, as another process reads it."""
 
     def __init__(self, pid: int) -> None:
-        """Open what the process shows.
+        """Open the files of the process.
 
         Raises:
-          OSError: it is not a rank of this user that shows something, or has ended.
+          OSError: it is not a rank of this user, or has ended.
         """
         self.pid = pid
         names = _files(pid)
@@ -75,7 +75,7 @@ class Reader:
                 os.close(file)
 
     def about(self) -> dict[str, Any]:
-        """What the rank has said last; empty where it has said nothing yet."""
+        """Return the rank's last values; empty if it has written none yet."""
         for _ in range(3):
             with contextlib.suppress(ValueError):
                 about = json.loads(os.pread(self._text, TEXT_BYTES, 0).partition(b"\n")[0])
@@ -83,7 +83,7 @@ class Reader:
         return {}
 
     def events(self, most: int) -> list[Event]:
-        """Its last messages; none on a transport that records none."""
+        """Return the rank's last messages; none if its transport records none."""
         if self._ring is None:
             return []
         with memoryview(self._ring) as memory, memory.cast("q") as words:
@@ -92,7 +92,7 @@ class Reader:
             return [_event(words, i) for i in numbers]
 
     def exposed(self) -> int | None:
-        """For how many nanoseconds its programs have waited for messages; None on a transport that does not count it."""
+        """Return the nanoseconds that its programs have waited for messages; None if unknown."""
         if self._ring is None:
             return None
         with memoryview(self._ring) as memory, memory.cast("q") as words:
@@ -106,7 +106,7 @@ class Reader:
 
 
 def processes() -> list[int]:
-    """The processes of this user on this host that show something, but for children that have inherited the files."""
+    """Return the processes of this user on this host that have a live record."""
     return [
         int(path.name) for path in Path("/proc").glob("[0-9]*") if RANK in _files(int(path.name))
     ]
@@ -118,7 +118,7 @@ def _event(words: "memoryview[int]", number: int) -> Event:
 
 
 def _files(pid: int) -> dict[str, str]:
-    """Paths of our files among those that a process has open."""
+    """Return the paths of our files among those that a process has open."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):

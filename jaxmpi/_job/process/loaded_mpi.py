@@ -1,4 +1,4 @@
-"""Which MPI libraries this process has loaded: calls that are meant for one of two may reach the other.
+"""The MPI libraries that this process has loaded: of two, one may get the calls for the other.
 
 A second one comes with a package that was built against another MPI than mpi4py (h5py, petsc4py,
 mpi4jax), or by LD_PRELOAD.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 __all__ = ["library_of", "loaded", "mpi_libraries"]
 
-# What an MPI has beside its library: bindings for other languages, and parts of its own.
+# Other libraries of an MPI: bindings for other languages, and its own parts.
 BESIDE = (
     "mpifh",
     "usempi",
@@ -29,24 +29,27 @@ BESIDE = (
 
 
 def mpi_libraries(paths: Iterable[str]) -> list[str]:
-    """Those paths that are MPI libraries, sorted: libmpi.so.40, libmpich.so.12, libmpi_cray.so."""
+    """Return the paths that are MPI libraries, sorted.
+
+    Such as libmpi.so.40, libmpich.so.12 and libmpi_cray.so.
+    """
     found = set()
     for path in paths:
         name = os.path.basename(path)
-        if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", name) and not any(
-            x in name for x in BESIDE
-        ):
+        if any(part in name for part in BESIDE):
+            continue
+        if re.fullmatch(r"libmpi(ch|_abi|_cray|_gnu|_intel)?[\w-]*\.so[.\d]*", name):
             found.add(path)
     return sorted(found)
 
 
 def loaded() -> list[str]:
-    """The MPI libraries of this process."""
+    """Return the paths of the MPI libraries of this process."""
     return mpi_libraries(path for _, _, path in _mapped())
 
 
 def library_of(extension: str) -> str | None:
-    """The MPI library that an extension module calls, by its file; None if that cannot be told."""
+    """Return the MPI library that an extension module calls; None if that cannot be told."""
     function = getattr(ctypes.CDLL(extension), "MPI_Init_thread", None)
     if function is None:
         return None
@@ -56,7 +59,7 @@ def library_of(extension: str) -> str | None:
 
 
 def _mapped() -> list[tuple[int, int, str]]:
-    """(start, end, path) of each part of a file in memory whose name may be that of an MPI library."""
+    """Return (start, end, path) of each mapping of a file whose name may be an MPI library's."""
     found = []
     with open("/proc/self/maps") as maps:
         for line in maps:

@@ -1,4 +1,4 @@
-"""Which kind of processor this is, as machine code of one kind may not run on another, and how much of it there is."""
+"""The kind of this processor, and how much of its time this process may use."""
 
 import hashlib
 import platform
@@ -21,22 +21,25 @@ _NAMES = (
 
 @cache
 def processor() -> str:
-    """Its name, and a digest of what it can do; the same text for processors that are alike."""
+    """Return the name of the processor and a digest of its instruction sets.
+
+    Machine code of one kind may not run on another. Processors with equal texts are of one kind.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     first = dict(re.findall(r"^(.*?)\s*: (.*)$", text.split("\n\n")[0], re.MULTILINE))
-    said = [
+    features = [
         platform.machine(),
         *(f"{name} {' '.join(sorted(first[name].split()))}" for name in _NAMES if name in first),
     ]
-    digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(features).encode()).hexdigest()[:16]
     return f"{first.get('model name') or platform.machine()} ({digest})"
 
 
 def quota() -> float | None:
-    """The processor time that this process may use, in processors; None for no limit."""
+    """Return how many processors' time this process may use; None for no limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -1,62 +1,75 @@
-"""Who takes part in a job that `jaxmpi run` started: one small file a rank, in a directory that the launcher made.
+"""The folder of a run: what the ranks tell `jaxmpi run`, in small files.
 
-The launcher names the directory in JAXMPI_RUN_DIR. A rank joins when it starts and leaves when it
-ends in order; whoever joined and never left was killed, crashed or slipped out, whatever exit code
-MPI's launcher reports.
+`jaxmpi run` makes the folder and names it in JAXMPI_RUN_DIR. A rank joins when it starts and leaves
+when it ends in order. A rank that joined and never left has failed, whatever exit code MPI's
+launcher reports. Ranks also write why the job ends, that they refuse the number of ranks, and their
+throughput. By the variable `jaxmpi run` finds the processes of the job, to leave nothing behind.
 """
 
 import contextlib
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
+from jaxmpi._errors import RankCountError
 from jaxmpi._job.process import files as _files
+from jaxmpi._job.process import launchers
+from jaxmpi._job.process.failure import Failure, from_json, to_json
 
 __all__ = [
     "Member",
-    "give_verdict",
     "join",
     "leave",
     "members",
+    "note_at_exceptions",
     "note_rate",
+    "note_refused_count",
     "processes",
     "rates",
     "refuse_count",
     "refused_count",
     "remove_segments",
+    "report_failures",
+    "reported_failures",
     "segments",
     "state",
     "takes_sigterm",
-    "verdict",
 ]
 
-VERDICT, RATES, REFUSED = "verdict", "rates", "refused.json"
+FAILURES, RATES, REFUSED = "failures.json", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
+MAP_SECONDS = 0.2  # for a process to map a file of shared memory that it has just made
 
-# What MPI and jaxmpi name their own files. A rank may map others (a data set in /dev/shm), and
+# The names of MPI's and jaxmpi's own files. A rank may map others (a data set in /dev/shm), and
 # those must survive the job.
 _SEGMENT = re.compile(
-    r"/dev/shm/(?:sm_segment|vader_segment|mpich_shm|Intel_MPI|jaxmpi)[._-][^\s/]+"
+    rf"/dev/shm/(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))}|jaxmpi)"
+    r"[._-][^\s/]+"
 )
+
+
+# Ranks that take part
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank that joined: where it runs, the shared-memory files it maps, and whether it left in order."""
+    """One rank that joined."""
 
     rank: int
     pid: int
     host: str
-    segments: tuple[str, ...] = ()
-    left: bool = False
+    segments: tuple[str, ...] = ()  # the shared-memory files that it maps
+    left: bool = False  # whether it has ended in order
 
 
 def join(directory: str, rank: int) -> None:
-    """Enter this process as a rank of the job; again, to record shared memory that was mapped since.
+    """Enter this process as a rank of the job; again, to record shared memory mapped since.
 
     Does nothing where the directory does not exist, which is the case on hosts other than the
     launcher's, and where another user could have made it.
@@ -75,51 +88,106 @@ def join(directory: str, rank: int) -> None:
 
 
 def leave(directory: str, rank: int) -> None:
-    """Note that this rank ends in order. Whatever becomes of the process from here on is no failure."""
+    """Note that this rank ends in order. From here on, the end of the process is no failure."""
     with _opened(directory) as folder:
         if folder is None:
             return
-        joined = {
-            path for member in members(directory) if member.rank == rank for path in member.segments
-        }
-        # after MPI_Finalize nothing is mapped, yet a file may remain
-        paths = tuple(sorted(joined.union(segments())))
-        _write(folder, Member(rank, os.getpid(), os.uname().nodename, paths, left=True))
+        # After MPI_Finalize nothing is mapped, yet a file may remain: keep what was recorded.
+        paths = set(segments())
+        for member in members(directory):
+            if member.rank == rank:
+                paths.update(member.segments)
+        host = os.uname().nodename
+        _write(folder, Member(rank, os.getpid(), host, tuple(sorted(paths)), left=True))
+
+
+def members(directory: str, skip: Container[int] = ()) -> list[Member]:
+    """Read the ranks that joined, by rank, except those to skip; none if there is no directory."""
+    paths = {
+        int(path.stem.removeprefix("rank-")): path for path in Path(directory).glob("rank-*.json")
+    }
+    found: list[Member] = []
+    for rank in sorted(paths):
+        if rank not in skip:
+            entry = json.loads(paths[rank].read_text())
+            found.append(Member(**{**entry, "segments": tuple(entry["segments"])}))
+    return found
 
 
 def takes_sigterm(directory: str, rank: int) -> None:
-    """Note that this rank stops in order at a SIGTERM, for `jaxmpi run`."""
+    """Note that this rank stops in order at a SIGTERM."""
     with _opened(directory) as folder:
         if folder is not None:
             _files.replace(folder, f"preemptible-{rank}", "")
 
 
-def give_verdict(directory: str, text: str) -> None:
-    """Say why the job has ended, for `jaxmpi run`, unless another rank has said so."""
+# Why the job ends
+
+
+def report_failures(directory: str, failures: Sequence[Failure]) -> None:
+    """Report why the job ends, unless another rank has."""
     with _opened(directory) as folder:
-        if folder is not None and not verdict(directory):
-            _files.replace(folder, VERDICT, text)
+        if folder is not None and not Path(directory, FAILURES).exists():
+            _files.replace(folder, FAILURES, to_json(failures))
 
 
-def verdict(directory: str) -> str:
-    """What a rank has said; "" if none has."""
-    with contextlib.suppress(OSError):
-        return Path(directory, VERDICT).read_text()
-    return ""
+def reported_failures(directory: str) -> list[Failure]:
+    """Return the failures that a rank has reported; none if no rank has."""
+    with contextlib.suppress(OSError, ValueError):
+        return from_json(Path(directory, FAILURES).read_text())
+    return []
 
 
 def refuse_count(directory: str, reason: str) -> None:
-    """Note, for `jaxmpi run`, why this rank ends in a job of so many ranks, unless another rank has."""
+    """Note why the program does not run on this number of ranks, unless another rank has."""
     with _opened(directory) as folder:
         if folder is not None and not Path(directory, REFUSED).exists():
             _files.replace(folder, REFUSED, json.dumps({"reason": reason}))
 
 
 def refused_count(directory: str) -> str:
-    """Return why a rank has ended in a job of so many ranks; "" if none has for this reason."""
+    """Return why the program does not run on this number of ranks; "" if no rank has said so."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(json.loads(Path(directory, REFUSED).read_text())["reason"])
     return ""
+
+
+def note_at_exceptions() -> None:
+    """Have each `RankCountError` that nothing handles noted, before it is shown.
+
+    A second call does nothing.
+    """
+    show = sys.excepthook
+    if not os.environ.get("JAXMPI_RUN_DIR") or getattr(show, "notes_refused_count", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        note_refused_count(error)
+        show(kind, error, trace)
+
+    hook.notes_refused_count = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def note_refused_count(error: BaseException) -> None:
+    """Note an error that ends this rank, if it is a `RankCountError`.
+
+    A program may have raised an error of its own from ours, or while it handled ours.
+    """
+    cause: BaseException | None = error
+    seen: list[BaseException] = []
+    # a chain may lead back to itself
+    while cause is not None and not any(cause is other for other in seen):
+        if isinstance(cause, RankCountError):
+            with contextlib.suppress(KeyError, OSError):
+                refuse_count(os.environ["JAXMPI_RUN_DIR"], str(cause))
+            return
+        seen.append(cause)
+        # as Python shows them: `raise ... from None` hides the error that was handled
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+# Throughput
 
 
 def note_rate(directory: str, per_second: float) -> None:
@@ -132,46 +200,28 @@ def note_rate(directory: str, per_second: float) -> None:
 
 
 def rates(directory: str) -> tuple[float, ...]:
-    """What was noted, in that order."""
+    """Return the rates that were noted, in their order."""
     with contextlib.suppress(OSError):
         return tuple(map(float, Path(directory, RATES).read_text().split()))
     return ()
 
 
-def members(directory: str, skip: Container[int] = ()) -> list[Member]:
-    """Read the ranks that joined, by rank, but for those to skip; none when the directory is gone."""
-    files = {
-        int(path.stem.removeprefix("rank-")): path for path in Path(directory).glob("rank-*.json")
-    }
-    entries = [json.loads(files[rank].read_text()) for rank in sorted(files) if rank not in skip]
-    return [Member(**{**entry, "segments": tuple(entry["segments"])}) for entry in entries]
-
-
-def segments(pid: int | str = "self") -> tuple[str, ...]:
-    """List the shared-memory files of MPI and of jaxmpi that a process maps; none where we may not look into it."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return ()
-    paths = {
-        match.group()
-        for line in lines
-        if (match := _SEGMENT.search(line)) and not line.endswith(" (deleted)")
-    }
-    return tuple(sorted(paths))
+# Processes and their shared memory
 
 
 def state(pid: int) -> str:
-    """What a process of this host does: "runs", is "stopped", or has "ended", and be it that nobody has asked how."""
+    """Return "runs", "stopped" or "ended" for a process of this host; a zombie has ended."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "ended"
-    return "stopped" if letter in "Tt" else "ended" if letter in "ZX" else "runs"
+    if letter in "Tt":
+        return "stopped"
+    return "ended" if letter in "ZX" else "runs"
 
 
 def processes(directory: str) -> dict[int, bytes]:
-    """Find the processes of the job on this host: the environment of each, by pid."""
+    """Return the environment of each process of the job on this host, by pid."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -181,15 +231,39 @@ def processes(directory: str) -> dict[int, bytes]:
     return found
 
 
-def remove_segments(recorded: set[str], started: float) -> None:
-    """Remove the shared memory that the job left: what its ranks recorded, and what else appeared meanwhile.
+def segments(pid: int | str = "self") -> tuple[str, ...]:
+    """Return the shared-memory files of MPI and jaxmpi that a process maps.
 
-    Never what a process maps. Of the unrecorded only what is ours and stays unmapped for a while:
-    another job may be about to map what it has just made.
+    There are none if this user may not look into the process.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    paths: set[str] = set()
+    for line in lines:
+        found = _SEGMENT.search(line)
+        if found and not line.endswith(" (deleted)"):
+            paths.add(found.group())
+    return tuple(sorted(paths))
+
+
+def remove_segments(recorded: set[str], started: float) -> None:
+    """Remove the shared memory that a job has left.
+
+    A file that a process maps is never removed. A file that the ranks have not recorded is removed
+    if it belongs to this user, was made during the job, and stays unmapped for a while: another job
+    may be about to map what it has just made.
+
+    Args:
+      recorded: the files that the ranks of the job have recorded.
+      started: when the job started, as `time.time` has it.
     """
 
     def unmapped(paths: set[str]) -> set[str]:
-        mapped = {path for entry in Path("/proc").glob("[0-9]*") for path in segments(entry.name)}
+        mapped: set[str] = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            mapped.update(segments(entry.name))
         return {path for path in paths if os.path.exists(path)} - mapped
 
     def ours(path: Path) -> bool:
@@ -199,12 +273,10 @@ def remove_segments(recorded: set[str], started: float) -> None:
         return False
 
     left = unmapped(recorded)
-    others = unmapped(
-        {str(p) for p in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(p)) and ours(p)}
-        - recorded
-    )
+    named = {path for path in Path(FOLDER).glob("*") if _SEGMENT.fullmatch(str(path))}
+    others = unmapped({str(path) for path in named if ours(path)} - recorded)
     if others:
-        time.sleep(0.2)
+        time.sleep(MAP_SECONDS)
         others = unmapped(others)
     for path in left | others:
         with contextlib.suppress(OSError):
@@ -213,7 +285,7 @@ def remove_segments(recorded: set[str], started: float) -> None:
 
 @contextlib.contextmanager
 def _opened(directory: str) -> Iterator[int | None]:
-    """The directory, open; None where it does not exist, or is not this user's alone."""
+    """Open the directory; None if it does not exist, or others can write to it."""
     try:
         folder = _files.open_folder(directory, private=True)
     except OSError:
@@ -226,5 +298,5 @@ def _opened(directory: str) -> Iterator[int | None]:
 
 
 def _write(folder: int, member: Member) -> None:
-    """Write the file whole or not at all: the launcher may read it at any moment."""
+    """Write the file whole or not at all: `jaxmpi run` may read it at any moment."""
     _files.replace(folder, f"rank-{member.rank}.json", json.dumps(asdict(member)))

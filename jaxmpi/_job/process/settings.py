@@ -1,4 +1,4 @@
-"""The environment variables that jaxmpi reads. Nothing here imports JAX, as the launcher reads them, too.
+"""The environment variables that jaxmpi reads. `jaxmpi run` reads them, too, without JAX.
 
 `get` reads one. `check` reads all: `init` calls it on every rank, and `jaxmpi run` before it starts
 any. An empty value counts as unset. docs/api.md has the table that `table` prints.
@@ -64,11 +64,9 @@ def _tuning(text: str) -> dict[str, int]:
     return values
 
 
-_SECONDS, _COUNT, _ON = (
-    "a number of seconds, from 0 to 1e9",
-    "a whole number, from {} to 1e9",
-    "0 or 1",
-)
+_SECONDS = "a number of seconds, from 0 to 1e9"
+_COUNT = "a whole number, from {} to 1e9"
+_ON = "0 or 1"
 
 
 def _seconds(default: str, meaning: str) -> Setting:
@@ -181,7 +179,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def get(name: str) -> Any:
-    """The value of a setting: that of the environment, or the default; None where there is neither.
+    """Return the value of a setting in the environment, or its default, or None.
 
     Raises:
       ValueError: the value is not allowed. The text names the variable.
@@ -195,19 +193,32 @@ def get(name: str) -> Any:
 
 
 def limits() -> tuple[float, float]:
-    """After how many seconds a wait is reported, and after how many the job ends; 0 for never. Raises a ValueError as `get`."""
+    """Return the seconds after which a wait is reported, and those after which the job ends.
+
+    0 stands for never. Raises a ValueError as `get`.
+    """
     stall, end = get("JAXMPI_STALL_SECONDS"), get("JAXMPI_STALL_END_SECONDS")
     return stall, 10 * stall if end is None else end
 
 
 def check() -> dict[str, object]:
-    """Read all settings, and return those that must be the same on all ranks; raises a ValueError as `get`."""
+    """Read all settings, and return those that must be the same on all ranks.
+
+    Raises a ValueError as `get`.
+    """
     values = {name: get(name) for name in SETTINGS}
     return {name: values[name] for name, setting in SETTINGS.items() if setting.same}
 
 
 def difference(everyone: Sequence[Mapping[str, object]]) -> tuple[str, int] | None:
-    """The first name whose value is not the same on all ranks, and the first rank with another value than rank 0."""
+    """Return the first setting that differs between ranks, and the first rank that differs.
+
+    Args:
+      everyone: the settings of each rank.
+
+    Returns:
+      (name, rank), where the rank has another value than rank 0; None if there is no difference.
+    """
     for name, value in everyone[0].items():
         for rank, of_rank in enumerate(everyone):
             if of_rank[name] != value:
@@ -216,7 +227,7 @@ def difference(everyone: Sequence[Mapping[str, object]]) -> tuple[str, int] | No
 
 
 def table() -> str:
-    """All settings, as a table in Markdown."""
+    """Return all settings as a table in Markdown."""
     rows = [
         f"| `{name}` | {s.allowed} | {s.default or '–'} | {s.meaning} |"
         for name, s in SETTINGS.items()

@@ -1,9 +1,10 @@
-"""The signals of this process, for a thread that watches it.
+"""The signals of this process, received by the monitor's thread.
 
-Python runs their handlers on the main thread, between two of its instructions; while that stands
-inside MPI nothing reacts. The thread learns of them by the wake-up file (`signal.set_wakeup_fd`).
-There is one in a process, and other libraries take it, as asyncio's `add_signal_handler` does: then
-the handlers tell the thread, and what we hear we pass on to whom we took it from.
+Python runs signal handlers on the main thread, between two of its instructions; while the main
+thread stands inside MPI, none runs. The monitor's thread learns of a signal by the wake-up file
+(`signal.set_wakeup_fd`), to which Python writes the number at once. A process has one such file,
+and other libraries set theirs, as asyncio's `add_signal_handler` does. Then the handlers tell the
+thread; and what arrives at our file is passed on to the file that was set before.
 """
 
 import contextlib
@@ -18,19 +19,19 @@ from types import FrameType
 
 __all__ = ["Signals"]
 
-INTERRUPT_SECONDS = 2.0
+INTERRUPT_SECONDS = 2.0  # for Python to react to an interrupt; after that the rank is stuck in MPI
 
 
 class Signals:
-    """What came, and what to do about it. Made on another thread than the main one it hears of none."""
+    """Signals that this process receives; none if made on another than the main thread."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Callable[[], None]] = {signal.SIGINT: self._on_arrived}
         # the handlers that were replaced
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-        # when the last interrupt came, and when Python could last react to one
+        # when the last interrupt arrived, and when Python last ran its handler
         self._interrupted = self._reacted = 0.0
-        self._masks = threading.local()  # the signals that a thread had blocked
+        self._masks = threading.local()  # the signals that a thread had blocked before `hold`
         self._heard, self._written = socket.socketpair()
         self._written.setblocking(False)
         self._poll = select.poll()  # `select` takes no file above 1023
@@ -43,7 +44,10 @@ class Signals:
                 self._replace(signal.SIGINT, self._on_interrupt)
 
     def take(self, number: int, call: Callable[[], None]) -> bool:
-        """Have the thread make a call at a signal, until `release`; False where the script has a handler of its own."""
+        """Register a call that the monitor's thread makes at a signal, until `release`.
+
+        Returns False if the script has a handler of its own.
+        """
         here = threading.current_thread() is threading.main_thread()
         if not (here and self._hears and signal.getsignal(number) is signal.SIG_DFL):
             return False
@@ -52,7 +56,7 @@ class Signals:
         return True
 
     def wait(self, seconds: float) -> list[Callable[[], None]]:
-        """Sleep until a signal comes, or for so long; returns the calls to make."""
+        """Sleep until a signal comes, or for so long; return the calls to make."""
         if not self._poll.poll(1000 * seconds):
             return []
         numbers = self._heard.recv(64)
@@ -66,27 +70,35 @@ class Signals:
         self._written.send(b"\0")
 
     def interrupt_is_stuck(self, look_seconds: float) -> bool:
-        """Whether Python has not reacted to an interrupt for long; asked every `look_seconds`."""
+        """Return whether Python has not reacted to an interrupt for too long.
+
+        Args:
+          look_seconds: the time between two calls of this method.
+        """
         if not self._interrupted or time.monotonic() - self._interrupted <= INTERRUPT_SECONDS:
             return False
-        # the thread may hear of it later than Python
+        # this thread may learn of the interrupt later than Python
         stuck = self._reacted < self._interrupted - 2 * look_seconds
         self._interrupted = 0.0
         return stuck
 
     def hold(self) -> None:
-        """Hold back the signals that were taken, in the calling thread, until `go_on`: while it forks a child.
+        """Block the registered signals in the calling thread, until `go_on`, while it forks.
 
-        Python forgets what comes to a child before that has handlers of its own.
+        Python would forget a signal that comes to a child before the child has set its handlers.
         """
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before.keys())
 
     def go_on(self) -> None:
-        """Let them come again, in the parent and in the child."""
+        """Unblock the signals, in the parent and in the child."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def release(self, *, wake_others: bool = True) -> None:
-        """Give the signals back to those who had them; their wake-up files, too, unless this is a forked child."""
+        """Restore the handlers and the wake-up file that were set before.
+
+        Args:
+          wake_others: False in a forked child, which must not wake up the parent's libraries.
+        """
         if self._hears:
             now = signal.set_wakeup_fd(-1)
             if wake_others:
@@ -97,7 +109,7 @@ class Signals:
         self._heard.close()
 
     def _tell_of(self, number: int) -> None:
-        """Tell the thread of a signal, on the main thread, where another library has the wake-up file or has given it up."""
+        """Send a signal to the monitor's thread, if our wake-up file was replaced or removed."""
         mine = self._written.fileno()
         if (other := signal.set_wakeup_fd(mine, warn_on_full_buffer=False)) != mine:
             _wake_up(other)
@@ -117,7 +129,7 @@ class Signals:
 
 
 def _wake_up(file: int) -> None:
-    """Have another library's file woken up, if there is one and it is open."""
+    """Set the wake-up file of another library, if there is one and it is open."""
     if file != -1:
         with contextlib.suppress(OSError, ValueError):
             signal.set_wakeup_fd(file)

@@ -22,9 +22,8 @@ import jax
 
 from jaxmpi import _devices, _jaxcompat
 from jaxmpi._job.launch import mpiexec
-from jaxmpi._job.launch.environment import prepare
+from jaxmpi._job.launch.machine import Machine, prepare, survey
 from jaxmpi._job.launch.mpiexec import LaunchError
-from jaxmpi._job.launch.placement import Machine, survey
 from jaxmpi._job.process import compiled_files, processor, settings
 from jaxmpi._job.tools import probes
 

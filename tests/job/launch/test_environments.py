@@ -162,7 +162,7 @@ ENVIRONMENTS = [
     E(
         "OMPI_COMM_WORLD_SIZE of another job",
         "export OMPI_COMM_WORLD_SIZE=2",
-        r"2 ranks were launched, but each of them is alone",
+        r"2 ranks were launched by Open MPI, but each of them is alone",
         "alone",
     ),
     E(

@@ -15,20 +15,22 @@ import pytest
 
 from jaxmpi.__main__ import main
 from jaxmpi._job.launch import mpiexec
-from jaxmpi._job.launch.failure_report import End, find_failure
-from jaxmpi._job.launch.mpiexec import Launcher, LaunchError
+from jaxmpi._job.launch.find_failure import End, find_failure
+from jaxmpi._job.launch.machine import Machine, survey
+from jaxmpi._job.launch.mpiexec import LaunchError, Mpiexec
 from jaxmpi._job.launch.options import Request, parse
-from jaxmpi._job.launch.output import Relay
-from jaxmpi._job.launch.placement import Machine, check_counts, command, plan, survey
+from jaxmpi._job.launch.placement import check_counts, command, plan
+from jaxmpi._job.launch.supervisor import Relay
+from jaxmpi._job.process import launchers
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process.run_dir import Member
 
 pytestmark = pytest.mark.launcher
 
 ROOT = Path(__file__).parents[3]
-OPEN_MPI = Launcher("/opt/bin/mpirun", "Open MPI", "5.0.11")
-MPICH = Launcher("/opt/bin/mpiexec", "MPICH", "5.0.2")
-INTEL = Launcher("/opt/bin/mpiexec", "Intel MPI", "2021.13")
+OPEN_MPI = Mpiexec("/opt/bin/mpirun", launchers.OPEN_MPI_5, "5.0.11")
+MPICH = Mpiexec("/opt/bin/mpiexec", launchers.MPICH, "5.0.2")
+INTEL = Mpiexec("/opt/bin/mpiexec", launchers.INTEL_MPI, "2021.13")
 
 # What a rank is told to do after it joined; {rank} and {size} are MPI's.
 SCRIPT = """
@@ -617,29 +619,34 @@ def test_find_launcher_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("says", "vendor", "version"),
+    ("says", "launcher", "version"),
     [
-        ("mpirun (Open MPI) 5.0.11", "Open MPI", "5.0.11"),
-        ("prterun (PRRTE) 3.0.7", "Open MPI", "3.0.7"),
-        ("mpirun (Open MPI) 4.1.4", "Open MPI", "4.1.4"),
-        ("mpirun.openmpi (OpenRTE) 4.1.4", "Open MPI", "4.1.4"),  # by another name than mpirun
+        ("mpirun (Open MPI) 5.0.11", launchers.OPEN_MPI_5, "5.0.11"),
+        ("prterun (PRRTE) 3.0.7", launchers.OPEN_MPI_5, "3.0.7"),
+        ("mpirun (Open MPI) 4.1.4", launchers.OPEN_MPI_4, "4.1.4"),
+        # by another name than mpirun
+        ("mpirun.openmpi (OpenRTE) 4.1.4", launchers.OPEN_MPI_4, "4.1.4"),
         (
             "HYDRA build details:\n    Version:                                 4.2.1",
-            "MPICH",
+            launchers.MPICH,
             "4.2.1",
         ),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024", "Intel MPI", "2021.13"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024",
+            launchers.INTEL_MPI,
+            "2021.13",
+        ),
     ],
 )
-def test_identify_knows(tmp_path, says, vendor, version):
+def test_identify_knows(tmp_path, says, launcher, version):
     path = fake(tmp_path / "mpirun", f"echo '{says}'")
-    assert mpiexec.identify(path) == Launcher(path, vendor, version)
+    assert mpiexec.identify(path) == Mpiexec(path, launcher, version)
 
 
 def test_identify_refuses_what_it_does_not_know(tmp_path):
     with pytest.raises(
         LaunchError,
-        match=r"says 'slurm 24.05', which is neither Open MPI, MPICH nor Intel MPI. Give --mpiexec",
+        match=r"says 'slurm 24.05', which is neither Open MPI, Intel MPI nor MPICH. Give --mpiexec",
     ):
         mpiexec.identify(fake(tmp_path / "srun", "echo slurm 24.05"))
 
@@ -670,6 +677,7 @@ LISTS = {
 }
 PROGRAMS = {"4.1.4": "ompi_info", "5.0.11": "prte_info"}
 SCRATCH = {"4.1.4": "OMPI_MCA_orte_local_tmpdir_base", "5.0.11": "PRTE_MCA_prte_local_tmpdir_base"}
+ROWS = {"4.1.4": launchers.OPEN_MPI_4, "5.0.11": launchers.OPEN_MPI_5}
 
 
 @pytest.mark.parametrize("version", ["4.1.4", "5.0.11"])
@@ -693,7 +701,7 @@ SCRATCH = {"4.1.4": "OMPI_MCA_orte_local_tmpdir_base", "5.0.11": "PRTE_MCA_prte_
 def test_files_of_a_job_are_kept_where_the_user_wants_them(
     tmp_path, version, file_says, environ, options, ours
 ):
-    launcher = Launcher(fake(tmp_path / "mpirun", ""), "Open MPI", version)
+    launcher = Mpiexec(fake(tmp_path / "mpirun", ""), ROWS[version], version)
     if file_says is not None:
         fake(tmp_path / PROGRAMS[version], f"cat << END\n{LISTS[version].format(file_says)}\nEND")
     own = mpiexec.environment(launcher, environ, options, "/run")
@@ -702,7 +710,7 @@ def test_files_of_a_job_are_kept_where_the_user_wants_them(
 
 def test_no_rank_of_open_mpi_4_sees_where_the_files_of_a_job_are_kept():
     request = Request(2, **{**PLAIN, "mpi_options": ("-a",)})
-    words = command(request, Launcher("/opt/bin/mpirun", "Open MPI", "4.1.4"), [], [])
+    words = command(request, Mpiexec("/opt/bin/mpirun", launchers.OPEN_MPI_4, "4.1.4"), [], [])
     hidden = ["env", "-u", "OMPI_MCA_orte_local_tmpdir_base"]
     assert words == ["/opt/bin/mpirun", "-n", "2", "-a", *hidden, sys.executable, "train.py"]
 
@@ -717,7 +725,7 @@ def test_run_where_open_mpi_has_been_told_where_to_keep_files(script, tmp_path, 
     launcher = mpiexec.identify(mpiexec.find_launcher(None, os.environ))
     if launcher.vendor != "Open MPI":
         pytest.skip("only Open MPI has such parameters")
-    older = "orte" in launcher.family.scratch
+    older = launcher.launcher is launchers.OPEN_MPI_4
     name, option, folder = (
         ("orte", "--mca", ".openmpi") if older else ("prte", "--prtemca", ".prte")
     )
@@ -850,8 +858,7 @@ def intel(*ranks):
 
 INTEL_KILLED = intel((0, "vm", 9), (1, "vm", 9))
 NAMED = (
-    "jaxmpi: [rank 7/8 on there] was the first to end (pid 77): "
-    "killed, crashed or by os._exit. The job ends.\n"
+    'jaxmpi-failure: [{"rank": 7, "pid": 77, "host": "there", "cause": "ended", "joined": true}]\n'
 )
 
 
@@ -1346,7 +1353,7 @@ def test_output_that_nobody_reads_any_more_changes_nothing():
 
 RESUMES = """
 import os, resource, sys, time
-from jaxmpi._job.launch.output import Relay
+from jaxmpi._job.launch.supervisor import Relay
 read, write = os.pipe()
 relay = Relay(os.fdopen(read, "rb"), os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY))
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1411,6 +1418,17 @@ def test_the_zero_byte_behind_what_a_launcher_says_is_left_out(tmp_path, chunks)
         == relay.tail
         == b"".join(chunks).replace(LINE + b"\0", LINE)
     )
+
+
+def test_a_record_for_jaxmpi_run_is_not_shown(tmp_path):
+    read, write = os.pipe()
+    with open(tmp_path / "out", "wb") as sink, os.fdopen(read, "rb") as source:
+        relay = Relay(source, sink.fileno())
+        os.write(write, f"before\n{NAMED}after\n".encode())
+        os.close(write)
+        relay.join(10)
+    assert (tmp_path / "out").read_bytes() == b"before\nafter\n"
+    assert NAMED.encode() in relay.tail
 
 
 @pytest.mark.parametrize(("closed", "code"), [((0, 1), 0), ((2,), 0), ((0, 1, 2), 3)])

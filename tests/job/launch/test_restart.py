@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._job.launch.failed_host import failed_host
-from jaxmpi._job.launch.hosts import named_hosts, same_host, with_hosts
-from jaxmpi._job.launch.mpi_daemons import MpiDaemons
+from jaxmpi._job.launch.find_failure import End, find_failure
+from jaxmpi._job.launch.host_ranks import MpiDaemons
 from jaxmpi._job.launch.mpiexec import LaunchError
 from jaxmpi._job.launch.options import parse
-from jaxmpi._job.launch.restart import Restarts
+from jaxmpi._job.launch.placement import named_hosts, same_host, with_hosts
+from jaxmpi._job.launch.run import Restarts
+from jaxmpi._job.process import run_dir
+from jaxmpi._job.process.failure import MARK, Cause, Failure, find_marked
+from jaxmpi._job.process.launchers import MPICH
+from jaxmpi._job.process.run_dir import Member
 
 
 def request(tmp_path, *options, hosts="a slots=2\nb slots=2\nc slots=2\n", ranks=6):
@@ -257,42 +261,65 @@ def test_options_with_other_hosts(options, tmp_path):
     assert named_hosts(changed) == {"b": 2} and changed[:-1] == options[:-1]
 
 
-DEATH = "rank 2 (pid 17 on node3) was killed by signal 9 (SIGKILL)"
-STALL = "stalled for 9 s: rank 1 on node2.example did not come"
+HERE = [Member(0, 3, "a"), Member(1, 4, "a")]
 OPEN_MPI = (
     "prterun noticed that process rank 1 with PID 5 on node node2 exited on\n signal 9 (Killed)."
 )
-MPICH = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
+MPICH_SAYS = "= PID 12 RUNNING AT node4\n= EXIT CODE: 9"
 DAEMON = "HNP daemon   : [prterun-a-1@0,0] on node a\n  Remote daemon: [prterun-a-1@0,2] on node c"
 LOST = (
     "A daemon failed to report back after being spawned. This could\n Local host: a\n"
     "  Remote host:   c\n  Daemon exit"
 )
-OTHERS = "the launcher ended with code 0; these ranks did not end in order: 0 (pid 3 on a)"
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict", "host"),
+    ("text", "joined", "host"),
     [
-        ("", DEATH, "node3"),
-        ("", STALL, "node2.example"),
-        (OPEN_MPI, "", "node2"),
-        (MPICH, OTHERS, "node4"),
-        (DAEMON, OTHERS, "c"),
-        (DAEMON, DEATH, "c"),
-        (LOST, OTHERS, "c"),
-        ("", "MPI's daemon on 10.0.0.3 ended first: it was killed, or the host failed", "10.0.0.3"),
-        ("", OTHERS, ""),
+        ("", HERE, "a"),
+        (OPEN_MPI, [], "node2"),
+        (MPICH_SAYS, HERE, "node4"),
+        (MPICH_SAYS, [], "node4"),
+        (DAEMON, [], "c"),
+        (DAEMON, HERE, "c"),  # the launcher has killed the ranks here
+        (LOST, HERE, "c"),
+        ("", [], ""),
     ],
 )
-def test_the_host_that_failed(text, verdict, host):
-    assert failed_host(text, verdict) == host
+def test_the_host_that_failed(text, joined, host):
+    ended = [End(joined[0], 9)] if joined else []
+    assert find_failure(text, joined, ended).failed_host == host
+
+
+def test_a_failure_that_ranks_report_is_read_as_it_was_written(tmp_path):
+    failures = [
+        Failure(1, 17, "node3", Cause.ABSENT, state="stopped"),
+        Failure(2, 18, "node3", Cause.ABSENT, state="runs", work="busy: tokenizing, for 9 s"),
+        Failure(3, None, "node3", Cause.ABSENT),
+    ]
+    run_dir.report_failures(str(tmp_path), failures)
+    run_dir.report_failures(str(tmp_path), [Failure(9)])  # another one said it first
+    found = run_dir.reported_failures(str(tmp_path))
+    assert found == failures and found[0].failed_host == "node3"
+    assert [failure.describe(1) for failure in found] == [
+        "rank 1 (pid 17 on node3) is stopped (SIGSTOP, or a debugger), and has not joined the "
+        "others in jaxmpi.init",
+        "rank 2 (pid 18 on node3) is busy: tokenizing, for 9 s",
+        "rank 3 (on node3) has ended, and has not joined the others in jaxmpi.init",
+    ]
+    assert run_dir.reported_failures(str(tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "[{}]", '["x"]', '[{"cause": "x"}]', '[{"rank": 1'])
+def test_a_record_that_others_have_written_into_is_left_out(text):
+    whole = '[{"rank": 2, "cause": "ended"}]'
+    assert find_marked(f"{MARK}{text}\n{MARK}{whole}\n") == [Failure(2, cause=Cause.ENDED)]
 
 
 def test_the_first_daemon_of_mpich_that_ended():
     lost = "[mpiexec@a] control_cb (/src/pmiserv_cb.c:280): assert\n (!closed) failed\n"
     waits = "import time; time.sleep(60)"
-    daemons = MpiDaemons(["10.0.0.1", "10.0.0.2", "10.0.0.3"])
+    daemons = MpiDaemons(MPICH, ["10.0.0.1", "10.0.0.2", "10.0.0.3"])
     processes = [
         subprocess.Popen([sys.executable, "-c", waits, "--proxy-id", str(i)]) for i in range(3)
     ]
@@ -300,13 +327,17 @@ def test_the_first_daemon_of_mpich_that_ended():
         for _ in range(10):  # as a process has no command line for a moment
             daemons.look(os.getpid())
             time.sleep(0.05)
-        assert daemons.lost(lost) == ""
+        assert daemons.find_lost(lost) == []
         for i in (2, 0, 1):
             processes[i].kill()
             processes[i].wait()
         daemons.look(os.getpid())
-        assert daemons.lost("") == ""
-        assert failed_host("", daemons.lost(lost)) == "10.0.0.3"
+        assert daemons.find_lost("") == []
+        (failure,) = daemons.find_lost(lost)
+        assert failure.failed_host == "10.0.0.3"
+        assert failure.describe(1) == (
+            "MPI's daemon on 10.0.0.3 ended first: it was killed, or the host failed"
+        )
     finally:
         daemons.close()
         for process in processes:

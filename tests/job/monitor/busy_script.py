@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import jaxmpi
-from jaxmpi._job.process.peers import peers
+from jaxmpi._job.process.joining import peers
 
 how, init = sys.argv[1], jaxmpi.init  # is imported here
 launched = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))

@@ -14,14 +14,14 @@ import optax
 from jax import lax
 
 import jaxmpi
-from jaxmpi._job.process import peers
+from jaxmpi._job.process import joining
 from jaxmpi._world.init import launched_ranks
 from jaxmpi.testing import faults
 
 CALLS, CALL = 10, 5
 mode, kind, directory = sys.argv[1:]
 
-if kind == "before init" and peers.rank_here() == launched_ranks() - 1:
+if kind == "before init" and joining.rank_here() == launched_ranks() - 1:
     print(f"now {time.time()}", flush=True)
     sys.exit(0)
 if kind == "many files":

@@ -9,10 +9,12 @@ import sys
 import pytest
 
 from jaxmpi._job.monitor import death_reporter
+from jaxmpi._job.process.failure import find_marked
 
 VISITED = """
 import os, signal, socket, struct, sys
 from jaxmpi._job.monitor import death_reporter
+from jaxmpi._job.process.failure import MARK
 said, whose = bytes.fromhex(sys.argv[1]), sys.argv[2]
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("")
@@ -47,7 +49,7 @@ death_reporter._peer = peer_of
 os.kill(ranks[1], signal.SIGKILL)
 signal.alarm(10)
 try:
-    death_reporter._watch(listener, os.pidfd_open(os.getppid()))
+    death_reporter._watch(listener, os.pidfd_open(os.getppid()), MARK)
 finally:
     for pid in (visitor, *ranks):
         os.kill(pid, signal.SIGKILL)
@@ -71,6 +73,9 @@ def test_the_death_reporter_is_not_silenced_by_a_visitor(said, whose):
     assert done.returncode == 0 and re.search(
         r"rank 1/2 on \S+\] was the first to end", done.stderr
     ), done
+    (failure,) = find_marked(done.stderr)  # which `jaxmpi run` reads
+    assert (failure.rank, failure.host) == (1, os.uname().nodename)
+    assert f"(pid {failure.pid})" in done.stderr
 
 
 def test_a_rank_says_nothing_to_another_users_death_reporter(monkeypatch):

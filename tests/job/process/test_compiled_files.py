@@ -11,8 +11,7 @@ import time
 import pytest
 
 from jaxmpi._job.process import compiled_files, files
-from jaxmpi._job.process.compiled_files import CompiledFiles, folder_of, usage
-from jaxmpi._job.process.made_once import made_once
+from jaxmpi._job.process.compiled_files import CompiledFiles, folder_of, made_once, usage
 from jaxmpi._job.tools import doctor
 
 LIMIT = 10**6

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jaxmpi import RankCountError
-from jaxmpi._job.process import refused_count
+from jaxmpi._job.process import run_dir
 
 STEPS = """
 from jaxmpi._job.process.at_exit import Step, at_exit, start_thread
@@ -71,11 +71,9 @@ def handled(suppress):
 )
 def test_what_is_noted_as_a_refused_number_of_ranks(monkeypatch, tmp_path, error, noted):
     notes = []
-    monkeypatch.setattr(
-        refused_count.run_dir, "refuse_count", lambda folder, text: notes.append(text)
-    )
+    monkeypatch.setattr(run_dir, "refuse_count", lambda folder, text: notes.append(text))
     monkeypatch.setenv("JAXMPI_RUN_DIR", str(tmp_path))
-    thread = threading.Thread(target=refused_count.note_refused_count, args=[error], daemon=True)
+    thread = threading.Thread(target=run_dir.note_refused_count, args=[error], daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive()  # nor does an error that leads back to itself hang

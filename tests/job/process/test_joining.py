@@ -23,7 +23,7 @@ if rank == 1:
     elif "=" in what:
         os.environ.update([what.split("=")])
     elif what == "late":
-        from jaxmpi._job.process.peers import peers
+        from jaxmpi._job.process.joining import peers
         while not peers()[0].called:
             time.sleep(0.05)
         time.sleep(2.5)

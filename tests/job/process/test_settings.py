@@ -13,7 +13,7 @@ from test_launch import end, start
 
 import jaxmpi
 from jaxmpi.__main__ import main
-from jaxmpi._job.process import children, settings
+from jaxmpi._job.process import joining, settings
 
 PAGE = Path(__file__).parents[3] / "docs/api.md"
 BEGIN, CLOSE = "<!-- settings -->\n", "<!-- end of settings -->"
@@ -59,7 +59,7 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
     for text in sources.values():
         named.update(re.findall(r"JAXMPI_[A-Z]+(?:_[A-Z]+)*", text))
         read.update(re.findall(r"environ\W+(?:get\W+)?(JAXMPI_\w+)", text))
-    named.remove(children._VARIABLE)  # ranks set it for their children
+    named.remove(joining._RANK_VARIABLE)  # ranks set it for their children
     assert named == set(settings.SETTINGS)
     assert read <= {"JAXMPI_RUN_DIR", "JAXMPI_MPIEXEC", "JAXMPI_CACHE_DIR"}
 

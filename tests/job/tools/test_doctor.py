@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxmpi import _devices
-from jaxmpi._job.launch.placement import Machine
+from jaxmpi._job.launch.machine import Machine
 from jaxmpi._job.tools import doctor, probes
 
 
