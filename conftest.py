@@ -17,11 +17,13 @@ import jaxmpi
 ON_ALL_RANKS = "collectives"  # the folder whose tests CI runs on every number of ranks
 # programs of tests, which are no modules
 collect_ignore = [
+    "tests/backends/late_script.py",
     "tests/job/monitor/busy_script.py",
     "tests/job/monitor/fault_script.py",
     "tests/optim/strict_script.py",
     "tests/pmap_programs",
     "tests/job/process/exit_script.py",
+    "tests/job/process/record_script.py",
     "tests/smoke.py",
 ]
 COMPILED = Path(__file__).parent / "build" / "compiled"

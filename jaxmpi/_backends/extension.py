@@ -1,4 +1,4 @@
-"""The extension `jaxmpi._native`, and whether it is the one that this Python code was written for."""
+"""The extension `jaxmpi._native`: its import, and the checks that it matches this Python code."""
 
 import hashlib
 import importlib
@@ -14,8 +14,8 @@ from jaxmpi._errors import MPIError
 
 __all__ = ["check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
 
-INTERFACE = 9  # as in native/module.cc: another number for every change of what Python calls there
-ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
+INTERFACE = 10  # what this Python code calls; the extension exports the number it was built with
+ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
 def load() -> ModuleType:
@@ -45,18 +45,24 @@ def load() -> ModuleType:
 
 
 def how_to_build() -> str:
-    """What to do where the extension is not built: a sentence. If its build fails, pip silently installs jaxmpi without it."""
+    """Return the sentence that says how to build the extension.
+
+    If its build fails, pip silently installs jaxmpi without it.
+    """
     options = "--no-cache-dir --force-reinstall jaxmpi"
     if sources_digest(ROOT / "native"):
         options = f"--no-build-isolation -e {ROOT}"
-    return f"Build it with a C++ compiler, and have pip show why a build fails: pip install -v --no-deps {options}"
+    return (
+        "Build it with a C++ compiler, and have pip show why a build fails: "
+        f"pip install -v --no-deps {options}"
+    )
 
 
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
-    """Return a function that gives this rank's number in traced code: an FFI call, the same in the programs of all ranks.
+    """Return a function that gives this rank's number in traced code.
 
-    Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program
-    of its own.
+    It is an FFI call, the same in the programs of all ranks. Without the extension, and on GPUs, it
+    is a literal: then each rank compiles a program of its own.
     """
     try:
         native = load()
@@ -71,16 +77,16 @@ def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
 
 
 def check_ffi(native: ModuleType) -> None:
-    """Let jaxlib look at a handler of the extension: it refuses those of an XLA FFI that is newer or older than it accepts.
+    """Check that jaxlib accepts the version of XLA's FFI for which the extension was built.
 
-    It looks once JAX's backend has started: before, it only keeps what it is given.
+    jaxlib checks a handler only once JAX's backend has started; before, it just keeps it.
 
     Raises:
-      MPIError: it does.
+      MPIError: jaxlib refuses the handler.
     """
     try:
         jax.ffi.register_ffi_target("jaxmpi_rehearsal", native.handler("rehearsal"), platform="cpu")
-    except Exception as error:  # of jaxlib, which has no narrower type for it
+    except Exception as error:  # jaxlib has no narrower type for it
         raise MPIError(
             f"The extension of jaxmpi was built for XLA FFI {native.ffi}, which "
             f"jaxlib {jaxlib_version.__version__} does not accept "
@@ -91,7 +97,10 @@ def check_ffi(native: ModuleType) -> None:
 
 
 def sources_digest(folder: Path) -> str:
-    """The digest of the C++ sources in a folder, as native/CMakeLists.txt forms it; "" where there are none."""
+    """Return the digest of the C++ sources in a folder; "" where there are none.
+
+    native/CMakeLists.txt forms the same digest when it builds the extension.
+    """
     if not (folder / "transport.h").exists():
         return ""
     names = sorted(

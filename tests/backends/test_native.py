@@ -470,13 +470,13 @@ file = os.open(path, os.O_RDWR)
 memory = mmap.mmap(file, size)
 native.open(rank=int(child == 0), order=[0, 1], ranks=[2], node=0, local_rank=int(child == 0),
             slot_bytes=4096, slots=4, crowded=True, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file)
-print(native.meet(5 + (child == 0)), flush=True)
+print(native.compare(5 + (child == 0)), flush=True)
 if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 start = time.monotonic()
 try:
-    native.meet(7)
+    native.compare(7)
 except RuntimeError as error:
     print(error, time.monotonic() - start < 5)
 """
