@@ -17,17 +17,17 @@ int64_t bytes_of(const std::vector<Array>& arrays) {
   return bytes;
 }
 
-Place::Place(int rank, std::vector<int> order, std::vector<int> ranks, int node)
+Topology::Topology(int rank, std::vector<int> order, std::vector<int> ranks, int node)
     : rank(rank), size(order.size()), order(std::move(order)), ranks(std::move(ranks)), node(node) {
   owners = *std::min_element(this->ranks.begin(), this->ranks.end());
   int first = 0;
   for (int each : this->ranks) firsts.push_back(std::exchange(first, first + each));
 }
 
-int Place::node_of(int rank, int& local) const {
-  const auto place = std::find(order.begin(), order.end(), rank) - order.begin();
-  const auto after = std::upper_bound(firsts.begin(), firsts.end(), place);
-  local = static_cast<int>(place) - after[-1];
+int Topology::node_of(int rank, int& local) const {
+  const auto position = std::find(order.begin(), order.end(), rank) - order.begin();
+  const auto after = std::upper_bound(firsts.begin(), firsts.end(), position);
+  local = static_cast<int>(position) - after[-1];
   return static_cast<int>(after - firsts.begin()) - 1;
 }
 
@@ -39,20 +39,23 @@ Stream::Stream(Type type, std::vector<Array> arrays)
   }
 }
 
-Call::Call(const Place& place, const Node& node, const Operation& operation,
+Call::Call(const Topology& topology, const Node& node, const Operation& operation,
            std::vector<Array> arrays, int64_t rows_in_slot)
-    : at_(place), node_(node), operation_(operation), owners_(place.owners) {
+    : topology_(topology), node_(node), operation_(operation), owners_(topology.owners) {
   me_ = node_.layout().rank;
   local_ = node_.layout().size;
   sources_.resize(local_);
-  for (auto begin = arrays.begin();
-       begin != arrays.end();) {  // all of the first one's type, and then the others
+  // One stream for each type, in the order in which the types first appear: it follows from the
+  // arrays alone, and is the same on all ranks.
+  for (auto begin = arrays.begin(); begin != arrays.end();) {
     const Type type = begin->type;
     const auto end = std::stable_partition(begin, arrays.end(),
                                            [=](const Array& array) { return array.type == type; });
     streams_.emplace_back(type, std::vector<Array>(begin, end));
     begin = end;
   }
+  // Cut each stream into chunks that fit a slot with all their rows, on cache lines where they can
+  // be.
   for (const Stream& stream : streams_) {
     const int64_t room = node_.layout().slot_bytes / (rows_in_slot * stream.item);
     if (room < 1) throw std::runtime_error("too many ranks for the slots of the shared memory");
@@ -64,10 +67,13 @@ Call::Call(const Place& place, const Node& node, const Operation& operation,
 }
 
 int64_t Call::rows_in() const {
-  return operation_.kind == Kind::ReduceScatter || operation_.kind == Kind::Alltoall ? at_.size : 1;
+  return operation_.kind == Kind::ReduceScatter || operation_.kind == Kind::Alltoall
+             ? topology_.size
+             : 1;
 }
 
 Range Call::share(const Chunk& chunk, int owner) const {
+  // Shares end on cache lines: two owners never write to the same one.
   const int64_t line = std::max<int64_t>(1, kLine / chunk.stream->item), n = count(chunk);
   const int64_t each = ((n + owners_ - 1) / owners_ + line - 1) / line * line;
   return {std::min(n, owner * each), std::min(n, (owner + 1) * each)};
@@ -88,6 +94,7 @@ void Call::lay_out(int64_t k, decltype(copy_bytes)* write) const {
       });
     }
   };
+  // This rank reads its own share from its arrays when it reduces, so nobody needs it in the slot.
   const bool reduces = operation_.kind == Kind::Allreduce || operation_.kind == Kind::ReduceScatter;
   if (!reduces || me_ >= owners_) return lay({0, count(chunk)});
   const Range mine = share(chunk, me_);
@@ -127,13 +134,14 @@ void Call::store_zeros(int64_t k) const {
 }
 
 void Call::gather(int64_t k) const {
-  const int base = at_.firsts[at_.node];
+  const int base = topology_.firsts[topology_.node];
   const bool by_rank = operation_.kind == Kind::Allgather || operation_.kind == Kind::Alltoall;
-  const int64_t from = operation_.kind == Kind::Alltoall ? at_.rank : 0;
+  const int64_t from = operation_.kind == Kind::Alltoall ? topology_.rank : 0;
   for (int rank = 0; rank < local_; ++rank) {
-    const int theirs = at_.order[base + rank];
+    const int theirs = topology_.order[base + rank];
     if (!by_rank && theirs != operation_.source) continue;
     const int64_t row = by_rank ? theirs : 0;
+    // This rank's own row is copied from its arrays, which its caches may still have.
     rank == me_ ? store_own(k, row, from) : store(k, row, at(k, rank, from, 0));
   }
   if (operation_.kind == Kind::Permute && operation_.source < 0) store_zeros(k);

@@ -1,4 +1,4 @@
-// One collective on all arrays of a call, cut into chunks of columns that a slot has room for.
+// One collective on all arrays of a call, cut into chunks of columns that fit a slot.
 #pragma once
 
 #include <algorithm>
@@ -10,48 +10,55 @@
 
 namespace jaxmpi {
 
-// By position, as in jaxmpi/_backends/native.py.
 enum class Kind : uint8_t { Allreduce, ReduceScatter, Allgather, Bcast, Alltoall, Permute };
+constexpr Named<Kind> kKinds[] = {
+    {"allreduce", Kind::Allreduce}, {"reduce_scatter", Kind::ReduceScatter},
+    {"allgather", Kind::Allgather}, {"bcast", Kind::Bcast},
+    {"alltoall", Kind::Alltoall},   {"permute", Kind::Permute},
+};
 
 struct Operation {
   Kind kind;
   Op op;
-  int divisor;
-  int source, dest;  // ranks: the root of a bcast; in a permute, from and to whom this rank's array
-                     // goes, or -1
-  bool bucket = false;  // whether it is a part of a large message: it takes the algorithm of that,
-                        // and gives the same bits
-  bool beside = false;  // whether the rank computes meanwhile, and needs its cores
+  int divisor;  // of the sum: the number of ranks in a mean, else 1
+  // The ranks from which this one receives and to which it sends in a permute, or -1; `source` is
+  // the root in a bcast.
+  int source, dest;
+  // Whether it is a part of a large message, whose algorithm it uses, and whose bits it gives.
+  bool bucket = false;
+  bool overlapped = false;  // whether the rank computes meanwhile, and needs its cores
 };
 
-// One array of a call, as a matrix of `columns`: `in` has a row for each rank in a reduce-scatter
-// and an alltoall, and `out` in an allgather and an alltoall; one row otherwise. In an allreduce,
-// the two may be the same memory.
+// One array of a call, as a matrix of `columns`. `in` has a row for each rank in a reduce-scatter
+// and an alltoall, `out` in an allgather and an alltoall; otherwise they have one row. In an
+// allreduce, the two may be the same memory.
 struct Array {
   Type type;
   const char* in;
   char* out;
   int64_t columns;
-  int64_t row = 0;  // columns from one row to the next, where these are a part of it
+  int64_t row = 0;  // columns from one row to the next, if the array is a part of a larger one
 
   int64_t pitch() const { return row ? row : columns; }
   int64_t bytes() const { return columns * size_of(type); }  // of a row
 };
 
+// The bytes of one row of all arrays.
 int64_t bytes_of(const std::vector<Array>& arrays);
 
-struct Place {
-  Place(int rank, std::vector<int> order, std::vector<int> ranks, int node);
+// Where the ranks of a job, or of a group of ranks, are.
+struct Topology {
+  Topology(int rank, std::vector<int> order, std::vector<int> ranks, int node);
 
-  int rank, size;           // in the job, or in the group of ranks that this is a transport of
-  std::vector<int> order;   // of the ranks: by node, and by local rank within
+  int rank, size;           // in the job, or in the group
+  std::vector<int> order;   // the ranks, by node, and by local rank within a node
   std::vector<int> ranks;   // how many each node has
-  std::vector<int> firsts;  // where those of each node begin, in `order`
-  int node;                 // of this rank
-  int owners;               // how many ranks of each node reduce
+  std::vector<int> firsts;  // where the ranks of each node begin in `order`
+  int node;                 // the node of this rank
+  int owners;               // how many ranks of each node reduce: as many as the smallest node has
 
   int nodes() const { return static_cast<int>(ranks.size()); }
-  int node_of(int rank, int& local) const;  // and its local rank
+  int node_of(int rank, int& local) const;  // sets its local rank, too
 };
 
 struct Range {
@@ -64,7 +71,7 @@ class Stream {
  public:
   Stream(Type type, std::vector<Array> arrays);
 
-  // Calls f(array, its first column, n, the columns before in the range) for each array that the
+  // Call f(array, its first column, n, the columns before it in the range) for each array that the
   // range touches.
   template <class F>
   void each(Range range, F f) const {
@@ -86,12 +93,13 @@ class Stream {
   std::vector<int64_t> starts_;
 };
 
-// In a slot, each row of the chunk follows the one before. The first ranks of the node, its owners,
-// each reduce a share of the columns of every chunk.
+// What a collective within a node and one between nodes have in common. In a slot, the rows of a
+// chunk follow each other. The first ranks of the node, its owners, each reduce a share of the
+// columns of every chunk.
 class Call {
  public:
-  Call(const Place& place, const Node& node, const Operation& operation, std::vector<Array> arrays,
-       int64_t rows_in_slot);
+  Call(const Topology& topology, const Node& node, const Operation& operation,
+       std::vector<Array> arrays, int64_t rows_in_slot);
 
  protected:
   struct Chunk {
@@ -101,13 +109,13 @@ class Call {
 
   static int64_t count(const Chunk& chunk) { return chunk.columns.count(); }
   static int64_t bytes(const Chunk& chunk) { return count(chunk) * chunk.stream->item; }
-  int64_t rows_in() const;  // of each array
+  int64_t rows_in() const;  // rows of each operand
 
-  // The columns of a chunk, counted from its first, that an owner reduces.
+  // Return the columns of a chunk, counted from its first, that an owner reduces.
   Range share(const Chunk& chunk, int owner) const;
 
-  // f(array, its first column, n, the column of the chunk) for the arrays of some columns of a
-  // chunk
+  // Call f(array, its first column, n, the column of the chunk) for the arrays of some columns of a
+  // chunk.
   template <class F>
   void each(const Chunk& chunk, Range part, F f) const {
     const Range columns = {chunk.columns.begin + part.begin, chunk.columns.begin + part.end};
@@ -116,28 +124,30 @@ class Call {
     });
   }
 
+  // Return where a rank of the node has an item of chunk k in its slot.
   char* at(int64_t k, int rank, int64_t row, int64_t column) const;
 
-  // Write this rank's part of a chunk to its slot, but for what it will reduce itself.
+  // Write this rank's part of a chunk to its slot, without the share that it reduces itself.
   void lay_out(int64_t k, decltype(copy_bytes)* write) const;
 
-  // Where each rank of the node has a row of the chunk; this one has its own array.
+  // Return where each rank of the node has a row of the chunk; for this rank, `own`.
   const void* const* sources(int64_t k, int64_t row, int64_t column, const void* own);
 
-  // To a row of the arrays: a row of a chunk that lies in one piece, or a row of this rank's own
-  // arrays, or zeros.
+  // Write a row of the results: from a row of a chunk, from a row of this rank's operands, or
+  // zeros.
   void store(int64_t k, int64_t row, const char* from) const;
   void store_own(int64_t k, int64_t row, int64_t from) const;
   void store_zeros(int64_t k) const;
 
-  // The rows that the ranks of this node have for this one: of a collective that only moves arrays.
+  // Copy the rows that the ranks of this node have for this one, in a collective that only moves
+  // arrays.
   void gather(int64_t k) const;
 
-  const Place& at_;
+  const Topology& topology_;
   const Node& node_;
   const Operation operation_;
-  int me_, local_;  // of the node's ranks
-  int owners_;
+  int me_, local_;  // this rank's number among the ranks of the node, and how many these are
+  int owners_;      // how many ranks of the node reduce in this collective
   std::vector<Stream> streams_;
   std::vector<Chunk> chunks_;
   std::vector<const void*> sources_;

@@ -1,25 +1,14 @@
 #include "communication_thread.h"
 
-#include <unistd.h>
-
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 namespace jaxmpi {
 
-// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must
-// not wait for any.
-bool CommunicationThread::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
-
 void CommunicationThread::start(std::function<void()> carry, Memory memory) {
-  if (forked())
-    throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+  thread_.check();
   const Lock lock(mutex_);
-  if (thread_of_ == 0) {
-    std::thread([this] { run(); }).detach();
-    thread_of_ = getpid();
-  }
+  thread_.start([this] { run(); });
   messages_.push_back({std::move(carry), std::move(memory)});
   ++count_;
   started_.notify_one();
@@ -29,8 +18,10 @@ void CommunicationThread::run() {
   Lock lock(mutex_);
   for (;;) {
     started_.wait(lock, [this] { return begun_ < messages_.size() && !failure_; });
-    Message& message = messages_[begun_++];  // references to the elements of a deque outlive what
-                                             // is done at its ends
+    // A reference to an element of a deque stays valid while others are added and removed at its
+    // ends. This one stays: `wait` removes only what is done, and `forget` only what is not begun,
+    // as long as `carrying_` is set.
+    Message& message = messages_[begun_++];
     carrying_ = true;
     lock.unlock();
     try {
@@ -38,7 +29,7 @@ void CommunicationThread::run() {
     } catch (...) {
       message.failure = std::current_exception();
     }
-    message.carry = {};
+    message.carry = {};  // which may free memory, so before the mutex is held again
     lock.lock();
     carrying_ = false;
     message.done = true;
@@ -66,21 +57,22 @@ void CommunicationThread::wait(const Memory& memory) {
 }
 
 void CommunicationThread::drain() {
-  if (count_ == 0 || forked()) return;
+  // Most programs start nothing: they do not take the mutex.
+  if (count_ == 0 || thread_.forked()) return;
   Lock lock(mutex_);
   ended_.wait(lock, [this] { return failure_ || (!carrying_ && begun_ == messages_.size()); });
   if (failure_) fail(lock);
 }
 
 void CommunicationThread::forget() {
-  if (count_ == 0 || forked()) return;
+  if (count_ == 0 || thread_.forked()) return;
   Lock lock(mutex_);
   forget(lock);
 }
 
 void CommunicationThread::forget(Lock& lock) {
-  messages_.erase(messages_.begin() + begun_,
-                  messages_.end());  // nothing behind the one that is on its way begins any more
+  // First what is not begun, so that nothing else begins while this waits.
+  messages_.erase(messages_.begin() + begun_, messages_.end());
   ended_.wait(lock, [this] { return !carrying_; });
   messages_.clear();
   begun_ = 0;

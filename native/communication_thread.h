@@ -1,4 +1,5 @@
-// A thread that carries messages out while the program still computes.
+// The messages that a program has started and not yet waited for, and the thread that carries them
+// out while the program computes.
 #pragma once
 
 #include <atomic>
@@ -10,27 +11,30 @@
 #include <mutex>
 #include <vector>
 
+#include "background_thread.h"
+
 namespace jaxmpi {
 
-// A program starts its messages in one order, the same on all ranks; they are carried out in that
-// order, and waited for in it. Once one has failed, those behind it are not begun: the other ranks
-// do the same, or the job ends.
+// A program starts its messages in one order, the same on all ranks. They are carried out in that
+// order, and waited for in it, so no two ranks wait for each other's later message. Once one has
+// failed, those behind it are not begun: the other ranks do the same, or the job ends.
 class CommunicationThread {
  public:
   using Memory = std::vector<const void*>;
 
-  // Hands over a message. From here to its wait, the memory is the message's.
+  // Hand over a message. Until its wait returns, the memory belongs to the message.
   void start(std::function<void()> carry, Memory memory);
 
-  // Returns when the oldest message that nobody has waited for is done. If it has failed, throws
-  // what it has thrown, and forgets those behind it. `memory` is where the program has it now: it
-  // must not have been moved.
+  // Wait until the oldest message that nobody has waited for is done. If it has failed, throw what
+  // it threw, and forget those behind it. `memory` is where the program has its arrays now: XLA
+  // must not have moved them.
   void wait(const Memory& memory);
 
-  // Returns when nothing is on its way. If a message has failed, throws as `wait` does.
+  // Wait until no message is in progress or waiting for its turn. If one has failed, throw as
+  // `wait`.
   void drain();
 
-  // Forgets all messages, when the one that is on its way has ended.
+  // Drop all messages, once the one in progress has ended.
   void forget();
 
  private:
@@ -45,16 +49,15 @@ class CommunicationThread {
   void run();
   void forget(Lock& lock);
   [[noreturn]] void fail(Lock& lock);
-  bool forked() const;
 
   std::mutex mutex_;
   std::condition_variable started_, ended_;
-  std::deque<Message> messages_;  // that were started, and not waited for
-  size_t begun_ = 0;              // of these
-  bool carrying_ = false;
+  std::deque<Message> messages_;    // that were started, and not waited for
+  size_t begun_ = 0;                // how many of these the thread has begun
+  bool carrying_ = false;           // whether the thread is inside a message
   std::exception_ptr failure_;      // of the first that failed
-  std::atomic<int64_t> count_ = 0;  // of messages_, to look at without the mutex
-  std::atomic<int> thread_of_ = 0;  // the process that has the thread; 0: none yet
+  std::atomic<int64_t> count_ = 0;  // messages_.size(), to be read without the mutex
+  BackgroundThread thread_;
 };
 
 }  // namespace jaxmpi

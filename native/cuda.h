@@ -38,9 +38,11 @@ class Cuda {
     const Cuda& cuda_;
   };
 
-  // All of these act in the current context, and throw std::runtime_error with the driver's words.
-  char* pinned(int64_t bytes)
-      const;  // page-locked memory of the host, which the GPU can reach, and which is never freed
+  // All of these act in the current context, and throw std::runtime_error with the driver's
+  // message.
+
+  // Page-locked memory of the host, which the GPU can reach, and which is never freed.
+  char* pinned(int64_t bytes) const;
   Event event() const;
   Stream stream() const;                               // one that waits for no other
   Kernel gather_kernel() const;                        // null where the driver cannot compile it

@@ -11,6 +11,9 @@ void Exchange::begin(Network& network, int tag, std::vector<Stage> stages,
   stages_ = std::move(stages);
   end_ = std::move(end);
   stage_ = 0;
+  // The receives of all stages are posted now: what arrives early is stored where it belongs, and
+  // is not copied from a buffer of MPI later. MPI matches messages of one tag between two ranks in
+  // the order in which they were sent, which is the order of the stages.
   receiving_.assign(stages_.size(), 0);
   for (size_t i = 0; i < stages_.size(); ++i) {
     for (const Move& move : stages_[i].moves) {
@@ -28,6 +31,8 @@ void Exchange::send_ahead(Network& network, int tag, const std::vector<Move>& mo
   send(moves);
 }
 
+// MPI still sends what was sent ahead, from the slot; the exchange does not wait for it. Nobody
+// receives it, because the next message sent ahead has another tag.
 void Exchange::give_up() {
   if (std::exchange(sent_ahead_, false)) network_->forget(sending_);
 }
@@ -46,11 +51,14 @@ void Exchange::send(const std::vector<Move>& moves) {
 }
 
 bool Exchange::advance() {
+  // A stage ends when all of it has been received; its sends may still be in progress. The next one
+  // may write only to memory that no earlier send reads.
   while (stage_ < stages_.size() && receiving_[stage_] == 0) {
     if (stages_[stage_].after) stages_[stage_].after();
     ++stage_;
     send();
   }
+  // The buffers are free for another chunk once MPI has read all of them.
   if (stage_ < stages_.size() || sending_ > 0) return false;
   if (end_) std::exchange(end_, nullptr)();
   return true;

@@ -1,4 +1,4 @@
-// One chunk on its way between the nodes.
+// The exchange of one chunk between the nodes: stages of MPI messages, each after the one before.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,8 @@ namespace jaxmpi {
 
 class Exchange {
  public:
-  struct Move {  // ranks of the job; -1: nobody
+  // One message in each direction. Ranks are those of the communicator; -1: no message.
+  struct Move {
     int to;
     const char* sent;
     int64_t sent_bytes;
@@ -20,24 +21,22 @@ class Exchange {
   };
   struct Stage {
     std::vector<Move> moves;
-    std::function<void()>
-        before = {},
-        after = {};  // makes what is sent; does with what was received what is to be done
+    std::function<void()> before = {};  // fills the send buffers
+    std::function<void()> after = {};   // consumes the receive buffers
   };
 
-  // Sends what a first stage will send, before it is known whether that will begin: `begin` does
-  // not send it again.
+  // Send what the first stage will send, before it is known whether the exchange will begin.
+  // `begin` then does not send it again.
   void send_ahead(Network& network, int tag, const std::vector<Move>& moves);
 
-  // The stage of what was sent ahead will not begin.
+  // The exchange of what was sent ahead will not begin.
   void give_up();
 
-  // Begins the first stage, and is ready to receive what belongs to all of them. `end` is called
-  // after the last. One tag is enough: MPI keeps the order of the messages from one rank to
-  // another.
+  // Post the receives of all stages and begin the first one. `end` is called after the last. One
+  // tag is enough, because MPI keeps the order of the messages from one rank to another.
   void begin(Network& network, int tag, std::vector<Stage> stages, std::function<void()> end);
 
-  // Begins what can be begun by now; returns whether all is done.
+  // Begin the stages that can begin by now; return whether all are done.
   bool advance();
 
  private:
@@ -49,7 +48,7 @@ class Exchange {
   std::vector<Stage> stages_;
   std::function<void()> end_;
   size_t stage_ = 0;
-  int sending_ = 0;
+  int sending_ = 0;  // messages of all stages
   bool sent_ahead_ = false;
   std::vector<int> receiving_;  // messages of each stage
 };

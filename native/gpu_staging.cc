@@ -8,8 +8,8 @@ namespace jaxmpi {
 namespace {
 
 constexpr int64_t kAlign = 64;  // bytes
-constexpr int64_t kLargePiece =
-    64 << 10;  // bytes from which on a copy of its own is faster than a block of the kernel
+// From so many bytes on, a copy of its own is faster than a block of the kernel.
+constexpr int64_t kLargePiece = 64 << 10;
 constexpr int64_t kMostPieces = 4096;  // of a batch, each way
 constexpr int64_t kFewPieces = 2;      // up to so many, separate copies are faster than a launch
 constexpr size_t kAhead = 2;           // batches on their way to the host
@@ -18,8 +18,8 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 
 }  // namespace
 
-// Some columns of some arrays in memory of the host. Rows of a part follow each other there; on the
-// GPU they are a whole array apart.
+// Some columns of some arrays, in memory of the host. There the rows of a part follow each other;
+// on the GPU they are a whole array apart.
 struct Staging::Batch {
   struct Part {
     const Array* array;
@@ -75,8 +75,8 @@ std::vector<Staging::Batch> Staging::batches_of(const Operation& operation, int 
   for (const Array& array : arrays) {
     const int64_t item = size_of(array.type),
                   column_bytes = item * (in_place ? 1 : rows_in + rows_out);
-    const int64_t line =
-        std::max<int64_t>(1, kAlign / item);  // columns: a cut there leaves both sides aligned
+    // A cut at a multiple of so many columns leaves both sides aligned.
+    const int64_t line = std::max<int64_t>(1, kAlign / item);
     for (int64_t column = 0; column < array.columns;) {
       int64_t room = (batch_bytes_ - batches.back().bytes) / column_bytes;
       if (room >= line) room = room / line * line;
@@ -104,9 +104,9 @@ void Staging::run(const Operation& operation, int ranks, const std::vector<Array
   cuda_.hold(stream, at->event);
 }
 
-void Staging::run_beside(const Ready& ready, const Operation& operation, int ranks,
-                         const std::vector<Array>& arrays, const std::function<void()>& begin,
-                         const Carry& carry) {
+void Staging::run_overlapped(const Ready& ready, const Operation& operation, int ranks,
+                             const std::vector<Array>& arrays, const std::function<void()>& begin,
+                             const Carry& carry) {
   const Cuda::Current current(cuda_, ready->context);
   stage(*ready, operation, ranks, arrays, begin, carry);
   cuda_.wait(ready->event);
@@ -136,7 +136,8 @@ Staging::Ready Staging::ready(Cuda::Stream stream) {
   return ready;
 }
 
-// Starts after `ready.event`; at the end records it again, to fire when the results are on the GPU.
+// Stage the batches of a collective, beginning after `ready.event`. At the end that event is
+// recorded again, to fire when the results are on the GPU.
 void Staging::stage(const Point& ready, const Operation& operation, int ranks,
                     const std::vector<Array>& arrays, const std::function<void()>& begin,
                     const Carry& carry) {
@@ -145,10 +146,13 @@ void Staging::stage(const Point& ready, const Operation& operation, int ranks,
   auto buffer_of = [&](size_t k) -> Buffer& { return context.buffers[k % kBuffers]; };
   auto to_host = [&](size_t k) {
     Buffer& buffer = buffer_of(k);
+    // The results of the batch that was in the buffer before must have left it.
     cuda_.wait(buffer.gone);
     copy(context, buffer.table, batches[k].down(buffer.memory), context.down);
     cuda_.record(buffer.here, context.down);
   };
+  // While batch k is carried out, batches k + 1 and k + 2 are copied to the host, and the results
+  // of those before to the GPU. On an error, nothing may still write to the buffers or the arrays.
   try {
     cuda_.hold(context.down, ready.event);
     for (size_t k = 0; k < std::min(kAhead, batches.size()); ++k) to_host(k);
@@ -170,14 +174,14 @@ void Staging::stage(const Point& ready, const Operation& operation, int ranks,
     for (const Cuda::Stream stream : {context.down, context.up}) {
       try {
         cuda_.finish(stream);
-      } catch (const std::exception&) {  // the first error says more
+      } catch (const std::exception&) {  // the first error is the one to report
       }
     }
     throw;
   }
 }
 
-// Small pieces in one launch, if there are several.
+// Copy pieces: the small ones in one launch of the kernel, if there are several.
 void Staging::copy(const Context& context, Cuda::Piece* table,
                    const std::vector<Cuda::Piece>& pieces, Cuda::Stream stream) const {
   auto small = [](const Cuda::Piece& piece) { return piece.bytes < kLargePiece; };
@@ -192,7 +196,7 @@ void Staging::copy(const Context& context, Cuda::Piece* table,
   }
 }
 
-// Made when it is first seen.
+// Return what belongs to a CUDA context, and make it when it is first seen.
 Staging::Context& Staging::context_of(void* handle) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Context& context = contexts_[handle];

@@ -21,20 +21,20 @@ class Staging {
   // Carries out the collective on some columns of the arrays, in memory of the host.
   using Carry = std::function<void(std::vector<Array>)>;
 
-  // batch_bytes: of the operands and results of a batch.
+  // `batch_bytes` are those of the operands and results of a batch.
   explicit Staging(const std::string& libcuda, int64_t batch_bytes = 4 << 20)
       : library_(libcuda), cuda_(libcuda), batch_bytes_(batch_bytes) {}
 
   const std::string& library() const { return library_; }
 
-  // On arrays of the GPU of `stream`: after what is on the stream before, and before what it is
-  // given afterwards. Calls `begin` once the GPU has done what is before, and this rank is ready to
-  // communicate.
+  // Carry out a collective on arrays of the GPU of `stream`, after all that is on the stream, and
+  // before what is added to it afterwards. Call `begin` once the GPU has finished what was before,
+  // and this rank is ready to communicate.
   void run(const Operation& operation, int ranks, const std::vector<Array>& arrays,
            Cuda::Stream stream, const std::function<void()>& begin, const Carry& carry);
 
-  // An event that fires when all that is enqueued on `stream` so far is done. It is used again once
-  // nobody has it.
+  // Return an event that fires when all that is enqueued on `stream` so far is done. It is reused
+  // once nobody holds it.
   struct Point {
     void* context;
     Cuda::Event event;
@@ -42,18 +42,18 @@ class Staging {
   using Ready = std::shared_ptr<const Point>;
   Ready ready(Cuda::Stream stream);
 
-  // Like `run`, but starts when `ready` fires, and runs concurrently with what is enqueued on the
-  // stream later. The results are there when it returns. Another thread may call it.
-  void run_beside(const Ready& ready, const Operation& operation, int ranks,
-                  const std::vector<Array>& arrays, const std::function<void()>& begin,
-                  const Carry& carry);
+  // Carry out a collective when `ready` fires, while the stream does what is enqueued on it later.
+  // The results are there when it returns. Any thread may call it.
+  void run_overlapped(const Ready& ready, const Operation& operation, int ranks,
+                      const std::vector<Array>& arrays, const std::function<void()>& begin,
+                      const Carry& carry);
 
-  // Nanoseconds since the beginning: of waiting for the GPU and for copies from it, and of carrying
-  // out.
+  // The nanoseconds so far in which it waited for the GPU and its copies, and in which it carried
+  // out collectives.
   int64_t waited_ns() const { return waited_ns_; }
   int64_t carried_ns() const { return carried_ns_; }
 
-  // Waits for all that the stream was given.
+  // Wait for all that is on the stream.
   void finish(Cuda::Stream stream) const { cuda_.finish(stream); }
 
  private:
@@ -61,8 +61,8 @@ class Staging {
   struct Buffer {
     char* memory = nullptr;
     Cuda::Piece* table = nullptr;
-    Cuda::Event here = nullptr,
-                gone = nullptr;  // the batch on the host, and its results on the GPU
+    Cuda::Event here = nullptr;  // fires when the batch is on the host
+    Cuda::Event gone = nullptr;  // fires when its results are on the GPU
   };
   static constexpr size_t kBuffers = 4;
   struct Context {
@@ -87,10 +87,10 @@ class Staging {
   Cuda cuda_;
   const int64_t batch_bytes_;
   std::atomic<int64_t> waited_ns_ = 0, carried_ns_ = 0;
-  std::mutex
-      mutex_;  // of the contexts: a message is started by one thread, and carried out by another
-  std::map<void*, Context>
-      contexts_;  // an event, a stream and a kernel are of the context in which they were made
+  // Guards the contexts: a message is started by one thread, and carried out by another.
+  std::mutex mutex_;
+  // By CUDA context: an event, a stream and a kernel belong to the one in which they were made.
+  std::map<void*, Context> contexts_;
 };
 
 }  // namespace jaxmpi

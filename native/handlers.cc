@@ -12,6 +12,76 @@
 namespace ffi = xla::ffi;
 
 namespace jaxmpi::handlers {
+
+// For each rank of a group, another one: every rank gets the same list, so that all have the same
+// program.
+using Ranks = ffi::Span<const int32_t>;
+
+// The attributes of a call of a collective, as jaxmpi/_backends/native_calls.py passes them.
+struct CallAttributes {
+  int32_t group;  // the number of the transport
+  Kind kind;
+  Op op;
+  int32_t divisor;
+  Ranks sources, dests;  // from and to which rank the arrays of each go, or -1
+  int64_t fingerprint;
+  bool bucket;  // whether the message is a part of a large one
+  bool first;   // whether it is the first that is started before any is waited for
+
+  Operation operation(const Transport& transport) const {
+    const size_t rank = transport.rank();
+    if (rank >= sources.size() || rank >= dests.size())
+      throw std::runtime_error("the program is that of a job with fewer ranks");
+    return {kind, op, divisor, sources[rank], dests[rank], bucket};
+  }
+};
+
+// Decodes an enum from an int32, and refuses a number that is not in the table of its names.
+template <class Enum>
+struct EnumDecoding {
+  using Type = Enum;
+
+  template <size_t count>
+  static std::optional<Enum> decode(const Named<Enum> (&table)[count], const char* what,
+                                    XLA_FFI_AttrType type, void* attr,
+                                    ffi::DiagnosticEngine& diagnostic) {
+    const auto number = ffi::AttrDecoding<int32_t>::Decode(type, attr, diagnostic);
+    if (!number) return std::nullopt;
+    for (const Named<Enum>& named : table) {
+      if (static_cast<int32_t>(named.value) == *number) return named.value;
+    }
+    return diagnostic.Emit("jaxmpi: there is no ") << what << " of number " << *number;
+  }
+};
+
+}  // namespace jaxmpi::handlers
+
+template <>
+struct xla::ffi::AttrDecoding<jaxmpi::Kind> : jaxmpi::handlers::EnumDecoding<jaxmpi::Kind> {
+  static std::optional<jaxmpi::Kind> Decode(XLA_FFI_AttrType type, void* attr,
+                                            DiagnosticEngine& diagnostic) {
+    return decode(jaxmpi::kKinds, "kind of collective", type, attr, diagnostic);
+  }
+};
+template <>
+struct xla::ffi::AttrDecoding<jaxmpi::Op> : jaxmpi::handlers::EnumDecoding<jaxmpi::Op> {
+  static std::optional<jaxmpi::Op> Decode(XLA_FFI_AttrType type, void* attr,
+                                          DiagnosticEngine& diagnostic) {
+    return decode(jaxmpi::kOps, "reduce operation", type, attr, diagnostic);
+  }
+};
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxmpi::handlers::CallAttributes,
+                                      ::xla::ffi::StructMember<int32_t>("group"),
+                                      ::xla::ffi::StructMember<jaxmpi::Kind>("kind"),
+                                      ::xla::ffi::StructMember<jaxmpi::Op>("op"),
+                                      ::xla::ffi::StructMember<int32_t>("divisor"),
+                                      ::xla::ffi::StructMember<jaxmpi::handlers::Ranks>("sources"),
+                                      ::xla::ffi::StructMember<jaxmpi::handlers::Ranks>("dests"),
+                                      ::xla::ffi::StructMember<int64_t>("fingerprint"),
+                                      ::xla::ffi::StructMember<bool>("bucket"),
+                                      ::xla::ffi::StructMember<bool>("first"));
+
+namespace jaxmpi::handlers {
 namespace {
 
 using namespace job;
@@ -38,10 +108,11 @@ std::optional<Type> type_of(ffi::DataType type) {
   }
 }
 
-// `others`: how many operands follow the arrays; the last one is a token.
+// Return the arrays of a call: operand i, and result first_out + i. Behind the arrays there are
+// `others` more operands, the last of which is a token.
 std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              size_t first_out = 0, size_t others = 1) {
-  const int64_t rows = kind == Kind::Alltoall ? size : 1;  // of both
+  const int64_t rows = kind == Kind::Alltoall ? size : 1;  // of operand and result alike
   std::vector<Array> arrays;
   arrays.reserve(args.size());
   for (size_t i = 0; i + others < args.size(); ++i) {
@@ -50,8 +121,9 @@ std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::
     if (!in || !out) throw std::runtime_error("an operand is no array");
     const auto type = type_of(in->element_type());
     if (!type) throw std::runtime_error("an array of a type that the transport does not know");
-    const int64_t items = std::min<int64_t>(
-        in->element_count(), (*out)->element_count());  // of an array, or of a row of it
+    // In a reduce-scatter and an allgather, the smaller of the two has one row; in an alltoall,
+    // both have a row for each rank.
+    const int64_t items = std::min<int64_t>(in->element_count(), (*out)->element_count());
     const int64_t columns = items / rows;
     if (columns == 0) continue;
     arrays.push_back({*type, static_cast<const char*>(in->untyped_data()),
@@ -60,81 +132,99 @@ std::vector<Array> arrays_of(Kind kind, int size, ffi::RemainingArgs args, ffi::
   return arrays;
 }
 
-// What XLA is told of what is thrown.
+// Run the body of a handler, and return what it throws as an error of XLA.
 template <class Body>
 ffi::Error reported(Body body) {
   try {
     body();
     return ffi::Error::Success();
-  } catch (const Refused& refused) {
+  } catch (const MessageMismatch& mismatch) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      job::explain(refused.word, refused.group));
+                      job::explain(mismatch.fingerprints, mismatch.group));
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kInternal, std::string("jaxmpi: ") + error.what());
   }
 }
 
-// run(transport, arrays, what they say, begin), as in `carry_out`
+// Carry out a message on this thread, behind all that were started or sent ahead before it, by
+// run(transport, arrays, fingerprint, begin), which calls `begin` as in `carry_out`.
 template <class Run>
-void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t own, Run run) {
+void carry_out_now(int32_t group, std::vector<Array> arrays, int64_t message, Run run) {
   drain(group);
   Transport& transport = current(group);
-  const Fingerprints word = fingerprints_of(group, own);
+  const Fingerprints fingerprints = fingerprints_of(group, message);
   std::optional<record::Exposed> exposed;
-  carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
-    run(transport, std::move(arrays), word.sent, [&] {
+  carry_out(transport, group, fingerprints, bytes_of(arrays), [&](auto begin) {
+    run(transport, std::move(arrays), fingerprints.compared, [&] {
       begin();
       exposed.emplace();
     });
   });
 }
 
-template <class Run>
-ffi::Error collective(Kind kind, int32_t group, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      int64_t word, Run run) {
-  return reported(
-      [&] { carry_out_now(group, arrays_of(kind, current(group).size(), args, rets), word, run); });
+// `carry_out_now` for arrays of the host.
+void carry_out_on_host(std::vector<Array> arrays, const CallAttributes& call) {
+  carry_out_now(
+      call.group, std::move(arrays), call.fingerprint,
+      [&](Transport& transport, std::vector<Array> arrays, int64_t fingerprint, auto begin) {
+        const Operation operation = call.operation(transport);
+        begin();
+        transport.run(operation, fingerprint, std::move(arrays));
+      });
 }
 
-// From and to which rank of a group each one's arrays go: the programs of all ranks are the same.
-using Ranks = ffi::Span<const int32_t>;
-
-// As XLA passes them; see `Operation`.
-Operation operation_of(const Transport& transport, int32_t kind, int32_t op, int32_t divisor,
-                       Ranks sources, Ranks dests) {
-  const size_t here = transport.rank();
-  if (here >= sources.size() || here >= dests.size())
-    throw std::runtime_error("the program is that of a job with fewer ranks");
-  return {static_cast<Kind>(kind), static_cast<Op>(op), divisor, sources[here], dests[here]};
+// Carry a message that is staged, a batch at a time.
+Staging::Carry carrying(Transport& transport, const Operation& operation, int64_t fingerprint) {
+  return [&transport, operation, fingerprint](std::vector<Array> arrays) {
+    transport.run(operation, fingerprint, std::move(arrays));
+  };
 }
 
-ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind,
-                   int32_t op, int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
-  return collective(static_cast<Kind>(kind), group, args, rets, word,
-                    [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
-                      const Operation operation =
-                          operation_of(transport, kind, op, divisor, sources, dests);
-                      begin();
-                      transport.run(operation, sent, std::move(arrays));
-                    });
-}
+// A collective
 
-// A message that its `wait` ends. The first results are the operands, in place. In an allreduce
-// they are what the wait returns, too; otherwise the others are. `first`: of those that are started
-// before any wait. carry(transport, operation, arrays, what they say, begin), as in `carry_out`;
-// `prepare` returns it
-template <class Prepare>
-ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind,
-                 int32_t op, int32_t divisor, Ranks sources, Ranks dests, int64_t word, bool bucket,
-                 bool first, Prepare prepare) {
+ffi::Error on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttributes call) {
   return reported([&] {
-    if (first) communication.forget();  // what a program has left that failed before its waits
+    carry_out_on_host(arrays_of(call.kind, current(call.group).size(), args, rets), call);
+  });
+}
+
+ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  CallAttributes call) {
+  return reported([&] {
+    carry_out_now(
+        call.group, arrays_of(call.kind, current(call.group).size(), args, rets), call.fingerprint,
+        [&](Transport& transport, std::vector<Array> arrays, int64_t fingerprint, auto begin) {
+          const Operation operation = call.operation(transport);
+          staging->run(operation, transport.size(), arrays, stream, begin,
+                       carrying(transport, operation, fingerprint));
+        });
+  });
+}
+
+// The handler of a GPU for arrays of the host, to try it with a library that stands in for CUDA's.
+ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttributes call) {
+  const ffi::Error error = on_gpu(nullptr, args, rets, call);
+  if (!error.success()) return error;
+  // What reads the results is on no stream that would wait for them.
+  return reported([] { staging->finish(nullptr); });
+}
+
+// A collective that is started, and waited for later in the same call of the program
+
+// Start a message that `wait` ends. The first results are the operands, in place. In an allreduce
+// the wait returns them; otherwise it returns the results behind them. prepare() returns
+// carry(transport, operation, arrays, fingerprint, begin), which the communication thread calls.
+template <class Prepare>
+ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, const CallAttributes& call,
+                 Prepare prepare) {
+  return reported([&] {
+    // A program that failed before its waits has left its messages.
+    if (call.first) communication.forget();
     try {
-      Transport& transport = current(group);
-      Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
-      operation.bucket = bucket;
-      operation.beside = true;
-      const size_t arrays_in = args.size() - 1;  // the last one is a token
+      Transport& transport = current(call.group);
+      Operation operation = call.operation(transport);
+      operation.overlapped = true;
+      const size_t arrays_in = args.size() - 1;  // the last operand is a token
       const size_t first_out = operation.kind == Kind::Allreduce ? 0 : arrays_in;
       std::vector<Array> arrays =
           arrays_of(operation.kind, transport.size(), args, rets, first_out);
@@ -143,12 +233,14 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
         memory.push_back((*rets.get<ffi::AnyBuffer>(i))->untyped_data());
       {
         const record::Exposed exposed;
-        ahead.drain(group);
+        ahead.drain(call.group);
       }
+      // The fingerprints are those of this moment, not of when the thread gets to the message.
       communication.start(
-          [=, &transport, word = fingerprints_of(group, word), carry = prepare()] {
-            carry_out(transport, group, word, bytes_of(arrays), [&](auto begin) {
-              carry(transport, operation, std::vector<Array>(arrays), word.sent, begin);
+          [arrays = std::move(arrays), operation, &transport, group = call.group,
+           fingerprints = fingerprints_of(call.group, call.fingerprint), carry = prepare()] {
+            carry_out(transport, group, fingerprints, bytes_of(arrays), [&](auto begin) {
+              carry(transport, operation, arrays, fingerprints.compared, begin);
             });
           },
           std::move(memory));
@@ -159,47 +251,34 @@ ffi::Error start(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group
   });
 }
 
-ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group,
-                         int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests,
-                         int64_t word, bool bucket, bool first) {
-  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [] {
+ffi::Error start_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttributes call) {
+  return start(args, rets, call, [] {
     return [](Transport& transport, const Operation& operation, std::vector<Array> arrays,
-              int64_t sent, auto begin) {
+              int64_t fingerprint, auto begin) {
       begin();
-      transport.run(operation, sent, std::move(arrays));
+      transport.run(operation, fingerprint, std::move(arrays));
     };
   });
-}
-
-// A message that is staged, a batch at a time.
-Staging::Carry carrying(Transport& transport, const Operation& operation, int64_t word) {
-  return [&transport, operation, word](std::vector<Array> arrays) {
-    transport.run(operation, word, std::move(arrays));
-  };
 }
 
 ffi::Error start_on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        int32_t group, int32_t kind, int32_t op, int32_t divisor, Ranks sources,
-                        Ranks dests, int64_t word, bool bucket, bool first) {
-  return start(args, rets, group, kind, op, divisor, sources, dests, word, bucket, first, [stream] {
+                        CallAttributes call) {
+  return start(args, rets, call, [stream] {
     const Staging::Ready ready = staging->ready(stream);
-    return [ready](Transport& transport, const Operation& operation, std::vector<Array> arrays,
-                   int64_t sent, auto begin) {
-      staging->run_beside(ready, operation, transport.size(), arrays, begin,
-                          carrying(transport, operation, sent));
+    return [ready](Transport& transport, const Operation& operation,
+                   const std::vector<Array>& arrays, int64_t fingerprint, auto begin) {
+      staging->run_overlapped(ready, operation, transport.size(), arrays, begin,
+                              carrying(transport, operation, fingerprint));
     };
   });
 }
 
-ffi::Error start_rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group,
-                           int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests,
-                           int64_t word, bool bucket, bool first) {
-  return start_on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word, bucket,
-                      first);
+ffi::Error start_rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttributes call) {
+  return start_on_gpu(nullptr, args, rets, call);
 }
 
-// `started`: how many of its operands are those of the start; others are arrays that are to be
-// computed before.
+// Wait for a started message. Its first `started` operands are the results of the start; behind
+// them are arrays that the program computes before it waits.
 ffi::Error wait(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
   return reported([&] {
     const record::Exposed exposed;
@@ -210,24 +289,26 @@ ffi::Error wait(ffi::RemainingArgs args, ffi::RemainingRets, int32_t started) {
   });
 }
 
-constexpr size_t kNumberAndToken =
-    2;  // operands behind the arrays, or the token and the number's result
+// A collective that is sent ahead, and taken in a later call of the program
 
-// The number of a message in two halves: 64-bit integers are not on by default in JAX.
+constexpr size_t kNumberAndToken = 2;  // operands behind the arrays of a take
+
+// The number of a message in two halves, because JAX has no 64-bit integers by default.
 using Number = ffi::BufferR1<ffi::DataType::U32>;
+constexpr size_t kHalves = 2;
 
-// A message that `take_on_host` takes, in a later call of a program.
+// Send a message that `take_on_host` takes, in a later call of the program.
 ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> number,
-                              ffi::RemainingRets, int32_t group, int32_t kind, int32_t op,
-                              int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
+                              ffi::RemainingRets, CallAttributes call) {
   return reported([&] {
+    if (number->element_count() != kHalves) throw std::runtime_error("no number of a message");
     {
       const record::Exposed exposed;
       communication.drain();
     }
-    Transport& transport = current(group);
-    Operation operation = operation_of(transport, kind, op, divisor, sources, dests);
-    operation.beside = true;
+    Transport& transport = current(call.group);
+    Operation operation = call.operation(transport);
+    operation.overlapped = true;
     if (operation.kind != Kind::Allreduce && operation.kind != Kind::Allgather) {
       throw std::runtime_error("a message of this kind cannot be sent ahead");
     }
@@ -243,11 +324,12 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
     }
     const int64_t rows = operation.kind == Kind::Allgather ? transport.size() : 1;
     const int64_t sent = ahead.start(
-        group, arrays, rows,
-        [=, &transport, word = fingerprints_of(group, word)](std::vector<Array> copies) {
-          carry_out(transport, group, word, bytes_of(copies), [&](auto begin) {
+        call.group, arrays, rows,
+        [operation, &transport, group = call.group,
+         fingerprints = fingerprints_of(call.group, call.fingerprint)](std::vector<Array> copies) {
+          carry_out(transport, group, fingerprints, bytes_of(copies), [&](auto begin) {
             begin();
-            transport.run(operation, word.sent, std::move(copies));
+            transport.run(operation, fingerprints.compared, std::move(copies));
           });
         });
     number->typed_data()[0] = static_cast<uint32_t>(sent);
@@ -255,112 +337,69 @@ ffi::Error send_ahead_on_host(ffi::RemainingArgs args, ffi::Result<Number> numbe
   });
 }
 
-// What a message that was sent ahead has brought. Where there is none, it is sent now.
-ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group,
-                        int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests,
-                        int64_t word) {
+// Take the results of a message that was sent ahead. Where there is none, carry it out now.
+ffi::Error take_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, CallAttributes call) {
   return reported([&] {
     std::vector<Array> arrays =
-        arrays_of(static_cast<Kind>(kind), current(group).size(), args, rets, 0, kNumberAndToken);
+        arrays_of(call.kind, current(call.group).size(), args, rets, 0, kNumberAndToken);
     const auto number = args.get<Number>(args.size() - kNumberAndToken);
-    if (!number) throw std::runtime_error("no number of a message");
+    if (!number || number->element_count() != kHalves)
+      throw std::runtime_error("no number of a message");
     const int64_t sent =
         static_cast<int64_t>(number->typed_data()[0] | uint64_t{number->typed_data()[1]} << 32);
     {
       const record::Exposed exposed;
       if (ahead.take(sent, arrays)) return;
     }
-    carry_out_now(group, std::move(arrays), word,
-                  [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
-                    const Operation operation =
-                        operation_of(transport, kind, op, divisor, sources, dests);
-                    begin();
-                    transport.run(operation, sent, std::move(arrays));
-                  });
+    carry_out_on_host(std::move(arrays), call);
   });
 }
 
-// At the start of a program whose first message may not compare it. `later`: whether all of its
-// messages are to all ranks, so that a call that differs meets the next one of them.
-ffi::Error compare(ffi::RemainingArgs, ffi::RemainingRets, int64_t word, bool later) {
+// A comparison
+
+// Compare a program at its start, where its first message may not do so. With `later`, all of its
+// messages are to all ranks, and a call after its first is compared with the next of them.
+ffi::Error compare_on_host(ffi::RemainingArgs, ffi::RemainingRets, int64_t fingerprint,
+                           bool later) {
   return reported([&] {
     current(kAll);
     ahead.raise();
-    if (later && !uncompared.compare_now(word)) return;
-    carry_out_now(kAll, {}, word,
-                  [](Transport& transport, std::vector<Array>, int64_t sent, auto begin) {
+    if (later && !uncompared.compare_now(fingerprint)) return;
+    carry_out_now(kAll, {}, fingerprint,
+                  [](Transport& transport, std::vector<Array>, int64_t compared, auto begin) {
                     begin();
-                    transport.run({Kind::Allreduce, Op::Sum, 1, -1, -1}, sent, {});
+                    transport.run({Kind::Allreduce, Op::Sum, 1, -1, -1}, compared, {});
                   });
-    if (later) uncompared.compared(word);
+    if (later) uncompared.compared(fingerprint);
   });
 }
 
-ffi::Error on_gpu(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group,
-                  int32_t kind, int32_t op, int32_t divisor, Ranks sources, Ranks dests,
-                  int64_t word) {
-  return collective(static_cast<Kind>(kind), group, args, rets, word,
-                    [=](Transport& transport, std::vector<Array> arrays, int64_t sent, auto begin) {
-                      const Operation operation =
-                          operation_of(transport, kind, op, divisor, sources, dests);
-                      staging->run(operation, transport.size(), arrays, stream, begin,
-                                   carrying(transport, operation, sent));
-                    });
-}
-
-// A GPU's handler for arrays of the host, to try it with a library that stands in for CUDA's.
-ffi::Error rehearsal(ffi::RemainingArgs args, ffi::RemainingRets rets, int32_t group, int32_t kind,
-                     int32_t op, int32_t divisor, Ranks sources, Ranks dests, int64_t word) {
-  const ffi::Error error =
-      on_gpu(nullptr, args, rets, group, kind, op, divisor, sources, dests, word);
-  return error.success() ? reported([] { staging->finish(nullptr); })
-                         : error;  // what reads the results is on no stream
-}
-
-// The number of this rank, so that the programs of all ranks are the same.
+// Return the number of this rank, so that the programs of all ranks are the same.
 ffi::Error rank_value(ffi::Result<ffi::BufferR0<ffi::DataType::S32>> out) {
   *out->typed_data() = rank_of_process;
   return ffi::Error::Success();
 }
 
-template <class Binding>
-auto operation(Binding binding) {
-  return std::move(binding)
-      .template Attr<int32_t>("group")
-      .template Attr<int32_t>("kind")
-      .template Attr<int32_t>("op")
-      .template Attr<int32_t>("divisor")
-      .template Attr<Ranks>("sources")
-      .template Attr<Ranks>("dests")
-      .template Attr<int64_t>("word");
+auto bound() { return ffi::Ffi::Bind().RemainingArgs().RemainingRets(); }
+auto bound_on_stream() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets();
 }
 
-template <class Binding>
-auto operands(Binding binding) {
-  return operation(std::move(binding).RemainingArgs().RemainingRets());
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, operands(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(start_handler, start_on_host,
-                              operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(host_handler, on_host, bound().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu, bound_on_stream().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, bound().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(start_handler, start_on_host, bound().Attrs<CallAttributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(start_gpu_handler, start_on_gpu,
-                              operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>())
-                                  .Attr<bool>("bucket")
-                                  .Attr<bool>("first"));
+                              bound_on_stream().Attrs<CallAttributes>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(start_rehearsal_handler, start_rehearsal,
-                              operands(ffi::Ffi::Bind()).Attr<bool>("bucket").Attr<bool>("first"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    wait_handler, wait, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int32_t>("started"));
+                              bound().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_handler, wait, bound().Attr<int32_t>("started"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     send_ahead_handler, send_ahead_on_host,
-    operation(ffi::Ffi::Bind().RemainingArgs().Ret<Number>().RemainingRets()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, operands(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    compare_handler, compare,
-    ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("word").Attr<bool>("later"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(gpu_handler, on_gpu,
-                              operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rehearsal_handler, rehearsal, operands(ffi::Ffi::Bind()));
+    ffi::Ffi::Bind().RemainingArgs().Ret<Number>().RemainingRets().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(take_handler, take_on_host, bound().Attrs<CallAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(compare_handler, compare_on_host,
+                              bound().Attr<int64_t>("fingerprint").Attr<bool>("later"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rank_handler, rank_value,
                               ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::DataType::S32>>());
 

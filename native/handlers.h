@@ -1,4 +1,5 @@
-// What XLA calls: a handler of its FFI for each kind of call, on arrays of the host and of a GPU.
+// The handlers of XLA's FFI: one for each way to call a collective, on arrays of the host or of a
+// GPU.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +7,14 @@
 
 namespace jaxmpi::handlers {
 
-// The handler of this name, as XLA takes it; throws std::invalid_argument where there is none.
+// Return the handler of this name, as XLA takes it; throw std::invalid_argument where there is
+// none.
 void* find(const std::string& name);
 
-// The number of this rank, for the handler that tells it to programs.
+// Set the number of this rank, for the handler that returns it to programs.
 void set_rank(int32_t rank);
 
-// The version of the FFI that they are compiled for.
+// Return the version of the FFI for which the handlers are compiled.
 std::string ffi_version();
 
 }  // namespace jaxmpi::handlers

@@ -21,10 +21,6 @@ struct Network::Functions {
 
 namespace {
 
-// MPI sends a longer message only once the other side has answered that there is room for it, and
-// the answer waits behind what that side sends itself: Open MPI's limit on TCP is 64 KB with the
-// header.
-constexpr int64_t kPieceBytes = 60 << 10;
 constexpr int kErrorBytes = 2048;  // more than any MPI_MAX_ERROR_STRING
 constexpr int kStatusBytes = 64;   // more than any MPI_Status
 
@@ -34,7 +30,7 @@ void find(void* library, const char* name, Function& function) {
   if (!function) throw std::runtime_error(std::string("libmpi has no ") + name);
 }
 
-// The pieces of a message, which arrive in the order in which they were sent.
+// Call function(begin, bytes) for each piece of a message. MPI keeps their order.
 template <class Function>
 void each_piece(int64_t bytes, Function function) {
   for (int64_t begin = 0; begin < bytes; begin += kPieceBytes) {
@@ -67,7 +63,7 @@ void Network::check(int code, const char* function) const {
   throw std::runtime_error(std::string(function) + " failed: " + text);
 }
 
-// Room for one more request.
+// Return room for one more request, which counts on `pending` until it completes.
 void* Network::add(int& pending) {
   const size_t bytes = handles_.request_bytes, index = pending_.size();
   requests_.resize((index + 1) * bytes);
@@ -94,6 +90,7 @@ void Network::receive(int rank, int tag, void* to, int64_t bytes, int& pending) 
   });
 }
 
+// The requests still count, but on `forgotten_`: MPI needs them until they complete.
 void Network::forget(int& pending) {
   forgotten_ += std::exchange(pending, 0);
   std::replace(pending_.begin(), pending_.end(), &pending, &forgotten_);
@@ -106,8 +103,8 @@ bool Network::progress() {
                              completed_.data(), statuses_.data()),
         "MPI_Testsome");
   if (count <= 0) return false;
-  // the last of the array takes the place of one that is complete: from behind, so that it is one
-  // that is not
+  // Fill the gap of each completed request with the last one of the array. From the highest index
+  // down, the last one is never itself completed and still to be removed.
   std::sort(completed_.begin(), completed_.begin() + count, std::greater<int>());
   const size_t bytes = handles_.request_bytes;
   for (int i = 0; i < count; ++i) {

@@ -7,6 +7,11 @@
 
 namespace jaxmpi {
 
+// Bytes of the largest message that this sends; a longer one is cut into pieces. MPI sends a longer
+// one only once the other side has answered that there is room for it, and the answer waits behind
+// what that side sends itself: Open MPI's limit on TCP is 64 KB with the header.
+constexpr int64_t kPieceBytes = 60 << 10;
+
 // Nothing here is compiled against an MPI. Handles are pointers in some MPIs and ints in others; as
 // an argument, both travel in a register of 64 bits. Arrays of them have the size that the MPI
 // gives them.
@@ -15,25 +20,24 @@ class Network {
   using Handle = intptr_t;
 
   struct Handles {
-    Handle
-        comm;  // of all ranks, by their ranks in the job, or of those of a group, by theirs in it
-    Handle byte;        // datatype
-    int request_bytes;  // of the handle of a request
+    Handle comm;        // the communicator of all ranks, or of those of a group
+    Handle byte;        // MPI_BYTE
+    int request_bytes;  // sizeof(MPI_Request)
   };
 
-  // library: the path of libmpi.
+  // `library` is the path of libmpi.
   Network(const std::string& library, const Handles& handles);
 
-  // Begin a message. It adds 1 to `pending`, and takes it away again when the memory is free to
-  // use, or has arrived. An empty one is none. Both sides name the same number of bytes, or they
-  // are fewer than a piece.
+  // Begin a message. `pending` grows by its pieces, and shrinks as each has been sent from the
+  // memory, or has arrived in it. An empty message is none. Both sides give the same number of
+  // bytes, or less than a piece.
   void send(int rank, int tag, const void* from, int64_t bytes, int& pending);
   void receive(int rank, int tag, void* to, int64_t bytes, int& pending);
 
-  // Let those that count on `pending` come to an end without it.
+  // Stop counting on `pending`; its messages still complete.
   void forget(int& pending);
 
-  // Let messages move on; returns whether one of them is complete now.
+  // Let MPI move messages forward; return whether one has completed.
   bool progress();
 
  private:

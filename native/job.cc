@@ -8,8 +8,9 @@ CommunicationThread& communication = *new CommunicationThread;
 MessagesAhead& ahead = *new MessagesAhead;
 UncomparedCalls& uncompared = *new UncomparedCalls;
 std::function<std::string(const Fingerprints&, int32_t)>& explain =
-    *new std::function<std::string(const Fingerprints&, int32_t)>(
-        [](const Fingerprints&, int32_t) { return std::string("the ranks do not do the same"); });
+    *new std::function<std::string(const Fingerprints&, int32_t)>([](const Fingerprints&, int32_t) {
+      return std::string("collective mismatch between ranks");
+    });
 
 Transport& current(size_t group) {
   if (group >= transports.size()) {
@@ -19,8 +20,8 @@ Transport& current(size_t group) {
   return *transports[group];
 }
 
-Fingerprints fingerprints_of(int32_t group, int64_t word) {
-  return group == kAll ? uncompared.fingerprints_of(word) : Fingerprints{word, word, 0};
+Fingerprints fingerprints_of(int32_t group, int64_t message) {
+  return group == kAll ? uncompared.fingerprints_of(message) : Fingerprints{message, message, 0};
 }
 
 void drain(int32_t group) {
@@ -29,18 +30,18 @@ void drain(int32_t group) {
   ahead.drain(group);
 }
 
-Met meet(int64_t own) {
+Comparison compare(int64_t fingerprint) {
   try {
     drain(kAll);
-  } catch (const Refused& refused) {
-    throw std::runtime_error(explain(refused.word, refused.group));
+  } catch (const MessageMismatch& mismatch) {
+    throw std::runtime_error(explain(mismatch.fingerprints, mismatch.group));
   }
   const record::Exposed exposed;
   Transport& transport = current(kAll);
-  const Fingerprints word = fingerprints_of(kAll, own);
+  const Fingerprints fingerprints = fingerprints_of(kAll, fingerprint);
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
-  const record::Entered entered(transport, own, 0);
-  return {transport.meet(word.sent), word.calls};
+  const record::Entered entered(transport, fingerprint, 0);
+  return {transport.compare(fingerprints.compared), fingerprints.calls};
 }
 
 void close() {

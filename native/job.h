@@ -1,5 +1,5 @@
-// The state of a job in this process: what carries its messages. One of each, and for as long as
-// the process lives: a program may still run when Python ends.
+// The state of a job in this process: its transports, threads and counters. There is one of each
+// for as long as the process lives, because a program may still run when Python ends.
 #pragma once
 
 #include <functional>
@@ -21,56 +21,59 @@ namespace jaxmpi::job {
 
 constexpr int kAll = 0;  // the transport of all ranks
 
-// The first is that of all ranks, and there is one more for each way to part them into groups: that
-// of this rank's.
+// The first is that of all ranks. For each way to divide the ranks into groups there is one more,
+// of the group of this rank.
 extern std::vector<std::unique_ptr<Transport>>& transports;
-extern std::unique_ptr<Staging>& staging;  // for arrays of a GPU
-extern CommunicationThread&
-    communication;            // of messages that are on their way while a program computes
-extern MessagesAhead& ahead;  // and of those from one of its calls to a later one
+extern std::unique_ptr<Staging>& staging;   // for arrays of a GPU
+extern CommunicationThread& communication;  // messages from a start to a wait of the same call
+extern MessagesAhead& ahead;                // messages from a call of a program to a later one
 extern UncomparedCalls& uncompared;
-// What Python makes of a disagreement: it asks the other ranks for their sides, in words.
+// Describes a mismatch: Python asks the other ranks what they are doing, and returns the text.
 extern std::function<std::string(const Fingerprints&, int32_t group)>& explain;
 
-// Throws where there is none: between `finalize` and `init`.
+// Return a transport; throw where there is none, which is between `finalize` and `init`.
 Transport& current(size_t group);
 
-// Ranks that are about to do different things, in one message.
-struct Refused : std::runtime_error {
-  Refused(const Fingerprints& word, int32_t group)
-      : std::runtime_error("the ranks do not do the same"), word(word), group(group) {}
-  const Fingerprints word;
+// The fingerprints of a message differ: what this rank was about to send, and to which group.
+struct MessageMismatch : std::runtime_error {
+  MessageMismatch(const Fingerprints& fingerprints, int32_t group)
+      : std::runtime_error("collective mismatch between ranks"),
+        fingerprints(fingerprints),
+        group(group) {}
+  const Fingerprints fingerprints;
   const int32_t group;
 };
 
-// Of a message to the ranks of a group; to all ranks, what this rank has called before is part of
-// them.
-Fingerprints fingerprints_of(int32_t group, int64_t word);
+// Return the fingerprints of a message to a group. In a message to all ranks, the calls that this
+// rank has made before are part of what is compared.
+Fingerprints fingerprints_of(int32_t group, int64_t message);
 
-// Waits until nothing is on its way any more that another message of a group must stay behind.
+// Wait until nothing is in progress that must stay before another message to a group.
 void drain(int32_t group);
 
-// run(begin): it calls `begin` when this rank is ready to communicate.
+// Carry out a message by run(begin), which calls `begin` when this rank is ready to communicate:
+// then the message is on record. Throw MessageMismatch where the ranks differ.
 template <class Run>
-void carry_out(Transport& transport, int32_t group, const Fingerprints& word, int64_t bytes,
+void carry_out(Transport& transport, int32_t group, const Fingerprints& fingerprints, int64_t bytes,
                Run run) {
   const std::lock_guard<std::mutex> lock(transport.one_at_a_time);
   std::optional<record::Entered> entered;
   try {
-    run([&] { entered.emplace(transport, word.own, bytes); });
-  } catch (const Disagreement&) {
-    throw Refused(word, group);
+    run([&] { entered.emplace(transport, fingerprints.message, bytes); });
+  } catch (const CollectiveMismatch&) {
+    throw MessageMismatch(fingerprints, group);
   }
 }
 
-// The smallest and the largest word of the ranks, and how many calls this rank has made before.
-struct Met {
-  Extremes words;
+// Compare a fingerprint between all ranks. Return the range, and how many calls this rank has made
+// before.
+struct Comparison {
+  FingerprintRange range;
   int64_t calls;
 };
-Met meet(int64_t own);
+Comparison compare(int64_t fingerprint);
 
-// Nothing is carried any more.
+// End all messages, and close the transports.
 void close();
 
 }  // namespace jaxmpi::job

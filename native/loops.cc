@@ -1,6 +1,6 @@
-// The loops of reduce.h, compiled once for each kind of processor: LEVEL is the namespace of this
-// one. Nothing here may end up as a function that another file shares, which could be the copy of a
-// processor that is not there.
+// The loops of reduce.h, compiled once for each kind of processor, in the namespace LEVEL. Nothing
+// here may become a function that the linker shares with another file: it might keep the copy
+// compiled for a processor that this one is not.
 
 #include "loops.h"
 
@@ -37,8 +37,8 @@ To bit_cast(From from) {
 
 inline float widen(BF16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
 
-// To nearest, ties to even. A NaN stays one, as the lower half of its bits is 0: it is from a BF16,
-// or made by the processor.
+// Round to nearest, ties to even. A NaN stays a NaN, because the lower half of its bits is 0: it
+// comes from a BF16, or the processor made it.
 inline BF16 to_bf16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
@@ -83,7 +83,7 @@ void narrow_all(const float* in, F16* out, int64_t n) {
 #endif
 
 #if defined(__AVX2__)
-// Copies what there is of whole cache lines, 64 bytes, from byte i on; returns how far it came.
+// Copy whole cache lines, 64 bytes each, from byte i on; return where the rest begins.
 template <class Store>
 int64_t copy_lines(char* out, const char* in, int64_t i, int64_t bytes, Store store) {
   for (; i + 64 <= bytes; i += 64) {
@@ -96,8 +96,8 @@ int64_t copy_lines(char* out, const char* in, int64_t i, int64_t bytes, Store st
 }
 #endif
 
-// As memcpy, which in glibc 2.36 is an instruction that takes up to 27 times as long on AMD's Zen 3
-// where `to` is a few bytes after `from`, modulo 4096.
+// Copy without memcpy: that of glibc 2.36 is an instruction that takes up to 27 times as long on
+// AMD's Zen 3 where `to` is a few bytes after `from`, modulo 4096.
 void copy_bytes(void* to, const void* from, int64_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
@@ -109,8 +109,8 @@ void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (i < bytes) std::memcpy(out + i, in + i, bytes - i);
 }
 
-// As copy_bytes, past the caches. Only whole cache lines: parts of one would each go to memory on
-// their own.
+// Copy past the caches. Only whole cache lines are streamed: each part of a line would go to memory
+// on its own.
 void stream_bytes(void* to, const void* from, int64_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
@@ -144,7 +144,7 @@ T wrapping(T a, T b, bool product) {
   return static_cast<T>(product ? x * y : x + y);
 }
 
-// Of -0 and +0, the one or the other: in any order the same.
+// Of -0 and +0 it returns the same one in any order.
 template <class T>
 T of_equals(T a, T b, bool negative) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -179,7 +179,7 @@ T apply(T a, T b) {
   }
 }
 
-// From here on, a type and an operation are chosen at run time.
+// From here on, types and operations are chosen at run time.
 
 template <class F>
 auto with_type(Type type, F f) {
@@ -223,7 +223,7 @@ void add_on(const T* source, Wide<T>* __restrict total, int64_t n) {
   }
 }
 
-// Up to kBlock elements.
+// Reduce at most kBlock elements.
 template <Op op, class T>
 void combine_block(const void* const* sources, int count, int64_t start, Wide<T>* __restrict total,
                    int64_t n) {
@@ -267,14 +267,14 @@ void in_blocks(int64_t begin, int64_t end, F f) {
   for (int64_t start = begin; start < end; start += kBlock) f(start, std::min(kBlock, end - start));
 }
 
-// The first numbers of what `reduce` does, where there is a quicker way; returns how many they are.
+// Reduce the first numbers, where there is a faster way; return how many.
 template <Op op, class T>
 int64_t reduce_first(const void* const*, int, int, T*, T*, int64_t) {
   return 0;
 }
 
-// The compiler's own vectors, as wide as those that this file is compiled for: 16 bytes is what
-// every processor has.
+// Vectors of the compiler, as wide as the processor that this file is compiled for has them; every
+// processor has 16 bytes.
 #if defined(__AVX512BW__)
 constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -286,8 +286,8 @@ using Floats = float __attribute__((vector_size(kVectorBytes)));
 using Words = uint32_t __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kLanes = kVectorBytes / sizeof(float);
 
-// Two vectors of numbers of a type, as floats: in whatever order, the same for each source and for
-// the result.
+// Two vectors of numbers as floats, in an order that is the same for each source and for the
+// result.
 struct Pair {
   static constexpr int64_t kNumbers = 2 * kLanes;
   Floats x, y;
@@ -307,13 +307,13 @@ inline void store_pair(float* out, const Pair& pair) {
   std::memcpy(out + kLanes, &pair.y, sizeof pair.y);
 }
 
-// Of each two neighbours, the one in the lower half of a word is in x and the other in y.
+// Of two neighbors, the one in the lower half of a 32-bit word is in x, and the other in y.
 inline Pair load_pair(const BF16* in) {
   const Words words = load<Words>(in);
   return {bit_cast<Floats>(words << 16), bit_cast<Floats>(words & 0xffff0000)};
 }
 
-// As to_bf16, in the upper halves.
+// Round as to_bf16 does, into the upper halves.
 inline Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   return bits + 0x7fff + ((bits >> 16) & 1);

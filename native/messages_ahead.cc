@@ -1,21 +1,19 @@
 #include "messages_ahead.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <new>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 namespace jaxmpi {
 namespace {
 
-constexpr size_t kMost =
-    64;  // that nobody has taken: of a program that goes on without its last results
+// Messages that are kept until a program takes them. A program that ends without its last results
+// takes some of them never.
+constexpr size_t kMost = 64;
 constexpr int64_t kAlign = 64;  // bytes
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -27,14 +25,11 @@ void MessagesAhead::count_from(int64_t first) {
   next_ = first;
 }
 
-// A forked child has what was in memory, and no thread: it cannot talk to the other ranks, and must
-// not wait for any. It looks before it takes the mutex, which may have been taken when it was made.
-bool MessagesAhead::forked() const { return thread_of_ != 0 && thread_of_ != getpid(); }
-
 int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays, int64_t rows,
                              Carry carry) {
-  if (forked())
-    throw std::runtime_error("this process is a forked child of a rank, and cannot communicate");
+  thread_.check();
+  // The program may reuse its arrays at once, so the message has copies: for each array its
+  // operand, then its result, in one block of memory.
   int64_t bytes = 0;
   for (const Array& array : arrays) bytes += aligned(array.bytes()) + aligned(rows * array.bytes());
   auto message = std::make_shared<Message>(
@@ -55,11 +50,10 @@ int64_t MessagesAhead::start(size_t transport, const std::vector<Array>& arrays,
 
   Lock lock(mutex_);
   raise(lock);
-  if (thread_of_ == 0) {
-    std::thread([this] { run(); }).detach();
-    thread_of_ = getpid();
-  }
-  while (messages_.size() >= kMost) {  // the same ones on all ranks
+  thread_.start([this] { run(); });
+  // All ranks drop the same message, because all have sent the same ones: either all find it when
+  // they take its number, or none does.
+  while (messages_.size() >= kMost) {
     const auto oldest = messages_.begin()->second;
     ended_.wait(lock, [&] { return oldest->done; });
     raise(lock);
@@ -75,6 +69,7 @@ void MessagesAhead::run() {
   Lock lock(mutex_);
   for (;;) {
     started_.wait(lock, [this] { return !queue_.empty(); });
+    // It stays in the queue until it is done: `drain` waits for what is in the queue.
     const auto message = queue_.front();
     carrying_ = true;
     lock.unlock();
@@ -90,10 +85,16 @@ void MessagesAhead::run() {
     message->failure = failure;
     message->done = true;
     queue_.pop_front();
-    if (failure) {  // those behind it are not begun on any rank, and nobody waits for them
+    // Those behind a message that failed are not begun on any rank, so a take finds no such number.
+    if (failure) {
       failed_ = true;
       for (auto it = messages_.begin(); it != messages_.end();)
         it = it->second->done ? std::next(it) : messages_.erase(it);
+      // A `take` may already wait for one of them.
+      for (const auto& behind : queue_) {
+        behind->failure = failure;
+        behind->done = true;
+      }
       queue_.clear();
     }
     ended_.notify_all();
@@ -101,14 +102,15 @@ void MessagesAhead::run() {
 }
 
 bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
-  if (forked()) return false;
+  if (thread_.forked()) return false;
   Lock lock(mutex_);
   const auto found = messages_.find(number);
   if (found == messages_.end()) return false;
   const auto message = found->second;
+  // Erased before the wait, so that nobody takes it twice.
   messages_.erase(found);
   ended_.wait(lock, [&] { return message->done; });
-  lock.unlock();
+  lock.unlock();  // the message is this call's alone: copy without the mutex
   if (message->failure) std::rethrow_exception(message->failure);
   if (message->arrays.size() != arrays.size())
     throw std::logic_error("a message of other arrays than those that take it");
@@ -123,7 +125,7 @@ bool MessagesAhead::take(int64_t number, const std::vector<Array>& arrays) {
 }
 
 void MessagesAhead::drain(size_t transport) {
-  if (forked()) return;
+  if (thread_.forked()) return;
   Lock lock(mutex_);
   ended_.wait(lock, [&] {
     for (const auto& message : queue_) {
@@ -135,13 +137,15 @@ void MessagesAhead::drain(size_t transport) {
 }
 
 void MessagesAhead::raise() {
-  if (forked() || !failed_) return;
+  // Called for each program, so without the mutex unless something has failed.
+  if (thread_.forked() || !failed_) return;
   Lock lock(mutex_);
   raise(lock);
 }
 
 void MessagesAhead::raise(Lock&) {
   if (!failed_) return;
+  // The first failure is thrown, once; the messages that failed are dropped.
   std::exception_ptr failure;
   for (auto it = messages_.begin(); it != messages_.end();) {
     if (!failure) failure = it->second->failure;
@@ -152,12 +156,13 @@ void MessagesAhead::raise(Lock&) {
 }
 
 void MessagesAhead::forget() {
-  if (forked()) return;
+  if (thread_.forked()) return;
   Lock lock(mutex_);
   forget(lock);
 }
 
 void MessagesAhead::forget(Lock& lock) {
+  // First what is not begun, so that nothing else begins while this waits.
   if (!queue_.empty()) queue_.erase(queue_.begin() + carrying_, queue_.end());
   ended_.wait(lock, [this] { return !carrying_; });
   queue_.clear();

@@ -1,4 +1,4 @@
-// Messages that a program starts in one call and takes in a later one, or never.
+// Messages that a program sends in one call and takes in a later one, or never.
 #pragma once
 
 #include <atomic>
@@ -12,37 +12,44 @@
 #include <mutex>
 #include <vector>
 
+#include "background_thread.h"
 #include "call.h"
 
 namespace jaxmpi {
 
 // Each has memory of its own, and a number that is the same on all ranks. A thread carries them out
-// one after the other, beside the messages of other transports.
+// one after the other, while the program and the communication thread carry messages of other
+// transports: such a message may take as long as many steps, and must not hold up theirs.
+//
+// Messages of one transport stay in the order of the program on all ranks. Whoever sends one first
+// waits until those before it are done: a message at once and a start for those sent ahead on the
+// same transport (`drain`), a message sent ahead for all that were started
+// (`CommunicationThread::drain`). Nobody waits for a later message, so there is no deadlock: the
+// earliest unfinished message of the job is begun by each of its ranks.
 class MessagesAhead {
  public:
-  // Carries out a collective on arrays, as message `number` of a transport.
+  // Carries out the collective on these arrays.
   using Carry = std::function<void(std::vector<Array>)>;
 
-  // The number of the first message: the same on all ranks, and another one in each job.
+  // Set the number of the first message: the same on all ranks, and another one in each job.
   void count_from(int64_t first);
 
-  // Copies the arrays' `in`, and returns the number of the message. Throws as `drain` does. `rows`:
-  // of each result, as large as the array.
+  // Send copies of the arrays' `in`, and return the number of the message. Each result has `rows`
+  // rows as large as the array. Throws as `drain` does.
   int64_t start(size_t transport, const std::vector<Array>& arrays, int64_t rows, Carry carry);
 
-  // Waits for a message and copies what it has brought to the arrays' `out`. False where there is
-  // none of this number (any more): then there is none on the other ranks either. Throws what it
-  // has thrown.
+  // Wait for a message and copy its results to the arrays' `out`. Return false where there is none
+  // of this number: then there is none on the other ranks either. Throw what the message threw.
   bool take(int64_t number, const std::vector<Array>& arrays);
 
-  // Returns when no message of a transport is on its way. Throws what one has thrown that nobody
-  // has taken.
+  // Wait until no message of a transport is in progress or waiting for its turn. Throw what a
+  // message threw that nobody has taken.
   void drain(size_t transport);
 
-  // Throws it now: the other ranks have been told, and wait for this one.
+  // Throw it now, without waiting: the other ranks have failed in the same message.
   void raise();
 
-  // Forgets all messages, when the one that is on its way has ended.
+  // Drop all messages, once the one in progress has ended.
   void forget();
 
  private:
@@ -60,16 +67,15 @@ class MessagesAhead {
   void run();
   void raise(Lock& lock);
   void forget(Lock& lock);
-  bool forked() const;
 
   std::mutex mutex_;
   std::condition_variable started_, ended_;
-  std::map<int64_t, std::shared_ptr<Message>> messages_;  // that were started, and not taken
-  std::deque<std::shared_ptr<Message>> queue_;  // that are not done; the thread is at the first
+  std::map<int64_t, std::shared_ptr<Message>> messages_;  // sent and not taken, by number
+  std::deque<std::shared_ptr<Message>> queue_;            // not done; the thread carries the first
   bool carrying_ = false;
-  std::atomic<bool> failed_ = false;  // one of messages_, to look at without the mutex
+  std::atomic<bool> failed_ = false;  // whether one of messages_ has, to be read without the mutex
   int64_t next_ = 1;
-  std::atomic<int> thread_of_ = 0;  // the process that has the thread; 0: none yet
+  BackgroundThread thread_;
 };
 
 }  // namespace jaxmpi

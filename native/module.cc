@@ -1,5 +1,5 @@
-// The Python module: what Python needs to set up the transports and XLA's handlers, and to look at
-// what they do.
+// The Python module: functions to set up the transports and XLA's handlers and to look at what they
+// do, and the tables, limits and layouts that Python and C++ share, which are defined in C++ alone.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -20,24 +20,25 @@ namespace nb = nanobind;
 namespace jaxmpi {
 namespace {
 
-PyObject* on_disagreement = nullptr;  // (word, group, calls before it) -> str, or null
+PyObject* on_mismatch = nullptr;  // (fingerprint, group, calls before it) -> str, or null
 
-std::string explain(const Fingerprints& word, int32_t group) {
+std::string explain(const Fingerprints& fingerprints, int32_t group) {
   nb::gil_scoped_acquire gil;
-  if (!on_disagreement) return "the ranks do not do the same";
+  if (!on_mismatch) return "collective mismatch between ranks";
   try {
-    return nb::cast<std::string>(nb::handle(on_disagreement)(word.own, group, word.calls));
+    return nb::cast<std::string>(
+        nb::handle(on_mismatch)(fingerprints.message, group, fingerprints.calls));
   } catch (const std::exception& error) {
     return error.what();
   }
 }
 
 void set_explain(nb::callable f) {
-  Py_XDECREF(std::exchange(on_disagreement, f.release().ptr()));
+  Py_XDECREF(std::exchange(on_mismatch, f.release().ptr()));
   job::explain = explain;
 }
 
-// Returns the number of the transport; that of all ranks is the first.
+// Open a transport, and return its number. The first one, of all ranks, is 0.
 size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, int local_rank,
             std::vector<int> local_names, int64_t slot_bytes, int slots, int threads, bool crowded,
             intptr_t memory, int file) {
@@ -49,7 +50,7 @@ size_t open(int rank, std::vector<int> order, std::vector<int> ranks, int node, 
         std::make_unique<Node>(layout, reinterpret_cast<char*>(memory) + i * layout.bytes(), file));
   }
   job::transports.push_back(std::make_unique<Transport>(
-      Place(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
+      Topology(rank, std::move(order), std::move(ranks), node), std::move(nodes)));
   return job::transports.size() - 1;
 }
 
@@ -60,20 +61,21 @@ void connect(size_t group, const std::string& library, intptr_t comm, intptr_t b
 }
 
 void close() {
-  Py_CLEAR(on_disagreement);
+  Py_CLEAR(on_mismatch);
   nb::gil_scoped_release release;
   job::close();
 }
 
-// The smallest and the largest word, and how many calls this rank has made before.
-std::tuple<int64_t, int64_t, int64_t> meet(int64_t own) {
+// Compare a fingerprint. Return the smallest and the largest of all ranks, and how many calls this
+// rank has made before.
+std::tuple<int64_t, int64_t, int64_t> compare(int64_t fingerprint) {
   nb::gil_scoped_release release;
-  const job::Met met = job::meet(own);
-  return {met.words.smallest, met.words.largest, met.calls};
+  const job::Comparison comparison = job::compare(fingerprint);
+  return {comparison.range.smallest, comparison.range.largest, comparison.calls};
 }
 
-// The rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin, receive_end,
-// reduces).
+// Return the rounds of a node, each a list of (to, from, send_begin, send_end, receive_begin,
+// receive_end, reduces).
 auto schedule(const std::string& name, int nodes, int node, bool direct, int root) {
   const Schedule rounds = name == "reduce_scatter" ? reduce_scatter_schedule(nodes, node, direct)
                           : name == "allgather"    ? allgather_schedule(nodes, node, direct)
@@ -88,6 +90,13 @@ auto schedule(const std::string& name, int nodes, int node, bool direct, int roo
   return out;
 }
 
+template <class Enum, size_t count>
+nb::dict numbers_of(const Named<Enum> (&table)[count]) {
+  nb::dict numbers;
+  for (const Named<Enum>& named : table) numbers[named.name] = static_cast<int>(named.value);
+  return numbers;
+}
+
 #if defined(__clang__)
 constexpr char kCompiler[] = __VERSION__;
 #else
@@ -100,16 +109,26 @@ NB_MODULE(_native, m) {
   m.doc() =
       "Collectives through shared memory within a node, and over MPI between nodes; see native/ in "
       "the sources.";
-  m.attr("interface") = 9;  // another number for every change of what Python calls:
-                            // jaxmpi/_backends/extension.py has it, too
+  // Change the number with every change of what Python calls, and that in extension.py with it: by
+  // this Python refuses an extension of another version.
+  m.attr("interface") = 10;
   m.attr("sources") = JAXMPI_SOURCES;
   m.attr("ffi") = handlers::ffi_version();
   m.attr("compiler") = kCompiler;
+
+  // What Python and C++ share.
+  m.attr("kinds") = numbers_of(kKinds);
+  m.attr("operations") = numbers_of(kOps);
+  m.attr("dtypes") = numbers_of(kTypes);
+  m.attr("piece_bytes") = kPieceBytes;
+  m.attr("record_name") = record::kFileName;
+  m.attr("record_layout") = record::layout();
+
   m.def("can_reduce", &can_reduce);
   m.def("handler", [](const std::string& name) { return nb::capsule(handlers::find(name)); });
   m.def("set_rank", &handlers::set_rank);
-  m.def("use_cuda", [](const std::string& library) {  // pinned memory is never freed: each `init`
-                                                      // takes what is there
+  m.def("use_cuda", [](const std::string& library) {
+    // Pinned memory is never freed, so each `init` uses what is there.
     if (!job::staging || job::staging->library() != library)
       job::staging = std::make_unique<Staging>(library);
   });
@@ -130,14 +149,14 @@ NB_MODULE(_native, m) {
   m.def("schedule", &schedule, nb::arg("name"), nb::arg("nodes"), nb::arg("node"),
         nb::arg("direct") = false, nb::arg("root") = 0);
   m.def("count_ahead_from", [](int64_t first) { job::ahead.count_from(first); });
-  m.def("on_disagreement", &set_explain);
-  m.def("meet", &meet);
+  m.def("on_mismatch", &set_explain);
+  m.def("compare", &compare);
   m.def("calls_before", [](int64_t calls) { return job::uncompared.before(calls); });
   m.def("forget_calls", [] { job::uncompared.forget_calls(); });
   m.def("messages", &record::messages);
   m.def("exposed_ns", &record::exposed_ns);
   m.def("waits", &record::last_waits);
-  m.def("word", &record::word);
+  m.def("last_fingerprint", &record::last_fingerprint);
   m.def("events", &record::last_events);
   m.def("close", &close);
 }

@@ -1,23 +1,26 @@
 // The ranks of one node: how they pass arrays to each other through shared memory.
 //
 // All messages of all ranks are one sequence of chunks, counted from the beginning. Each rank has a
-// few slots, which its chunks take in turn, and three counters, which only it writes:
+// few slots, which its chunks use in turn, and three counters, which only it writes:
 //
-//   laid_out  its part of so many chunks is in its slots
-//   reduced   its share of so many chunks is reduced, and in its slots for the others
-//   taken     it needs nothing of so many chunks any more
+//   laid_out  this rank's part of so many chunks is in its slots
+//   reduced   this rank's share of so many chunks is reduced, and in its slots for the others
+//   taken     this rank needs nothing more of so many chunks
 //
 // Before it lays out a chunk, a rank waits until all have taken what was in that slot before;
 // before it reduces, until all have laid out; before it takes, until all have reduced. A rank lays
-// out the next chunk before it reduces this one, and takes the one before after that, so it seldom
-// waits.
+// out chunk k + 1 before it reduces chunk k, and then takes chunk k - 1, so it seldom waits.
 //
-// With the first chunk of a message goes its word. No rank is more than one message ahead of
-// another, as it waits for the first chunks of all: two words of each rank are enough. Where the
-// words differ, every rank leaves the message after its first chunk, and all counters are equal
-// again.
+// A counter is stored with release order after the memory that it speaks of, and loaded with
+// acquire order before that memory is read: the counters are the only synchronization.
+//
+// The fingerprint of a message goes with its first chunk. No rank is more than one message ahead of
+// another, because it waits for the first chunks of all: two fingerprints of each rank are enough.
+// Where the fingerprints differ, every rank leaves the message after its first chunk, and all
+// counters are equal again.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -29,93 +32,105 @@
 
 namespace jaxmpi {
 
-// A rank that ended while others wait for it.
+// A rank ended while others wait for it.
 struct RankLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-struct Extremes {
+// The smallest and the largest fingerprint of some ranks.
+struct FingerprintRange {
   int64_t smallest, largest;
+  bool equal() const { return smallest == largest; }
+  FingerprintRange with(const FingerprintRange& other) const {
+    return {std::min(smallest, other.smallest), std::max(largest, other.largest)};
+  }
 };
 
 class Node {
  public:
-  // Layout of the shared memory: for each rank a `Post`, then its slots.
+  // The layout of the shared memory: a `RankState` for each rank, then the slots of each.
   struct Layout {
-    int rank, size;          // of this process among the ranks of the node
-    int64_t slot_bytes;      // what a rank can lay out at once
-    int slots;               // how many times
-    bool crowded;            // more ranks than cores
-    std::vector<int> names;  // the local rank of each, where these are a part of those of the node;
-                             // empty otherwise
+    int rank, size;      // this process, among `size` ranks that share the memory
+    int64_t slot_bytes;  // room for one chunk of a rank
+    int slots;           // of each rank
+    bool crowded;        // whether there are more ranks than cores
+    // The local rank of each, where they are a group within the node; empty for all ranks.
+    std::vector<int> names;
     int64_t bytes() const;
   };
 
-  // memory: `layout.bytes()` of zeros that all ranks of the node map. file: where it is from; each
-  // rank holds a lock on the byte of its number as long as it lives.
+  // `memory` is `layout.bytes()` of zeros that all ranks of the node map from `file`. Each rank
+  // holds a lock on the byte of its number in that file as long as it lives.
   Node(const Layout& layout, char* memory, int file);
 
   const Layout& layout() const { return layout_; }
 
-  // The memory for one chunk of this message, of any rank.
+  // Return the slot in which a rank has a chunk of this message.
   char* slot(int rank, int64_t chunk) const;
 
-  // What a message does with each chunk, by its number. All ranks lay it out; then each reduces its
-  // share; then each takes what the others have reduced. Between nodes, to reduce takes long: it is
-  // begun, and several chunks are on their way at once.
+  // The steps of a message, each a function of the number of a chunk. All ranks lay a chunk out;
+  // then each reduces its share; then each takes what the others have reduced. Between nodes,
+  // `reduce` only begins the exchange of a chunk, and several chunks are in transit at once.
   struct Message {
     int64_t chunks;
-    int64_t word;  // equal on all ranks, or nothing is exchanged
-    std::function<void(int64_t)> lay_out, reduce,
-        take;  // without `take`, the ranks are done when they have reduced
-    // Of several nodes, once the only chunk is laid out: sends what needs no other rank of the
-    // node; and if the words differ.
-    std::function<void()> send_ahead = {}, give_up = {};
-    // Called on the node's first rank of several nodes: makes the extremes of this node those of
-    // all nodes.
-    std::function<Extremes(Extremes)> everywhere = {};
-    // Of several nodes: moves on what `reduce` has begun, and returns whether something has moved;
-    // whether a chunk is done.
+    int64_t fingerprint;  // nothing is exchanged unless it is equal on all ranks
+    // Without `take`, the ranks are done when they have reduced.
+    std::function<void(int64_t)> lay_out, reduce, take;
+
+    // Called once the fingerprints of all ranks are equal.
+    std::function<void()> agreed = {};
+
+    // The rest is for several nodes.
+
+    // Called once the only chunk is laid out: sends what needs no other rank of the node.
+    std::function<void()> send_ahead = {};
+    // Called if the fingerprints differ.
+    std::function<void()> give_up = {};
+    // Called on the node's first rank: extends the range of this node's fingerprints to all nodes.
+    std::function<FingerprintRange(FingerprintRange)> across_nodes = {};
+    // Whether `across_nodes` also reduces the only chunk.
+    bool at_once = false;
+    // Moves the exchanges that `reduce` has begun forward; returns whether anything has moved.
     std::function<bool()> advance = {};
+    // Whether the exchange of a chunk has ended.
     std::function<bool(int64_t)> is_reduced = {};
-    std::function<void()> agreed = {};  // called once the words of all ranks are equal
-    bool at_once = false;               // whether `everywhere` also reduces the only chunk
   };
 
-  // Returns the extremes of the ranks' words. If it throws, this rank can send nothing more.
-  Extremes exchange(const Message& message);
+  // Carry out a message, and return the range of the ranks' fingerprints. If it throws, this rank
+  // can send nothing more.
+  FingerprintRange exchange(const Message& message);
 
-  // This rank can send nothing more.
+  // Tell the other ranks that this one can send nothing more.
   void fail();
 
-  // The number of a chunk of this message, counted from the beginning.
+  // Return the number of a chunk of this message, counted over all messages.
   int64_t sequence(int64_t chunk) const { return static_cast<int64_t>(chunks_) + chunk; }
 
-  // When all had laid out the first chunk of the last message.
-  int64_t met() const { return met_; }
+  // When all ranks had laid out the first chunk of the last message, in ns of the steady clock.
+  int64_t all_entered_ns() const { return all_entered_ns_; }
 
  private:
-  struct Post;
-  Post& post(int rank) const;
-  using Counter = std::atomic<uint64_t> Post::*;
-  void wait(Counter counter, uint64_t value);  // for all others
+  struct RankState;
+  RankState& state(int rank) const;
+  using Counter = std::atomic<uint64_t> RankState::*;
+  void wait(Counter counter, uint64_t value);  // until all other ranks have reached `value`
   void wait_for(int rank, Counter counter, uint64_t value);
-  bool have(Counter counter, uint64_t value) const;  // all others
-  void look_for_lost(
-      uint64_t end) const;  // throws if a rank has not taken so many chunks, and will not
+  bool have(Counter counter, uint64_t value) const;  // whether all other ranks have reached it
+  // Throw if a rank has not taken `end` chunks, and never will.
+  void look_for_lost(uint64_t end) const;
   bool is_gone(int rank) const;
   [[noreturn]] void throw_lost(int rank, bool gone) const;
-  Extremes pass(const Message& message);
-  Extremes agree(const Message& message);
+  FingerprintRange pass(const Message& message);
+  FingerprintRange agree(const Message& message);
   void pass_within(const Message& message);
   void pass_between(const Message& message);
 
   Layout layout_;
   char* memory_;
   int file_;
-  uint64_t chunks_ = 0;  // of all messages before this one
-  uint64_t messages_ = 0;
-  int64_t met_ = 0;
+  uint64_t chunks_ = 0;    // of all messages before this one
+  uint64_t messages_ = 0;  // before this one
+  int64_t all_entered_ns_ = 0;
 };
 
 }  // namespace jaxmpi

@@ -4,12 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <mutex>
 
 namespace jaxmpi::record {
 
 struct Event {
-  std::atomic<int64_t> word, bytes, start, met, end;
+  std::atomic<int64_t> fingerprint, bytes, start, all_entered, end;
 };
 
 namespace {
@@ -19,24 +20,34 @@ struct Wait {
   std::atomic<int64_t> start, end;
 };
 struct Record {
+  char layout[1024];                    // JSON, then zeros
   std::atomic<int64_t> started, ended;  // messages
-  std::atomic<int64_t>
-      exposed;  // nanoseconds for which programs have waited for messages, and done nothing else
+  std::atomic<int64_t> exposed_ns;      // for which programs have waited, and done nothing else
   Event events[kEvents];
-  std::atomic<int64_t> waited;  // how many times
+  std::atomic<int64_t> waited;  // how many waits there were
   Wait waits[kEvents];
 };
+// Other processes read the numbers as int64 while this one writes them.
+static_assert(sizeof(std::atomic<int64_t>) == sizeof(int64_t));
+static_assert(std::atomic<int64_t>::is_always_lock_free);
 
-// In a file without a name, which `jaxmpi top` reads as /proc/PID/fd/N; in memory of our own where
-// there can be none.
+std::string field(const char* name, size_t offset) {
+  return '"' + std::string(name) + "\": " + std::to_string(offset);
+}
+
+// Make the record in a file without a name, or in memory of this process where there can be none.
 Record& make_record() {
-  const int file = memfd_create("jaxmpi-events", MFD_CLOEXEC);
+  const int file = memfd_create(kFileName, MFD_CLOEXEC);
   if (file < 0) return *new Record{};
   void* memory = MAP_FAILED;
   if (ftruncate(file, sizeof(Record)) == 0) {
     memory = mmap(nullptr, sizeof(Record), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
-  if (memory != MAP_FAILED) return *static_cast<Record*>(memory);
+  if (memory != MAP_FAILED) {
+    Record& record = *static_cast<Record*>(memory);
+    layout().copy(record.layout, sizeof record.layout - 1);
+    return record;
+  }
   ::close(file);
   return *new Record{};
 }
@@ -44,12 +55,13 @@ Record& make_record() {
 Record& record = make_record();
 std::mutex& entering = *new std::mutex;
 
-Event& next(int64_t word, int64_t bytes) {
+// Begin the record of a message. `started` counts it last, so that no reader finds a part of it.
+Event& next(int64_t fingerprint, int64_t bytes) {
   const std::lock_guard<std::mutex> lock(entering);
   Event& event = record.events[record.started % kEvents];
-  event.word = word;
+  event.fingerprint = fingerprint;
   event.bytes = bytes;
-  event.met = event.end = 0;
+  event.all_entered = event.end = 0;
   event.start = now();
   ++record.started;
   return event;
@@ -57,24 +69,26 @@ Event& next(int64_t word, int64_t bytes) {
 
 }  // namespace
 
-Entered::Entered(const Transport& transport, int64_t word, int64_t bytes)
-    : event_(next(word, bytes)), transport_(transport) {}
+Entered::Entered(const Transport& transport, int64_t fingerprint, int64_t bytes)
+    : event_(next(fingerprint, bytes)), transport_(transport) {}
 
 Entered::~Entered() {
   event_.end = now();
-  if (transport_.met() >= event_.start) event_.met = transport_.met();
+  // An earlier time is that of the message before: this one failed before all ranks had entered it.
+  const int64_t all_entered = transport_.all_entered_ns();
+  if (all_entered >= event_.start) event_.all_entered = all_entered;
   ++record.ended;
 }
 
 Exposed::~Exposed() {
   const int64_t end = now();
-  record.exposed += end - start_;
+  record.exposed_ns += end - start_;
   Wait& wait = record.waits[record.waited++ % kEvents];
   wait.start = start_;
   wait.end = end;
 }
 
-int64_t exposed_ns() { return record.exposed; }
+int64_t exposed_ns() { return record.exposed_ns; }
 
 std::vector<std::pair<int64_t, int64_t>> last_waits() {
   std::vector<std::pair<int64_t, int64_t>> out;
@@ -87,13 +101,13 @@ std::vector<std::pair<int64_t, int64_t>> last_waits() {
 }
 
 std::pair<int64_t, int64_t> messages() {
-  const int64_t ended = record.ended;  // first, so that what is between two messages does not look
-                                       // like being inside of one
+  // `ended` is read first: the other way round, a rank between two messages might seem inside one.
+  const int64_t ended = record.ended;
   return {record.started, ended};
 }
 
-int64_t word() {
-  return record.started ? record.events[(record.started - 1) % kEvents].word.load() : 0;
+int64_t last_fingerprint() {
+  return record.started ? record.events[(record.started - 1) % kEvents].fingerprint.load() : 0;
 }
 
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events() {
@@ -101,9 +115,22 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> la
   const int64_t end = record.started;
   for (int64_t i = std::max<int64_t>(0, end - kEvents); i < end; ++i) {
     const Event& event = record.events[i % kEvents];
-    out.emplace_back(i, event.word, event.bytes, event.start, event.met, event.end);
+    out.emplace_back(i, event.fingerprint, event.bytes, event.start, event.all_entered, event.end);
   }
   return out;
+}
+
+std::string layout() {
+  return "{" + field("bytes", sizeof(Record)) + ", \"counters\": {" +
+         field("started", offsetof(Record, started)) + ", " +
+         field("ended", offsetof(Record, ended)) + ", " +
+         field("exposed_ns", offsetof(Record, exposed_ns)) + "}, \"events\": {" +
+         field("offset", offsetof(Record, events)) + ", " + field("count", kEvents) + ", " +
+         field("bytes", sizeof(Event)) + ", \"fields\": {" +
+         field("fingerprint", offsetof(Event, fingerprint)) + ", " +
+         field("bytes", offsetof(Event, bytes)) + ", " + field("start", offsetof(Event, start)) +
+         ", " + field("all_entered", offsetof(Event, all_entered)) + ", " +
+         field("end", offsetof(Event, end)) + "}}}";
 }
 
 }  // namespace jaxmpi::record

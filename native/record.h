@@ -1,8 +1,13 @@
 // The last messages of this process, for the flight recorder, the stall watch and `jaxmpi top`.
+//
+// The record is a file without a name (memfd kFileName), which other processes of the same user
+// read as /proc/PID/fd/N. It begins with its own layout, as JSON (`layout`), so that a reader of
+// another version of jaxmpi reads it right, or finds that it cannot.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -11,11 +16,11 @@
 
 namespace jaxmpi::record {
 
-// Marks a message as the last one, from when this rank is ready to communicate; under the
-// transport's mutex.
+// Records a message as the last one, from its constructor, when this rank is ready to communicate,
+// to its destructor. The caller holds the transport's mutex.
 class Entered {
  public:
-  Entered(const Transport& transport, int64_t word, int64_t bytes);
+  Entered(const Transport& transport, int64_t fingerprint, int64_t bytes);
   ~Entered();
   Entered(const Entered&) = delete;
   Entered& operator=(const Entered&) = delete;
@@ -25,7 +30,7 @@ class Entered {
   const Transport& transport_;
 };
 
-// Adds the time for which a program waits, and does nothing else.
+// Records a wait, from its constructor to its destructor, for which a program does nothing else.
 class Exposed {
  public:
   ~Exposed();
@@ -33,20 +38,35 @@ class Exposed {
  private:
   const int64_t start_ = now();
 };
+
+// The nanoseconds of all waits.
 int64_t exposed_ns();
 
-// When the last of these waits began and ended, in nanoseconds of the steady clock, in the order of
-// their ends.
+// When the last waits began and ended, in nanoseconds of the steady clock, in the order of their
+// ends.
 std::vector<std::pair<int64_t, int64_t>> last_waits();
 
-// How many have begun, and how many of them have ended.
+// How many messages have begun, and how many of them have ended.
 std::pair<int64_t, int64_t> messages();
 
-// The word of the last message.
-int64_t word();
+// The fingerprint of the last message; 0 before the first one.
+int64_t last_fingerprint();
 
-// number, word, bytes, start, met, end. Times are nanoseconds of the steady clock: when this rank
-// entered it, when all ranks had, and when it was done here; 0 for what has not happened yet.
+// The last messages: number, fingerprint, bytes, start, all_entered, end. The last three are
+// nanoseconds of the steady clock: when this rank entered the message, when all ranks had, and when
+// it was done here; 0 for what has not happened yet.
 std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> last_events();
+
+// The name of the file of the record.
+constexpr char kFileName[] = "jaxmpi-events";
+
+// The layout of the record as JSON, for example
+//
+//   {"bytes": 262144, "counters": {"started": 2048, "ended": 2056, "exposed_ns": 2064},
+//    "events": {"offset": 2072, "count": 4096, "bytes": 40, "fields": {"fingerprint": 0, ...}}}
+//
+// Numbers are offsets and lengths in bytes. Each counter and field is an int64. Event number n is
+// at offset + n % count * bytes.
+std::string layout();
 
 }  // namespace jaxmpi::record

@@ -1,9 +1,9 @@
-// Who sends what to whom between the nodes: pure planning, the same on every rank.
+// Which nodes send which blocks to each other: a plan that follows from the number of nodes alone.
 //
-// What a collective works on is divided into blocks, one for each node. Blocks are counted from the
-// node's own: block i of node r is that of node (r + i) mod p, so every node has the same schedule
-// but for the names of its peers. A schedule is a list of rounds. The sends of a round need what
-// the rounds before have received; its receives can be posted at once.
+// The data of a collective is divided into blocks, one for each node. Blocks are counted relative
+// to the node: block i of node r belongs to node (r + i) mod p, so every node has the same schedule
+// with other peers. A schedule is a list of rounds. The sends of a round need what the rounds
+// before have received; its receives can be posted at once.
 //
 // Between few nodes, a block goes straight to where it is needed: one round of p - 1 transfers.
 // Between many, the rounds are those of the circulant graph (Träff, "Optimal, non-pipelined
@@ -17,25 +17,25 @@
 namespace jaxmpi {
 
 struct Transfer {
-  int to, from;                    // nodes; -1: nobody
+  int to, from;                    // nodes; -1: none
   int send_begin, send_end;        // blocks
-  int receive_begin, receive_end;  // blocks: where what arrives belongs
-  bool reduces;  // whether what arrives is combined with what is there, or takes its place
+  int receive_begin, receive_end;  // blocks
+  bool reduces;  // whether what arrives is combined with what is there, or replaces it
 };
 using Round = std::vector<Transfer>;
 using Schedule = std::vector<Round>;
 
-// At the end, block 0 is reduced over all nodes.
+// A reduce-scatter: at the end, block 0 is reduced over all nodes.
 Schedule reduce_scatter_schedule(int nodes, int node, bool direct);
 
-// From block 0 of each node to all blocks on every node.
+// An allgather: from block 0 of each node to all blocks on every node.
 Schedule allgather_schedule(int nodes, int node, bool direct);
 
-// For small messages: all blocks as one, reduced on every node in ceil(log2 p) rounds, or two more
-// where p is no power of two.
+// An allreduce of small messages, with all blocks as one: ceil(log2 p) rounds, or two more where p
+// is no power of two.
 Schedule recursive_doubling_schedule(int nodes, int node);
 
-// From the root to all nodes, all blocks as one, along a binomial tree.
+// A broadcast from the root along a binomial tree, with all blocks as one.
 Schedule broadcast_schedule(int nodes, int node, int root);
 
 }  // namespace jaxmpi

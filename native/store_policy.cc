@@ -5,8 +5,9 @@
 
 namespace jaxmpi {
 
-void Stores::decide() {
-  if (spent_.back() == 0) return;  // by the first part of this chunk
+void StorePolicy::decide() {
+  // An earlier step of this chunk has decided, and cleared the times.
+  if (spent_.back() == 0) return;
   auto median = [this](bool streamed) {
     std::vector<double> times;
     for (int64_t at = 0; at < kTrial; ++at) {
@@ -16,8 +17,8 @@ void Stores::decide() {
     return times[times.size() / 2];
   };
   const double ordinary = median(false), streamed = median(true);
-  streaming_ =
-      streaming_ ? streamed < 1.1 * ordinary : streamed < 0.9 * ordinary;  // no change for chance
+  // A margin of a tenth, so that noise changes nothing.
+  streaming_ = streaming_ ? streamed < 1.1 * ordinary : streamed < 0.9 * ordinary;
   spent_ = {};
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kLine = 64;               // bytes: parts begin on cache lines
 constexpr int64_t kStripedBytes = 1 << 20;  // from this size on, several threads are faster
 
-// One of `count` parts of about as many bytes, which together have all columns.
+// Return one of `count` parts of about equal bytes. Together they have all columns of all arrays.
 std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64_t count) {
   auto lines_of = [](const Array& array) { return (array.bytes() + kLine - 1) / kLine; };
   int64_t lines = 0;
@@ -34,59 +34,64 @@ std::vector<Array> part_of(const std::vector<Array>& arrays, int64_t part, int64
 
 }  // namespace
 
-Transport::Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes)
-    : place_(place), workers_(static_cast<int>(nodes.size()) - 1) {
+Transport::Transport(const Topology& topology, std::vector<std::unique_ptr<Node>> nodes)
+    : topology_(topology), workers_(static_cast<int>(nodes.size()) - 1) {
   for (auto& node : nodes) stripes_.push_back({std::move(node), {}});
 }
 
 void Transport::connect(std::unique_ptr<Network> network, const Tuning& tuning) {
-  lanes_ =
-      std::make_unique<Lanes>(std::move(network), tuning, stripes_.front().node->layout().slots);
+  channels_ =
+      std::make_unique<Channels>(std::move(network), tuning, stripes_.front().node->layout().slots);
 }
 
-Extremes Transport::meet(int64_t word) {
+FingerprintRange Transport::compare(int64_t fingerprint) {
   const Operation nothing = {Kind::Allreduce, Op::Sum, 1, -1, -1};
   Node& node = *stripes_.front().node;
-  if (lanes_) return node.exchange(BetweenNodes(place_, node, *lanes_, nothing, {}).message(word));
-  return node.exchange({0, word, {}, {}, {}});
+  if (channels_)
+    return node.exchange(
+        BetweenNodes(topology_, node, *channels_, nothing, {}).message(fingerprint));
+  return node.exchange({0, fingerprint, {}, {}, {}});
 }
 
-void Transport::run(const Operation& operation, int64_t word, std::vector<Array> arrays) {
-  Extremes words;
-  if (lanes_) {
+void Transport::run(const Operation& operation, int64_t fingerprint, std::vector<Array> arrays) {
+  FingerprintRange range;
+  if (channels_) {
     Node& node = *stripes_.front().node;
-    BetweenNodes call(place_, node, *lanes_, operation, std::move(arrays));
-    words = node.exchange(call.message(word));
+    BetweenNodes call(topology_, node, *channels_, operation, std::move(arrays));
+    range = node.exchange(call.message(fingerprint));
   } else {
-    words = within(operation, word, std::move(arrays));
+    range = within(operation, fingerprint, std::move(arrays));
   }
-  if (words.smallest != words.largest) throw Disagreement("the ranks do not do the same");
+  if (!range.equal()) throw CollectiveMismatch("collective mismatch between ranks");
 }
 
-// The other stripes begin once the ranks have agreed in the first. What fails in one of them must
-// fail in all: the other ranks would wait.
-Extremes Transport::within(const Operation& operation, int64_t word, std::vector<Array> arrays) {
+// Carry out a message within one node, a large one by all threads of the rank.
+FingerprintRange Transport::within(const Operation& operation, int64_t fingerprint,
+                                   std::vector<Array> arrays) {
   const int count = workers_.count() + 1;
   if (count == 1 || bytes_of(arrays) < kStripedBytes)
-    return carry(stripes_.front(), operation, word, std::move(arrays));
+    return carry(stripes_.front(), operation, fingerprint, std::move(arrays));
   workers_.check();
   bool begun = false;
   std::exception_ptr failure;
-  Extremes words = {};
+  FingerprintRange range = {};
+  // The other stripes begin once the ranks have agreed in the first: on a mismatch none of them has
+  // begun, and their counters stay equal on all ranks.
   auto begin = [&] {
     begun = true;
     workers_.start([&](int k) {
       Stripe& stripe = stripes_[static_cast<size_t>(k)];
       try {
-        carry(stripe, operation, word, part_of(arrays, k, count));
+        carry(stripe, operation, fingerprint, part_of(arrays, k, count));
       } catch (...) {
+        // The same stripe of the other ranks would wait for this one.
         stripe.node->fail();
         throw;
       }
     });
   };
   try {
-    words = carry(stripes_.front(), operation, word, part_of(arrays, 0, count), begin);
+    range = carry(stripes_.front(), operation, fingerprint, part_of(arrays, 0, count), begin);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -95,19 +100,20 @@ Extremes Transport::within(const Operation& operation, int64_t word, std::vector
   } catch (...) {
     if (!failure) failure = std::current_exception();
   }
-  if (!failure) return words;
+  if (!failure) return range;
+  // A message that failed in one stripe has failed in all: what the others brought is of no use.
   for (Stripe& stripe : stripes_) stripe.node->fail();
   std::rethrow_exception(failure);
 }
 
-Extremes Transport::carry(Stripe& stripe, const Operation& operation, int64_t word,
-                          std::vector<Array> arrays, std::function<void()> agreed) {
-  WithinNode call(place_, *stripe.node, stripe.stores, operation, std::move(arrays));
-  Node::Message message = call.message(word);
+FingerprintRange Transport::carry(Stripe& stripe, const Operation& operation, int64_t fingerprint,
+                                  std::vector<Array> arrays, std::function<void()> agreed) {
+  WithinNode call(topology_, *stripe.node, stripe.store_policy, operation, std::move(arrays));
+  Node::Message message = call.message(fingerprint);
   message.agreed = std::move(agreed);
-  const Extremes words = stripe.node->exchange(message);
-  if (words.smallest == words.largest) call.end();
-  return words;
+  const FingerprintRange range = stripe.node->exchange(message);
+  if (range.equal()) call.end();
+  return range;
 }
 
 }  // namespace jaxmpi

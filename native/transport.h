@@ -1,4 +1,9 @@
 // The collectives of a job: through shared memory within a node, and over MPI between nodes.
+//
+// The way of a call: XLA calls a handler (handlers.cc), which hands the arrays to the `Transport`
+// of the group of ranks, at once or by a thread (communication_thread.h, messages_ahead.h). That
+// cuts them into chunks (call.h) and takes these through the steps of a message (node.h): within a
+// node by within.h, and between nodes by between.h.
 #pragma once
 
 #include <memory>
@@ -14,49 +19,50 @@
 
 namespace jaxmpi {
 
-// The ranks are about to do different things. The shared memory is as before: they may go on.
-struct Disagreement : std::runtime_error {
+// The fingerprints of the ranks differ. The shared memory is as before, and the ranks may go on.
+struct CollectiveMismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class Transport {
  public:
-  // nodes: the same ranks of this node, several times: each carries a part of a large message, by a
-  // thread of its own.
-  Transport(const Place& place, std::vector<std::unique_ptr<Node>> nodes);
+  // `nodes` are the same ranks of this node, once for each thread of a rank: each carries a part of
+  // a large message.
+  Transport(const Topology& topology, std::vector<std::unique_ptr<Node>> nodes);
 
-  // To the other nodes, if there are several.
+  // Connect this rank to the other nodes, if there are several.
   void connect(std::unique_ptr<Network> network, const Tuning& tuning);
 
-  // Carry out a collective on all arrays. The ranks compare `word`. Throws Disagreement on all of
-  // them if it differs.
-  void run(const Operation& operation, int64_t word, std::vector<Array> arrays);
+  // Carry out a collective on all arrays. The ranks compare `fingerprint`; if it differs, all of
+  // them throw CollectiveMismatch.
+  void run(const Operation& operation, int64_t fingerprint, std::vector<Array> arrays);
 
-  int size() const { return place_.size; }
-  int rank() const { return place_.rank; }
+  int size() const { return topology_.size; }
+  int rank() const { return topology_.rank; }
 
-  // When all ranks had entered the last message.
-  int64_t met() const { return stripes_.front().node->met(); }
+  // When all ranks had entered the last message, in nanoseconds of the steady clock.
+  int64_t all_entered_ns() const { return stripes_.front().node->all_entered_ns(); }
 
-  // Only compare.
-  Extremes meet(int64_t word);
+  // Compare a fingerprint, and exchange nothing else.
+  FingerprintRange compare(int64_t fingerprint);
 
-  std::mutex one_at_a_time;  // keeps the messages of two threads apart
+  std::mutex one_at_a_time;  // held for each message: several threads carry messages
 
  private:
-  // A part of the columns of a message, and what carries it.
+  // What one thread of a rank carries a part of a message with.
   struct Stripe {
     std::unique_ptr<Node> node;
-    Stores stores;
+    StorePolicy store_policy;
   };
-  Extremes within(const Operation& operation, int64_t word, std::vector<Array> arrays);
-  Extremes carry(Stripe& stripe, const Operation& operation, int64_t word,
-                 std::vector<Array> arrays, std::function<void()> agreed = {});
+  FingerprintRange within(const Operation& operation, int64_t fingerprint,
+                          std::vector<Array> arrays);
+  FingerprintRange carry(Stripe& stripe, const Operation& operation, int64_t fingerprint,
+                         std::vector<Array> arrays, std::function<void()> agreed = {});
 
-  Place place_;
-  std::vector<Stripe> stripes_;   // at least one
-  std::unique_ptr<Lanes> lanes_;  // between nodes
-  WorkerThreads workers_;         // for all stripes but the first
+  Topology topology_;
+  std::vector<Stripe> stripes_;         // at least one
+  std::unique_ptr<Channels> channels_;  // between nodes
+  WorkerThreads workers_;               // for all stripes but the first
 };
 
 }  // namespace jaxmpi

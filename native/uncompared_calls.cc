@@ -10,7 +10,7 @@ constexpr size_t kLast = 4 * kMost;  // calls that an error can name
 
 using Lock = std::lock_guard<std::mutex>;
 
-// Another number for each pair. The last step is that of MurmurHash3.
+// Hash two numbers into one. The last step is that of MurmurHash3.
 uint64_t mixed(uint64_t a, uint64_t b) {
   uint64_t x = a * 0x9e3779b97f4a7c15 + b;
   x = (x ^ x >> 33) * 0xff51afd7ed558ccd;
@@ -36,11 +36,11 @@ void UncomparedCalls::compared(int64_t program) {
   known_.insert(program);
 }
 
-Fingerprints UncomparedCalls::fingerprints_of(int64_t word) {
+Fingerprints UncomparedCalls::fingerprints_of(int64_t message) {
   const Lock lock(mutex_);
   since_ = 0;
-  // of 62 bits, as all words
-  return {word, count_ ? static_cast<int64_t>(mixed(digest_, word) >> 2) : word, count_};
+  // A fingerprint has 62 bits, so that its negative is an int64, too.
+  return {message, count_ ? static_cast<int64_t>(mixed(digest_, message) >> 2) : message, count_};
 }
 
 std::pair<int64_t, std::vector<int64_t>> UncomparedCalls::before(int64_t calls) {

@@ -1,4 +1,4 @@
-// Calls of programs that the ranks compare with their next message.
+// Calls of programs that the ranks have not compared yet, and compare with their next message.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace jaxmpi {
 
-// What a message has the ranks compare.
+// The fingerprint of a message, and what the ranks compare.
 struct Fingerprints {
-  int64_t own;    // of the message alone
-  int64_t sent;   // what the ranks compare: it differs where `own` or one of the calls before does
-  int64_t calls;  // how many these are
+  int64_t message;   // of the message alone
+  int64_t compared;  // of the message and the calls before it: it differs where one of them does
+  int64_t calls;     // how many calls these are
 };
 
 // A program whose messages are all in branches does not compare itself when it is called. Its first
@@ -23,32 +23,33 @@ struct Fingerprints {
 // after kMost calls.
 class UncomparedCalls {
  public:
-  // Adds a call of a program, or returns true: then the ranks are to compare it now, all of them.
+  // Record a call of a program, to be compared with the next message; or return true, on all ranks
+  // alike, if they must compare it now.
   bool compare_now(int64_t program);
 
-  // The ranks have compared a program.
+  // Record that the ranks have compared a program.
   void compared(int64_t program);
 
-  // Of a message that this rank is about to send to all ranks.
-  Fingerprints fingerprints_of(int64_t word);
+  // Return the fingerprints of a message that this rank is about to send to all ranks.
+  Fingerprints fingerprints_of(int64_t message);
 
-  // The number of the first call that is still known, and the programs of this one and of those
-  // behind it, before `calls`.
+  // Return the number of the first call that is still known, and the programs of the calls from
+  // that one up to, and without, call number `calls`.
   std::pair<int64_t, std::vector<int64_t>> before(int64_t calls);
 
-  // Forgets the calls. All ranks do so at the same place.
+  // Forget the calls. All ranks do so after the same message.
   void forget_calls();
 
-  // Forgets the programs, too.
+  // Forget the calls and the programs.
   void forget();
 
  private:
   std::mutex mutex_;
   std::set<int64_t> known_;   // programs that the ranks have compared
-  std::deque<int64_t> last_;  // of the calls, their programs
-  int64_t count_ = 0;         // of all calls
-  int64_t since_ = 0;         // of those since the last message to all ranks
-  uint64_t digest_ = 0;       // of all calls
+  std::deque<int64_t> last_;  // the programs of the last calls
+  int64_t count_ = 0;         // calls
+  int64_t since_ = 0;         // calls since the last message to all ranks
+  uint64_t digest_ = 0;       // of all calls, in their order
 };
 
 }  // namespace jaxmpi

@@ -8,16 +8,17 @@ namespace jaxmpi {
 
 class WithinNode : public Call {
  public:
-  WithinNode(const Place& place, const Node& node, Stores& stores, const Operation& operation,
-             std::vector<Array> arrays);
+  WithinNode(const Topology& topology, const Node& node, StorePolicy& policy,
+             const Operation& operation, std::vector<Array> arrays);
 
-  Node::Message message(int64_t word);
+  Node::Message message(int64_t fingerprint);
 
-  void end() { stores_.end(large_); }
+  // Tell the store policy that the message is over.
+  void end() { store_policy_.end(large_); }
 
  private:
   std::function<void(int64_t)> timed(void (WithinNode::*step)(int64_t));
-  bool streams(int64_t k) const;
+  bool streams(int64_t k) const;  // whether a chunk is written past the caches
   void write(int64_t k);
   void gather_all(int64_t k) { gather(k); }
   void reduce_all(int64_t k);
@@ -26,9 +27,9 @@ class WithinNode : public Call {
                     int64_t n);
   void take(int64_t k);
 
-  Stores& stores_;
-  bool direct_;
-  int64_t large_ = 0;              // chunks
+  StorePolicy& store_policy_;
+  bool direct_;                    // whether every rank reduces everything itself
+  int64_t large_ = 0;              // how many chunks are large
   std::vector<int64_t> large_of_;  // each chunk's number among the large ones of the message, or -1
 };
 

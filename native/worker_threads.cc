@@ -5,23 +5,23 @@
 #include <stdexcept>
 #include <utility>
 
-#include "patience.h"
+#include "backoff.h"
 
 namespace jaxmpi {
 namespace {
 
-constexpr auto kSpinning =
-    std::chrono::microseconds(100);  // a thread that sleeps wakes up some 50 µs late
+// A thread that sleeps wakes up some 50 µs late, so it spins for the next turn first.
+constexpr auto kSpinning = std::chrono::microseconds(100);
 
 template <class Until>
 void spin(Until until) {
-  const auto start = Patience::Clock::now();
+  const auto start = Backoff::Clock::now();
   do {
     for (int i = 0; i < 64; ++i) {
       if (until()) return;
-      Patience::relax();
+      Backoff::relax();
     }
-  } while (Patience::Clock::now() - start < kSpinning);
+  } while (Backoff::Clock::now() - start < kSpinning);
 }
 
 }  // namespace
@@ -73,7 +73,7 @@ void WorkerThreads::wait() {
 }
 
 void WorkerThreads::run(int number) {
-  uint64_t turn = 0;  // the last one that it has seen
+  uint64_t turn = 0;  // the last turn that this thread has seen
   for (;;) {
     const auto next = [&] { return turn_ != turn; };
     spin(next);

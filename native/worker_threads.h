@@ -15,8 +15,8 @@ namespace jaxmpi {
 
 class WorkerThreads {
  public:
-  // The threads are made here, before any message: a rank that had none in the middle of one would
-  // keep all others waiting.
+  // Make the threads, before any message: a rank that could make none in the middle of a message
+  // would keep all others waiting.
   explicit WorkerThreads(int count);
   ~WorkerThreads();
   WorkerThreads(const WorkerThreads&) = delete;
@@ -24,13 +24,13 @@ class WorkerThreads {
 
   int count() const { return static_cast<int>(threads_.size()); }
 
-  // Throws in a forked child, which has none of the threads.
+  // Throw in a forked child, which has none of the threads.
   void check() const;
 
-  // Has work(1), ..., work(count) done, each by a thread of its own, until `wait` returns.
+  // Begin work(1), ..., work(count), each on a thread of its own.
   void start(std::function<void(int)> work);
 
-  // Returns when all is done, or was never begun; throws the first of what `work` has thrown.
+  // Wait until all of it is done; throw the first exception that `work` threw.
   void wait();
 
  private:
@@ -40,12 +40,12 @@ class WorkerThreads {
   std::mutex mutex_;
   std::condition_variable begun_, done_;
   std::vector<std::thread> threads_;
-  const pid_t threads_of_;         // the process
+  const pid_t threads_of_;         // the pid of the process that has them
   std::function<void(int)> work_;  // of this turn
   bool ends_ = false;
   std::exception_ptr failure_;
-  std::atomic<uint64_t> turn_ = 0;  // counted from the beginning
-  std::atomic<int> left_ = 0;       // of those at work
+  std::atomic<uint64_t> turn_ = 0;  // how many times `start` was called
+  std::atomic<int> left_ = 0;       // threads still at work in this turn
 };
 
 }  // namespace jaxmpi

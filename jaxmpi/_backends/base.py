@@ -179,7 +179,7 @@ class Backend(Protocol):
 
     @property
     def combines(self) -> bool:
-        """Whether collectives that can travel together do."""
+        """Return whether collectives that can travel together do."""
 
     @property
     def effects(self) -> frozenset[Hashable]:

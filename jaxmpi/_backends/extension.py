@@ -1,4 +1,4 @@
-"""The extension `jaxmpi._native`: load it, and check that it belongs to this Python code."""
+"""The extension `jaxmpi._native`: its import, and the checks that it matches this Python code."""
 
 import hashlib
 import importlib
@@ -14,8 +14,8 @@ from jaxmpi._errors import MPIError
 
 __all__ = ["check_ffi", "how_to_build", "load", "rank_value", "sources_digest"]
 
-INTERFACE = 9  # as in native/module.cc: another number for every change of what Python calls there
-ROOT = Path(__file__).parents[2]  # of the sources, in an editable install
+INTERFACE = 10  # what this Python code calls; the extension exports the number it was built with
+ROOT = Path(__file__).parents[2]  # the folder of the sources, in an editable install
 
 
 def load() -> ModuleType:
@@ -59,10 +59,10 @@ def how_to_build() -> str:
 
 
 def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
-    """Return a function that gives this rank's number in traced code: an FFI call, the same in the programs of all ranks.
+    """Return a function that gives this rank's number in traced code.
 
-    Without the extension, and on GPUs, it is a literal: then each rank has, and compiles, a program
-    of its own.
+    It is an FFI call, the same in the programs of all ranks. Without the extension, and on GPUs, it
+    is a literal: then each rank compiles a program of its own.
     """
     try:
         native = load()
@@ -77,16 +77,16 @@ def rank_value(rank: int) -> Callable[[], jax.Array | np.int32]:
 
 
 def check_ffi(native: ModuleType) -> None:
-    """Let jaxlib look at a handler of the extension: it refuses those of an XLA FFI that is newer or older than it accepts.
+    """Check that jaxlib accepts the version of XLA's FFI for which the extension was built.
 
-    It looks once JAX's backend has started: before, it only keeps what it is given.
+    jaxlib checks a handler only once JAX's backend has started; before, it just keeps it.
 
     Raises:
-      MPIError: it does.
+      MPIError: jaxlib refuses the handler.
     """
     try:
         jax.ffi.register_ffi_target("jaxmpi_rehearsal", native.handler("rehearsal"), platform="cpu")
-    except Exception as error:  # of jaxlib, which has no narrower type for it
+    except Exception as error:  # jaxlib has no narrower type for it
         raise MPIError(
             f"The extension of jaxmpi was built for XLA FFI {native.ffi}, which "
             f"jaxlib {jaxlib_version.__version__} does not accept ({str(error).splitlines()[0]}).",
@@ -96,7 +96,10 @@ def check_ffi(native: ModuleType) -> None:
 
 
 def sources_digest(folder: Path) -> str:
-    """The digest of the C++ sources in a folder, as native/CMakeLists.txt forms it; "" where there are none."""
+    """Return the digest of the C++ sources in a folder; "" where there are none.
+
+    native/CMakeLists.txt forms the same digest when it builds the extension.
+    """
     if not (folder / "transport.h").exists():
         return ""
     names = sorted(

@@ -1,8 +1,8 @@
-"""The transport of jaxmpi itself, `jaxmpi._native`: shared memory within a node, MPI between nodes.
+"""The native transport, `jaxmpi._native`: shared memory within a node, MPI between nodes.
 
-It carries every collective. A call is one message for all its arrays, in place where XLA lets it.
-With each message the ranks compare what they are about to send, so the programs of this transport
-need no other comparison. Arrays of a GPU come through pinned memory of the host.
+It carries every collective. A call is one message for all its arrays, in place where XLA allows it.
+With each message the ranks compare its fingerprint, so the programs of this transport need no other
+comparison. Arrays of a GPU are staged through pinned memory of the host.
 
 16-bit floats are summed in float32 and rounded once within a node, and between nodes of one rank
 each. Between nodes of several ranks, each node's sum is rounded before it is sent, and above 8
@@ -15,10 +15,9 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import _jaxcompat
@@ -34,10 +33,13 @@ from jaxmpi._job.process import settings
 
 __all__ = ["Native", "on_host"]
 
-TYPES = (
-    *(jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.complex128),
-    *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
-)
+
+class Sent(NamedTuple):
+    """A message that a program of this rank sends, for error messages and reports."""
+
+    program: int  # the program's fingerprint
+    message: Message  # the collective and its arrays
+    position: int  # among the messages of its program, from 1; 0 if it is not one of them
 
 
 def on_host() -> bool:
@@ -51,23 +53,19 @@ class Native(Mpi):
     transport, fuses_mean, compares_inline, needs_mpi4jax = "native", True, True, False
 
     def __init__(self, launched: int) -> None:
-        """Join the other ranks, as `Mpi` does."""
-        _native = extension.load()
+        """Join the other ranks; `launched` is how many the launcher's environment speaks of."""
+        native = extension.load()
         super().__init__(launched)
-        self._native = _native
-        # the numbers of those of groups; 0 is that of all ranks
+        self.native = native
+        # the number of the transport of each way to divide the ranks into groups
         self._transports: dict[tuple[tuple[int, ...], ...], int] = {}
-        self._opened = Transports(self._mpi, _native, self.place)
-        # what each message says: the word of its program, and what it is
-        self._statements: dict[int, tuple[int, Message]] = {}
-        self._places: dict[int, int] = {}  # which message of its program each is
+        self._opened = Transports(self._mpi, native, self.place)
+        self._sent: dict[int, Sent] = {}  # by fingerprint
         host = on_host()
         # also in a job of GPUs
         for target in ("compare", "collective", "start", "wait", "send_ahead", "take"):
             handler = "host" if target == "collective" else target
-            jax.ffi.register_ffi_target(
-                f"jaxmpi_{target}", _native.handler(handler), platform="cpu"
-            )
+            jax.ffi.register_ffi_target(f"jaxmpi_{target}", native.handler(handler), platform="cpu")
         if not host:
             for target, handler in (
                 ("compare", "compare"),
@@ -76,15 +74,15 @@ class Native(Mpi):
                 ("wait", "wait"),
             ):
                 jax.ffi.register_ffi_target(
-                    f"jaxmpi_{target}", _native.handler(handler), platform="CUDA"
+                    f"jaxmpi_{target}", native.handler(handler), platform="CUDA"
                 )
         self._opened.open(self._programs, ())
         self.description = self._opened.description
-        # a number of another job is none of this one
-        _native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
+        # a number that was restored from a checkpoint of another job is none of this job's
+        native.count_ahead_from(self._programs.bcast(random.getrandbits(62)))
 
     def _connect(self, groups: Groups) -> None:
-        """The shared memory of this rank's group, and its connections to other nodes."""
+        """Open the transport of this rank's group."""
         members = groups[position(groups, self.place.rank)[0]]
         self._transports[groups] = self._opened.open(self._communicators[groups], members)
 
@@ -92,46 +90,45 @@ class Native(Mpi):
 
     @cached_property
     def effects(self) -> frozenset[Hashable]:
-        """An ordered effect of our own."""
+        """The ordered effect of all calls, as a set."""
         return frozenset({_jaxcompat.ordered_effect()})
 
     def carries(self, call: Collective) -> bool:
-        """Return whether all ranks compare what they send when they carry it out: those of a group compare theirs alone."""
+        """Return whether all ranks compare fingerprints in it; a group compares its own."""
         return not call.groups
 
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Carry out `call`: one message for all arrays."""
         if call.kind in ("compare", "compare_later"):
             text = "no message yet, in another call of this program"
-            statement = self._statement(call, Message(text))
-            native_calls.compare(self, statement, later=call.kind == "compare_later")
+            fingerprint = self._fingerprint(call, Message(text))
+            native_calls.compare(self, fingerprint, later=call.kind == "compare_later")
             return []
         if not self.connects(call):
             return through_all(self.run, call, xs, self.index())
-        return self._send(call, xs, _message(call, xs))
-
-    def transport_of(self, call: Collective) -> int:
-        """The number of the transport that carries it."""
-        return self._transports[call.groups] if call.groups else 0
-
-    def _send(self, call: Collective, xs: Sequence[jax.Array], message: Message) -> list[jax.Array]:
-        """Send one message; the ranks compare what it carries, as text."""
-        outs = native_calls.run(
-            carried(call, xs, _fits), call, self, self._statement(call, message)
-        )
+        fingerprint = self._fingerprint(call, _message(call, xs))
+        outs = native_calls.run(carried(call, xs, self._fits), call, self, fingerprint)
         return received(call, xs, outs)
 
-    def _statement(self, call: Collective, message: Message) -> int:
-        statement = fingerprint_of(f"{call.fingerprint} {call.place} {message}")
-        self._statements[statement] = call.fingerprint, message
-        self._places[statement] = call.place
-        return statement
+    def transport_of(self, call: Collective) -> int:
+        """Return the number of the transport that carries a collective."""
+        return self._transports[call.groups] if call.groups else 0
+
+    def _fingerprint(self, call: Collective, message: Message) -> int:
+        """Return the fingerprint of a message, and keep what it describes."""
+        fingerprint = fingerprint_of(f"{call.fingerprint} {call.place} {message}")
+        self._sent[fingerprint] = Sent(call.fingerprint, message, call.place)
+        return fingerprint
+
+    def _fits(self, dtype: np.dtype) -> bool:
+        """Return whether the extension reduces and moves arrays of this dtype."""
+        return dtype.name in self.native.dtypes
 
     @property
     def overlap(self) -> Overlap | None:
-        """A thread carries messages out while a program computes: by default between nodes, where they take long."""
+        """How a thread carries messages while a program computes: by default between nodes only."""
         asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._opened.tuning, on_host()
-        # of GPUs, it was not measured yet
+        # its gain on GPUs has not been measured yet
         if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
             return None
         ahead = (self._send_ahead, self._take) if self.concurrent and host else ()
@@ -140,9 +137,9 @@ class Native(Mpi):
     def _start(
         self, call: Collective, xs: Sequence[jax.Array], bucket: bool, first: bool
     ) -> Started:
-        statement = self._statement(call, _message(call, xs))
+        fingerprint = self._fingerprint(call, _message(call, xs))
         sent, wait = native_calls.start(
-            carried(call, xs, _fits), call, self, statement, bucket=bucket, first=first
+            carried(call, xs, self._fits), call, self, fingerprint, bucket=bucket, first=first
         )
 
         def wait_for(before: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -152,21 +149,19 @@ class Native(Mpi):
         return Started(sent, wait_for)
 
     def _send_ahead(self, call: Collective, xs: Sequence[jax.Array]) -> jax.Array:
-        return native_calls.send_ahead(
-            carried(call, xs, _fits), call, self, self._statement(call, _message(call, xs))
-        )
+        fingerprint = self._fingerprint(call, _message(call, xs))
+        return native_calls.send_ahead(carried(call, xs, self._fits), call, self, fingerprint)
 
     def _take(
         self, call: Collective, xs: Sequence[jax.Array], number: jax.Array
     ) -> list[jax.Array]:
-        outs = native_calls.take(
-            carried(call, xs, _fits), number, call, self, self._statement(call, _message(call, xs))
-        )
+        fingerprint = self._fingerprint(call, _message(call, xs))
+        outs = native_calls.take(carried(call, xs, self._fits), number, call, self, fingerprint)
         return received(call, xs, outs)
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-        """The bytes of each message that `run` sends for arrays like these."""
-        sent = carried_shapes(call, arrays, _fits)
+        """Return the bytes of each message that `run` sends for arrays of these shapes."""
+        sent = carried_shapes(call, arrays, self._fits)
         return [sum(math.prod(x.shape) * x.dtype.itemsize for x in sent)]
 
     # outside
@@ -174,39 +169,41 @@ class Native(Mpi):
     def set_mismatch_handler(
         self, explain: Callable[[int, str | Message, Sequence[int]], str]
     ) -> None:
-        """Have the text of the error made by `explain` where the ranks' messages differ.
+        """Have `explain` write the error where the fingerprints of a message differ.
 
-        It is called on every rank, or on all of a group, on the thread that communicates, with the
-        word of the program, what this rank sends, and the ranks of its group if it is not all.
+        Every rank of the message's group calls it, on the thread that communicates, with the
+        fingerprint of its program, what it was about to send, and the ranks of the group, or ()
+        for all.
         """
 
         def handler(fingerprint: int, transport: int, calls: int) -> str:
             members = self._opened.members[transport]
             _, call = (False, 0) if members else self._call_that_differs(calls)
-            program, text = self._statements.get(
-                call or fingerprint, (fingerprint, Message("a program of an earlier init"))
-            )
-            place = self._places.get(call or fingerprint, 0)
-            return explain(
-                program, f"{text}, message {place} of the program" if place else text, members
-            )
+            earlier = Sent(fingerprint, Message("a program of an earlier init"), 0)
+            sent = self._sent.get(call or fingerprint, earlier)
+            text = str(sent.message)
+            if sent.position:
+                text += f", message {sent.position} of the program"
+            return explain(sent.program, text, members)
 
         self._explain = explain
-        self._native.on_disagreement(handler)
+        self.native.on_mismatch(handler)
 
     def _call_that_differs(self, calls: int) -> tuple[bool, int]:
-        """Look for a difference in what the ranks have called before messages that differ; all of them forget these calls.
+        """Find the first call in which the ranks differ, before a message in which they do.
+
+        All ranks forget these calls.
 
         Args:
-          calls: how many calls that were to be compared this rank had made before its message.
+          calls: how many calls this rank made before its message that are not compared yet.
 
         Returns:
-          Whether the ranks' calls differ, and the word of this rank's call in the first place where
-          they do; 0 where it has sent the message instead.
+          Whether the ranks' calls differ, and the fingerprint of this rank's first call that
+          does; 0 where it sent the message instead.
         """
-        first, made = self._native.calls_before(calls)
+        first, made = self.native.calls_before(calls)
         everyone = self.gather_details((first, made))
-        self._native.forget_calls()
+        self.native.forget_calls()
         begin = max(first for first, _ in everyone)
         columns = zip_longest(*(theirs[begin - first :] for first, theirs in everyone), fillvalue=0)
         number = next((i for i, column in enumerate(columns, begin) if len(set(column)) > 1), None)
@@ -215,70 +212,61 @@ class Native(Mpi):
         return True, made[number - first] if number < calls else 0
 
     def _of(self, ranks: Sequence[int]) -> Communicator:
-        groups = next(
-            (
-                groups
-                for groups, i in self._transports.items()
-                if ranks and self._opened.members[i] == ranks
-            ),
-            None,
-        )
-        return self._communicators[groups] if groups else self._objects
+        for groups, number in self._transports.items():
+            if ranks and self._opened.members[number] == ranks:
+                return self._communicators[groups]
+        return self._objects
 
     def extremes(self, fingerprint: int, title: str = "", program: int = 0) -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers, in the order of the programs' messages."""
+        """Return the smallest and largest fingerprint, compared in the order of the messages."""
         self._entitle(fingerprint, title, program)
         try:
             with self._enter():
-                smallest, largest, calls = self._native.meet(fingerprint)
-        except RuntimeError as error:  # of a message that was sent ahead
+                smallest, largest, calls = self.native.compare(fingerprint)
+        except RuntimeError as error:  # a message that was sent ahead has failed
             if self.registry.found and str(self.registry.found[0]) in str(error):
                 raise self.registry.found.pop() from None
             raise
         if smallest != largest:
             differ, call = self._call_that_differs(calls)
             if differ:
-                self._explain(
-                    *self._statements.get(call, (program or fingerprint, Message(title))), ()
-                )
+                earlier = Sent(program or fingerprint, Message(title), 0)
+                sent = self._sent.get(call, earlier)
+                self._explain(sent.program, sent.message, ())
                 raise self.registry.found.pop()
         return smallest, largest
 
     def progress(self) -> tuple[int, bool]:
-        """Return the number of collectives entered, and whether this rank is inside one."""
+        """Return the number of collectives entered, and whether this rank is in one."""
         entered, inside = super().progress()
-        started, ended = self._native.messages()
+        started, ended = self.native.messages()
         return entered + started, inside or started > ended
 
     def doing(self) -> int:
-        """The fingerprint of the last message."""
-        return self._native.word()
+        """Return the fingerprint of the last message."""
+        return self.native.last_fingerprint()
 
     def events(self) -> list[Sequence[Any]]:
-        """The last messages, as `MpiProcessGroup` has them."""
-        return self._native.events()
+        """Return the last messages: number, fingerprint, bytes, start, all_entered, end."""
+        return self.native.events()
 
     def waits(self) -> list[tuple[int, int]]:
-        """Do what `MpiProcessGroup` does, with the events of the extension."""
-        return self._native.waits()
+        """Return when the last waits for messages began and ended, in monotonic nanoseconds."""
+        return self.native.waits()
 
     def exposed_ns(self) -> int | None:
-        """Do what `MpiProcessGroup` does, with the events of the extension."""
-        return self._native.exposed_ns()
+        """Return the nanoseconds for which programs have waited for messages."""
+        return self.native.exposed_ns()
 
     def described(self, fingerprint: int) -> tuple[int, str | Message]:
-        """Do what `MpiProcessGroup` does, with the events of the extension."""
-        return self._statements.get(fingerprint) or super().described(fingerprint)
+        """Return (program fingerprint, title or message) for a message fingerprint."""
+        sent = self._sent.get(fingerprint)
+        return (sent.program, sent.message) if sent else super().described(fingerprint)
 
     def close(self) -> None:
         """Free the communicators, the shared memory, and the programs that were compiled for them."""
         super().close()
         self._opened.close()
-
-
-def _fits(dtype: np.dtype) -> bool:
-    """Return whether the transport knows a dtype."""
-    return dtype in TYPES
 
 
 def _message(call: Collective, xs: Sequence[jax.Array]) -> Message:

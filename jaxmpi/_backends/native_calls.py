@@ -1,15 +1,18 @@
-"""The calls of `jaxmpi._native` in a program: a message that is carried out at once, or is started and waited for.
+"""Calls of `jaxmpi._native` in a program: at once, by a start and a wait, or sent ahead and taken.
 
 A start returns the arrays that it sends, in place, and a wait takes them: so XLA neither changes
-nor moves them while the message is on its way. What arrives is, in an allreduce, in the same
-memory; otherwise it is in arrays that the start returns, too, with nothing in them yet. A message
-that is sent ahead, for a later call of the program, is one of copies. The tokens keep all calls of
+nor moves them while the message is in transit. The results of an allreduce are in the same memory;
+those of other collectives are in arrays that the start returns, too, with nothing in them yet. A
+message that is sent ahead, for a later call of the program, sends copies. Tokens keep all calls of
 a program in order.
+
+The numbers of kinds and operations, and the attributes of a call, are those of `CallAttributes` in
+native/handlers.cc, which refuses any others.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -23,36 +26,36 @@ from jaxmpi._backends.sent_ahead import NUMBER
 
 __all__ = ["compare", "run", "send_ahead", "start", "take"]
 
-# By position, as in `Kind` of transport.h and `Op` of reduce.h. A "mean" is a sum with a divisor.
-KINDS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "permute")
-OPS = ("sum", "max", "min", "prod")
-
-# of a primitive, and its effects
+# what a primitive returns, and its effects
 Outputs: TypeAlias = tuple[list[ShapedArray], frozenset[Hashable]]
 
 
 class Transport(Protocol):
-    """Interface of the backend that the calls need."""
+    """The backend, as far as the calls need it."""
 
     place: Place
+    native: Any  # the extension
 
     @property
     def effects(self) -> frozenset[Hashable]:
         """The JAX effects of the calls."""
 
     def transport_of(self, call: Collective) -> int:
-        """The number of the transport that carries it."""
+        """Return the number of the transport that carries a collective."""
 
 
 def compare(backend: Transport, fingerprint: int, *, later: bool) -> None:
-    """Compare the program that begins with this; `later`: but for its first call, with the next message."""
+    """Compare a program's fingerprint at its start.
+
+    With `later`, calls after the first one of a program are compared with the next message.
+    """
     compare_p.bind(backend=backend, fingerprint=fingerprint, later=later)
 
 
 def run(
     xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int
 ) -> list[jax.Array]:
-    """Carry out `call` on arrays of the types that the transport knows: one message."""
+    """Carry out `call` as one message, on arrays of dtypes that the transport knows."""
     return native_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)
 
 
@@ -65,17 +68,17 @@ def start(
     bucket: bool,
     first: bool,
 ) -> tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
-    """Start the same, and return its arrays, in place, and the function that waits for it.
+    """Start a message, and return its arrays, in place, and the function that waits for it.
 
-    That function takes arrays that are to be computed before, and returns them behind the results.
+    That function takes arrays that must be computed first, and returns them behind the results.
 
     Args:
       xs: the arrays.
       call: the collective.
-      backend: that of the native transport.
-      fingerprint: of what the message says.
+      backend: the backend of the native transport.
+      fingerprint: the message's, which the ranks compare.
       bucket: whether it is a part of a large message, and gives the bits that this would give.
-      first: whether it is the first of those that are started before any is waited for.
+      first: whether it is the first message that is started before any is waited for.
     """
     started = start_p.bind(
         *xs, call=call, backend=backend, fingerprint=fingerprint, bucket=bucket, first=first
@@ -89,7 +92,7 @@ def start(
 def send_ahead(
     xs: Sequence[jax.Array], call: Collective, backend: Transport, fingerprint: int
 ) -> jax.Array:
-    """Start the same with copies of the arrays, and return the message's number, for `take` in a later call of the program."""
+    """Send copies of the arrays; return the number with which a later call takes the results."""
     return send_ahead_p.bind(*xs, call=call, backend=backend, fingerprint=fingerprint)[0]
 
 
@@ -100,7 +103,7 @@ def take(
     backend: Transport,
     fingerprint: int,
 ) -> list[jax.Array]:
-    """Return the result of the message with this number; without one, do `run`."""
+    """Return the results of the message of this number; where there is none, `run` it now."""
     return take_p.bind(*xs, number, call=call, backend=backend, fingerprint=fingerprint)
 
 
@@ -144,25 +147,49 @@ def _abstract_take(
 
 
 def _peers(call: Collective, size: int) -> tuple[list[int], list[int]]:
-    """From and to which rank each one's arrays go; -1 for none."""
+    """Return, for each rank, the rank from which its results come and to which it sends, or -1."""
     to, of = dict(call.pairs), {q: p for p, q in call.pairs}
     sources = [call.root if call.kind == "bcast" else of.get(rank, -1) for rank in range(size)]
     return sources, [to.get(rank, -1) for rank in range(size)]
 
 
 def _attributes(
-    call: Collective, backend: Transport, fingerprint: int
+    call: Collective,
+    backend: Transport,
+    fingerprint: int,
+    *,
+    bucket: bool = False,
+    first: bool = False,
 ) -> dict[str, np.generic | np.ndarray]:
+    """Return the attributes of a call.
+
+    Raises:
+      ValueError: the extension has no such kind of collective, or no such operation.
+    """
     size = call.count(backend.place.size)
     sources, dests = _peers(call, size)
+    kinds, operations = backend.native.kinds, backend.native.operations
+    # a mean is a sum with a divisor, and collectives that reduce nothing ignore the operation
+    operation = "sum" if call.op in ("", "mean") else call.op
+    if call.kind not in kinds:
+        raise ValueError(
+            f"The native transport has no collective {call.kind!r}. Use one of {', '.join(kinds)}."
+        )
+    if operation not in operations:
+        raise ValueError(
+            f"The native transport has no operation {operation!r}. "
+            f"Use one of {', '.join(operations)}, mean."
+        )
     return {
         "group": np.int32(backend.transport_of(call)),
-        "kind": np.int32(KINDS.index(call.kind)),
-        "op": np.int32(OPS.index(call.op if call.op in OPS else "sum")),
+        "kind": np.int32(kinds[call.kind]),
+        "op": np.int32(operations[operation]),
         "divisor": np.int32(size if call.op == "mean" else 1),
         "sources": np.array(sources, np.int32),
         "dests": np.array(dests, np.int32),
-        "word": np.int64(fingerprint),
+        "fingerprint": np.int64(fingerprint),
+        "bucket": np.bool_(bucket),
+        "first": np.bool_(first),
     }
 
 
@@ -189,7 +216,7 @@ def _lower_compare(
     ctx: mlir.LoweringRuleContext, *, backend: Transport, fingerprint: int, later: bool
 ) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
-    attributes = {"word": np.int64(fingerprint), "later": np.bool_(later)}
+    attributes = {"fingerprint": np.int64(fingerprint), "later": np.bool_(later)}
     return _jaxcompat.ffi_call_in_order(ctx, "jaxmpi_compare", (), effect, {}, attributes)
 
 
@@ -203,10 +230,7 @@ def _lower_start(
     first: bool,
 ) -> Sequence[mlir.ir.Value]:
     (effect,) = backend.effects
-    attributes = _attributes(call, backend, fingerprint) | {
-        "bucket": np.bool_(bucket),
-        "first": np.bool_(first),
-    }
+    attributes = _attributes(call, backend, fingerprint, bucket=bucket, first=first)
     return _jaxcompat.ffi_call_in_order(
         ctx, "jaxmpi_start", xs, effect, {i: i for i in range(len(xs))}, attributes
     )

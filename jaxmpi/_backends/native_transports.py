@@ -1,4 +1,4 @@
-"""The transports of the native extension: their shared memory within a node, and their connections to other nodes."""
+"""The transports of the native extension: shared memory and connections to other nodes."""
 
 import ctypes
 import math
@@ -20,19 +20,19 @@ from jaxmpi._job.process.processor import quota
 
 __all__ = ["Transports"]
 
-SLOTS, SLOT_BYTES = 4, 1 << 18  # within one node
-THREADS = 4  # at most, of a rank
+SLOTS, SLOT_BYTES = 4, 1 << 18  # of each thread of a rank, in a job on one node
+MOST_THREADS = 4  # of a rank
 
 
 class Transports:
-    """The transports of this rank, by their numbers: 0 is that of all ranks, the others are those of groups.
+    """The transports of this rank, by number: 0 is that of all ranks, the others are of groups.
 
     Attributes:
-      members: of each, the ranks of this rank's group; () for all.
-      nodes: how many there are.
-      tuning: of messages between nodes.
-      network: between nodes, if it was measured.
-      description: of how messages travel between nodes.
+      members: for each transport, the ranks of this rank's group; () for all.
+      nodes: the number of nodes of the job.
+      tuning: sizes and thresholds of messages.
+      network: latency and rate between nodes, if they were measured.
+      description: how messages travel between nodes, for the line that `init` prints.
     """
 
     def __init__(self, mpi: ModuleType, native: Any, place: Place) -> None:
@@ -41,16 +41,17 @@ class Transports:
         self.members: list[Sequence[int]] = []
         self.network: Network | None = None
         self.description = ""
-        self.tuning, self.nodes = Tuning(), 1
-        # of this rank, which share a large message; more ranks than cores
-        self._threads, self._crowded = 1, False
+        self.tuning, self.nodes = Tuning(native.piece_bytes), 1
+        self._threads = 1  # of this rank, which share a large message
+        self._crowded = False  # whether there are more ranks than cores
 
     def open(self, comm: Communicator, members: Sequence[int]) -> int:
-        """Map the memory that ranks of a node share, and say how those on other nodes are reached.
+        """Open a transport: map the shared memory of the node, and connect the other nodes.
+
+        **Collective:** all ranks of the job call it, each with the communicator of its group.
 
         Args:
-          comm: the communicator of all ranks, at the first call, or of this rank's group; all ranks
-            of the job call it, each with its own.
+          comm: the communicator of all ranks, at the first call, or of this rank's group.
           members: the ranks of the group; () for all.
 
         Returns:
@@ -64,42 +65,50 @@ class Transports:
         if not self.members:
             self._measure(node, [places[sum(ranks[:each])][2] for each in range(len(ranks))])
         several = len(ranks) > 1
-        slots, slot_bytes = (
-            (self.tuning.chunks, self.tuning.chunk_bytes) if several else (SLOTS, SLOT_BYTES)
-        )
+        slots, slot_bytes = SLOTS, SLOT_BYTES
+        if several:
+            slots, slot_bytes = self.tuning.chunks, self.tuning.chunk_bytes
         size = self._threads * self._native.layout_bytes(node.size, slot_bytes, slots)
         file, memory = shared_memory(self._mpi.COMM_WORLD, node, size)
         self._shared.append((file, memory))
         self.members.append(members)
-        names = (
-            [local_rank for number, local_rank, _ in places if number == place.node]
-            if members
-            else []
-        )
+        # errors name a rank by its local rank on the node, not by its number in the group
+        names = []
+        if members:
+            names = [local_rank for number, local_rank, _ in places if number == place.node]
         transport = self._native.open(
-            rank=comm.rank, order=[rank for _, _, rank in places], ranks=ranks, node=nodes.index(place.node),
-            local_rank=node.rank, local_names=names, slot_bytes=slot_bytes, slots=slots, threads=self._threads,
-            crowded=self._crowded, memory=np.frombuffer(memory, np.uint8).ctypes.data, file=file,
-        )  # fmt: skip
+            rank=comm.rank,
+            order=[rank for _, _, rank in places],
+            ranks=ranks,
+            node=nodes.index(place.node),
+            local_rank=node.rank,
+            local_names=names,
+            slot_bytes=slot_bytes,
+            slots=slots,
+            threads=self._threads,
+            crowded=self._crowded,
+            memory=np.frombuffer(memory, np.uint8).ctypes.data,
+            file=file,
+        )
         if several:
             self._connect(transport, comm)
-        node.Barrier()  # nobody looks whether a rank lives before it says that it does
+        # `open` has locked this rank's byte of the file, which shows that it lives; nobody may
+        # look for that lock before
+        node.Barrier()
         node.Free()
         return int(transport)
 
     def _measure(self, node: Communicator, firsts: list[int]) -> None:
-        """Choose, for the ranks of the job, the threads and the sizes of messages; `firsts`: a rank of each node."""
+        """Choose threads and sizes of messages for the job; `firsts` has a rank of each node."""
         self.nodes, local_size = len(firsts), self._place.local_size
-        cores = (
-            min(len(set().union(*node.allgather(os.sched_getaffinity(0)))), quota() or math.inf)
-            / local_size
-        )
+        node_cores = len(set().union(*node.allgather(os.sched_getaffinity(0))))
+        cores = min(node_cores, quota() or math.inf) / local_size
         self._crowded = cores < 1
         self.tuning = self._tune(firsts)
         self._threads = 1 if self.nodes > 1 else self.tuning.threads or self._threads_for(cores)
 
     def _connect(self, transport: int, comm: Communicator) -> None:
-        """Have the extension reach other nodes by the functions of the MPI library."""
+        """Connect a transport to other nodes by the functions of the MPI library."""
         mpi, tuning = self._mpi, self.tuning
         self._native.connect(
             group=transport,
@@ -112,33 +121,35 @@ class Transports:
         )
 
     def _threads_for(self, cores: float) -> int:
-        """Return the number of threads that share a large message, equal on all ranks of a node."""
-        # groups take theirs, too
+        """Return how many threads of a rank share a large message, the same on all ranks."""
+        # each thread has slots of its own; at most an eighth of the room, as groups need some, too
         room = free_bytes(SHARED_MEMORY, self._place.local_size) // (8 * SLOTS * SLOT_BYTES)
-        return int(
-            self._mpi.COMM_WORLD.allreduce(
-                max(1, min(THREADS, int(cores / 2), room)), self._mpi.MIN
-            )
-        )
+        threads = max(1, min(MOST_THREADS, int(cores / 2), room))
+        return int(self._mpi.COMM_WORLD.allreduce(threads, self._mpi.MIN))
 
     def _tune(self, firsts: list[int]) -> Tuning:
-        """Sizes and algorithms between nodes, from JAXMPI_TUNE and what a probe finds; `firsts`: a rank of each node."""
+        """Return sizes and thresholds, from JAXMPI_TUNE and from a probe between nodes."""
         world, asked = self._mpi.COMM_WORLD, settings.get("JAXMPI_TUNE")
+        piece_bytes = self._native.piece_bytes
         if len(firsts) == 1:
-            return tuned(None, 1, 1, 0, asked or {})
-        self.network = probe(world, firsts) if asked is None else None
+            return tuned(None, 1, 1, 0, asked or {}, piece_bytes=piece_bytes)
+        self.network = probe(world, firsts, piece_bytes) if asked is None else None
         room = world.allreduce(free_bytes(SHARED_MEMORY, self._place.local_size), self._mpi.MIN)
         local_size = world.allreduce(self._place.local_size, self._mpi.MAX)
-        tuning = tuned(self.network, len(firsts), local_size, room, asked or {})
-        found = (
-            self.network
-            and f"{1e6 * self.network.latency_seconds:.0f} µs, {self.network.bytes_per_second / 1e6:.0f} MB/s; "
+        tuning = tuned(
+            self.network, len(firsts), local_size, room, asked or {}, piece_bytes=piece_bytes
         )
-        self.description = f"between nodes: {found or ''}{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
+        found = ""
+        if self.network:
+            microseconds = 1e6 * self.network.latency_seconds
+            rate = self.network.bytes_per_second / 1e6
+            found = f"{microseconds:.0f} µs, {rate:.0f} MB/s; "
+        chunks = f"{tuning.chunks} chunks of {tuning.chunk_bytes >> 10} KB at once"
+        self.description = f"between nodes: {found}{chunks}"
         return tuning
 
     def _handle(self, of: object) -> int:
-        """A pointer, or an int that mpi4py takes for unsigned."""
+        """Return an MPI handle, a pointer or an int, as a signed 64-bit number."""
         return ctypes.c_int64(self._mpi._handleof(of)).value
 
     def close(self) -> None:

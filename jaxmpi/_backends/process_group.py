@@ -89,7 +89,7 @@ class MpiProcessGroup(Activity):
 
     @property
     def combines(self) -> bool:
-        """Whether collectives that can travel together do."""
+        """Return whether collectives that can travel together do."""
         return True
 
     @property

@@ -1,10 +1,10 @@
-"""A message from one call of a program to a later one, in JAX's own words: what it was started with, and what takes it.
+"""Primitives for a message that one call of a program sends and a later call takes.
 
-`send_ahead_p` starts a collective on some arrays and returns its number, which is state of the
+`send_ahead_p` sends a collective on some arrays and returns its number, which is state of the
 program. A later call carries out the same collective on the same arrays, behind `sent_ahead_p`,
-which is an identity: a backend that has started the message takes what it has brought. Any other
-one, and a job that has gone on from a checkpoint meanwhile, sends it then. So the results are the
-same either way.
+which is an identity: a backend that has sent the message takes its results. Any other backend, and
+a job that was restored from a checkpoint meanwhile, carries the collective out then. So the results
+are the same either way.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from jaxmpi._backends.base import Collective
 __all__ = ["NUMBER", "SEND", "SENT", "none", "send_ahead", "sent_ahead"]
 
 SEND, SENT = "jaxmpi_send_ahead", "jaxmpi_sent_ahead"
+# the two halves of a 64-bit number, because JAX has no 64-bit integers by default
 NUMBER = jax.ShapeDtypeStruct((2,), np.dtype("uint32"))
 
 send_ahead_p, sent_ahead_p = Primitive(SEND), Primitive(SENT)
@@ -29,12 +30,14 @@ sent_ahead_p.multiple_results = True
 
 
 def none() -> jax.Array:
-    """The number of no message."""
+    """Return the number that no message has."""
     return jnp.zeros(NUMBER.shape, NUMBER.dtype)
 
 
 def send_ahead(call: Collective, xs: Sequence[jax.Array], axis: Axis) -> jax.Array:
-    """Start an allreduce or allgather of `xs`, where the axis is bound; nothing differentiates through it.
+    """Send an allreduce or allgather of `xs`, where the axis is bound.
+
+    Nothing differentiates through it.
 
     Returns:
       A uint32 `[2]` that is equal on all ranks.
@@ -45,7 +48,7 @@ def send_ahead(call: Collective, xs: Sequence[jax.Array], axis: Axis) -> jax.Arr
 
 
 def sent_ahead(xs: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
-    """`xs`, with which the message of this number was started."""
+    """Return `xs`, with which the message of this number was sent."""
     return sent_ahead_p.bind(*xs, number)
 
 

@@ -1,7 +1,7 @@
 """Sizes and algorithms of the messages between nodes, and a probe of the network.
 
-The probe decides how many chunks are on their way at once and, up to `direct_nodes`, how large
-buckets are. Nothing else: the size of a chunk, and the rest, decides in which order sums are
+The probe chooses how many chunks are in transit at once and, up to `direct_nodes`, the size of
+buckets. It chooses nothing else: the size of a chunk and the rest decide in which order sums are
 formed, and a job must give the same bits whenever it runs.
 """
 
@@ -19,102 +19,112 @@ from jaxmpi._backends.communicator import Communicator
 
 __all__ = ["Network", "Tuning", "free_bytes", "probe", "tuned"]
 
-# of a message between nodes, as `native/internode.cc` cuts it: MPI sends it without asking first
-PIECE_BYTES = 60 << 10
-CHUNK_BYTES = 1 << 19  # at most
-CHUNKS = 8  # at least
-ON_THE_WAY_BYTES = 1 << 25  # of all chunks, at most
-# times what covers the latency, and so many chunks more, which are being laid out, reduced or
-# copied
-MARGIN = 1.6, 4
-BUCKET_LATENCIES = 20  # of a bucket: what it costs to begin one is then a twentieth of it
-BUCKET_BYTES = 1 << 20, 1 << 24  # at least and at most
-PROBE_BYTES = 1 << 20, 1 << 25  # at least and at most
-STILL_FASTER = 1.1
+MOST_CHUNK_BYTES = 1 << 19
+LEAST_CHUNKS = 8
+MOST_TRANSIT_BYTES = 1 << 25  # of all chunks in transit
+LATENCY_FACTOR = 1.6  # times the bytes that cover the latency
+EXTRA_CHUNKS = 4  # beside those in transit: they are being laid out, reduced or copied
+# the cost of beginning a bucket is then a twentieth of its time
+BUCKET_LATENCIES = 20
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 1 << 20, 1 << 24
+LEAST_PROBE_BYTES, MOST_PROBE_BYTES = 1 << 20, 1 << 25
+STILL_FASTER = 1.1  # the probe goes on while twice the bytes raise the rate by so much
 TAG = 1
 
 
 class Network(NamedTuple):
-    """Cost of a message between two nodes."""
+    """Latency and rate of messages between two nodes."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
 class Tuning(NamedTuple):
-    """Parameters of `native/between.cc`; `JAXMPI_TUNE` sets them."""
+    """Sizes and thresholds of messages; `JAXMPI_TUNE` sets any of them."""
 
-    chunk_bytes: int = PIECE_BYTES  # of a message, that each rank lays out at once
-    chunks: int = 16  # on their way at once
-    # up to here, an allreduce, alltoall or permute is sent with the comparison of the programs
+    chunk_bytes: int  # what each rank lays out of a message at once
+    chunks: int = 16  # in transit at once
+    # up to here, an allreduce, alltoall or permute is sent together with the fingerprint
     small_bytes: int = 1 << 15
     # up to so many nodes, each sends to each; above, there are ceil(log2 nodes) rounds
     direct_nodes: int = 8
-    bucket_bytes: int = 1 << 22  # of what is sent while a step computes, in one message
+    bucket_bytes: int = 1 << 22  # of one message that is sent while a step computes
     # of a rank, which share a large message within a node; 0: as many as its cores allow
     threads: int = 0
 
 
 def tuned(
-    network: Network | None, nodes: int, local_size: int, room_bytes: int, asked: Mapping[str, int]
+    network: Network | None,
+    nodes: int,
+    local_size: int,
+    room_bytes: int,
+    asked: Mapping[str, int],
+    *,
+    piece_bytes: int,
 ) -> Tuning:
-    """The sizes for a network, or the defaults.
+    """Return the sizes for a network, or the defaults.
 
-    What a rank sends of a chunk is one piece between two nodes, half a piece or less up to
+    Of a chunk, a rank sends one piece between two nodes, half a piece or less up to
     `direct_nodes`, and several pieces between more.
 
     Args:
-      network: what `probe` has found.
-      nodes: how many there are.
-      local_size: ranks of a node, at most.
-      room_bytes: of shared memory for each rank.
-      asked: what JAXMPI_TUNE sets.
+      network: the result of `probe`, or None.
+      nodes: the number of nodes.
+      local_size: the largest number of ranks of a node.
+      room_bytes: shared memory for each rank.
+      asked: the fields that JAXMPI_TUNE sets.
+      piece_bytes: the largest message that the extension sends.
     """
-    tuning = Tuning(
-        chunk_bytes=min(CHUNK_BYTES, PIECE_BYTES * local_size * max(1, nodes // 2))
-    )._replace(**asked)
+    chunk_bytes = min(MOST_CHUNK_BYTES, piece_bytes * local_size * max(1, nodes // 2))
+    tuning = Tuning(chunk_bytes)._replace(**asked)
     if network is None:
         return tuning
-    on_the_way = network.latency_seconds * network.bytes_per_second
-    found = {
-        "chunks": _chunks(
-            _rounds(nodes, tuning.direct_nodes) * on_the_way, tuning.chunk_bytes, room_bytes
-        )
-    }
-    if nodes <= tuning.direct_nodes:
-        found["bucket_bytes"] = _bucket_bytes(BUCKET_LATENCIES * on_the_way)
-    return tuning._replace(**{name: value for name, value in found.items() if name not in asked})
+    transit_bytes = network.latency_seconds * network.bytes_per_second
+    found = {}
+    if "chunks" not in asked:
+        rounds = _rounds(nodes, tuning.direct_nodes)
+        found["chunks"] = _chunks(rounds * transit_bytes, tuning.chunk_bytes, room_bytes)
+    if "bucket_bytes" not in asked and nodes <= tuning.direct_nodes:
+        found["bucket_bytes"] = _bucket_bytes(BUCKET_LATENCIES * transit_bytes)
+    return tuning._replace(**found)
 
 
 def _rounds(nodes: int, direct_nodes: int) -> int:
-    """Messages of a chunk of an allreduce that wait for each other."""
+    """Return how many messages of a chunk of an allreduce wait for each other."""
     return 1 if nodes == 2 else 2 if nodes <= direct_nodes else 2 * ceil(log2(nodes))
 
 
-def _chunks(on_the_way: float, chunk_bytes: int, room_bytes: int) -> int:
-    """Return the number of chunks that keep the network busy, and few more."""
-    times, more = MARGIN
-    most = min(ON_THE_WAY_BYTES, room_bytes // 2) // chunk_bytes
-    return max(CHUNKS, min(ceil(times * on_the_way / chunk_bytes) + more, most))
+def _chunks(transit_bytes: float, chunk_bytes: int, room_bytes: int) -> int:
+    """Return how many chunks keep the network busy.
+
+    Many more would wait in the queue of a cable, and delay the messages of other ranks.
+    """
+    most = min(MOST_TRANSIT_BYTES, room_bytes // 2) // chunk_bytes
+    wanted = ceil(LATENCY_FACTOR * transit_bytes / chunk_bytes) + EXTRA_CHUNKS
+    return max(LEAST_CHUNKS, min(wanted, most))
 
 
 def _bucket_bytes(wanted: float) -> int:
-    """A power of 4, so that a program that was compiled in one job is found again in the next, which measures a bit less."""
-    size, most = BUCKET_BYTES
-    while size < min(wanted, most):
+    """Return `wanted`, rounded up to a power of 4 within the limits.
+
+    The next job measures a bit more or less, and must find the compiled program of this one.
+    """
+    size = LEAST_BUCKET_BYTES
+    while size < min(wanted, MOST_BUCKET_BYTES):
         size *= 4
     return size
 
 
-def probe(world: Communicator, firsts: list[int]) -> Network:
-    """Measure the cost of a message between nodes; the result is equal on all ranks.
+def probe(world: Communicator, firsts: list[int], piece_bytes: int) -> Network:
+    """Measure what a message from node to node costs, with the same result on all ranks.
 
     Pairs of nodes send 8 bytes there and back. Then all send pieces around a ring, twice as many
-    each time, until that is not faster any more: TCP begins slowly.
+    each time, until that is no longer faster: TCP begins slowly.
 
     Args:
       world: the communicator of all ranks, which all call this.
       firsts: a rank of each node.
+      piece_bytes: the largest message that the extension sends.
     """
 
     def median(measure: Callable[[], float]) -> float:
@@ -122,9 +132,9 @@ def probe(world: Communicator, firsts: list[int]) -> Network:
         return statistics.median(seconds for seconds in world.allgather(mine) if seconds)
 
     latency = median(partial(_latency, world, firsts))
-    size, rate, before = PROBE_BYTES[0], 0.0, 0.0
-    while size <= PROBE_BYTES[1]:
-        taken = median(partial(_ring_seconds, world, firsts, size))
+    size, rate, before = LEAST_PROBE_BYTES, 0.0, 0.0
+    while size <= MOST_PROBE_BYTES:
+        taken = median(partial(_ring_seconds, world, firsts, size, piece_bytes))
         before, rate, size = rate, max(rate, size / max(1e-9, taken - latency)), 2 * size
         if before and rate < STILL_FASTER * before and taken > 2 * latency:
             break
@@ -132,7 +142,10 @@ def probe(world: Communicator, firsts: list[int]) -> Network:
 
 
 def _latency(world: Communicator, firsts: list[int]) -> float:
-    """The least of the seconds that a message takes between this rank, the first of a pair, and the other; 0 on the others."""
+    """Return the least seconds of a message from the first rank of a pair to the other.
+
+    It is 0 on a rank that is not the first of a pair.
+    """
     at, message, taken = firsts.index(world.rank), np.zeros(8, np.uint8), []
     if (at ^ 1) >= len(firsts):
         return 0.0
@@ -148,12 +161,12 @@ def _latency(world: Communicator, firsts: list[int]) -> float:
     return 0.0 if at % 2 else min(taken) / 2
 
 
-def _ring_seconds(world: Communicator, firsts: list[int], size: int) -> float:
-    """The seconds until this rank has sent so many bytes to the next one of a ring, and received as many."""
+def _ring_seconds(world: Communicator, firsts: list[int], size: int, piece_bytes: int) -> float:
+    """Return the seconds in which this rank sends `size` bytes to the next of a ring and gets as many."""
     at = firsts.index(world.rank)
     after, before = firsts[(at + 1) % len(firsts)], firsts[at - 1]
     sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)
-    pieces = [slice(begin, begin + PIECE_BYTES) for begin in range(0, size, PIECE_BYTES)]
+    pieces = [slice(begin, begin + piece_bytes) for begin in range(0, size, piece_bytes)]
     start = time.perf_counter()
     requests = [world.Irecv(received[piece], before, TAG) for piece in pieces]
     requests += [world.Isend(sent[piece], after, TAG) for piece in pieces]
@@ -163,7 +176,7 @@ def _ring_seconds(world: Communicator, firsts: list[int], size: int) -> float:
 
 
 def free_bytes(folder: str, ranks: int) -> int:
-    """Return the bytes of the folder that each of the ranks may use."""
+    """Return the bytes that each of `ranks` ranks may use in a folder."""
     try:
         space = os.statvfs(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Convert each JAX dtype to one that MPI can send or reduce, and back: for mpi4jax, and for XLA on CPUs."""
+"""Conversions of JAX dtypes to those that a transport can send or reduce, and back."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,14 +36,14 @@ LOCAL_REDUCE: dict[str, Callable[..., jax.Array]] = {
 def carried(
     call: Collective, xs: Sequence[jax.Array], fits: Callable[[np.dtype], bool]
 ) -> list[jax.Array]:
-    """Return the arrays in dtypes that a transport can take; `fits` says whether it can take one as it is."""
+    """Return the arrays in dtypes that a transport takes; `fits` says whether it takes a dtype."""
     return [x if fits(x.dtype) else to_carrier(x, _purpose(call)) for x in xs]
 
 
 def carried_shapes(
     call: Collective, arrays: Sequence[jax.ShapeDtypeStruct], fits: Callable[[np.dtype], bool]
 ) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of what `carried` makes of arrays like these."""
+    """Return the shapes and dtypes of what `carried` returns for arrays of these shapes."""
     convert = partial(to_carrier, call=_purpose(call))
     return [x if fits(x.dtype) else jax.eval_shape(convert, x) for x in arrays]
 
@@ -59,12 +59,15 @@ def received(
 
 
 def _purpose(call: Collective) -> Collective:
-    """Return the purpose of an array: its numbers in a sum or extreme, otherwise its bits."""
+    """Return a collective that preserves what `call` needs: numbers if it reduces, else bits."""
     return Collective("allreduce", op="sum") if call.op else call
 
 
 def to_carrier(x: jax.Array, call: Collective) -> jax.Array:
-    """`x` in a dtype that MPI knows: widened where numbers are reduced, the same bits where they only move."""
+    """Return `x` in a dtype that MPI knows.
+
+    Numbers that are reduced are widened; numbers that only move keep their bits.
+    """
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if is_sub_byte(x.dtype) and (not call.op or jnp.issubdtype(x.dtype, jnp.integer)):
@@ -82,7 +85,7 @@ def to_carrier(x: jax.Array, call: Collective) -> jax.Array:
 
 
 def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
-    """The inverse of `to_carrier`."""
+    """Invert `to_carrier`."""
     if x.dtype == dtype:
         return x
     if is_sub_byte(dtype) and x.dtype == jnp.int8:
@@ -99,7 +102,10 @@ def from_carrier(x: jax.Array, dtype: np.dtype, call: Collective) -> jax.Array:
 
 
 def _to_ordered(x: jax.Array, op: str) -> jax.Array:
-    """Floats as integers in the same order, with NaN beyond all others: MPI leaves it open what its MAX makes of a NaN."""
+    """Return floats as integers in the same order, with NaN beyond all others.
+
+    MPI does not define the MAX of a NaN.
+    """
     nan = -jnp.nan if op == "min" else jnp.nan
     bits = lax.bitcast_convert_type(
         jnp.where(jnp.isnan(x), jnp.asarray(nan, x.dtype), x), _integer_like(x)
@@ -114,7 +120,7 @@ def _from_ordered(key: jax.Array) -> jax.Array:
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:
-    """Reverse the order of the negative floats' bits, which count away from zero; its own inverse."""
+    """Reverse the order of negative floats, whose bits count away from zero; its own inverse."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
@@ -123,38 +129,36 @@ def _integer_like(x: jax.Array) -> np.dtype:
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """Floats as unsigned integers of the same bits; integers as they are."""
+    """Return floats as unsigned integers of the same bits, and integers as they are."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return lax.bitcast_convert_type(x, _unsigned(x.dtype))
 
 
 def _unsigned(dtype: np.dtype) -> np.dtype:
-    """The unsigned integers of as many bits as a float has."""
+    """Return the unsigned integer dtype of as many bits as a float dtype has."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def is_sub_byte(dtype: np.dtype) -> bool:
     """Return whether several numbers of a dtype may share a byte."""
-    numbers = (
-        jnp.finfo
-        if jnp.issubdtype(dtype, jnp.floating)
-        else jnp.iinfo
-        if jnp.issubdtype(dtype, jnp.integer)
-        else None
-    )
-    return numbers is not None and numbers(dtype).bits < 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
 def mean_as_sum(run: Run, call: Collective, xs: Sequence[jax.Array], size: int) -> list[jax.Array]:
-    """Carry out a mean of floats with what only sums: short ones in float32, which the sum fits, divided, then rounded."""
+    """Carry out a mean of floats by a transport that only sums.
+
+    Short floats are summed in float32, where no sum overflows, divided, and then rounded.
+    """
     total = call._replace(op="sum")
     sums = run(total, [to_carrier(x, Collective("allreduce", op="sum")) for x in xs])
     return [(y / size).astype(x.dtype) for x, y in zip(xs, sums, strict=True)]
 
 
 def reduce_rows(x: jax.Array, op: str) -> jax.Array:
-    """Reduce `[size, ...]` over its first axis: short floats in float32, every dtype as itself otherwise."""
+    """Reduce `[size, ...]` over its first axis, short floats in float32."""
     wide = to_carrier(x, Collective("allreduce", op="sum"))
     if op in ("sum", "prod", "mean"):
         reduced = LOCAL_REDUCE["sum" if op == "mean" else op](wide, axis=0, dtype=wide.dtype)

@@ -82,7 +82,7 @@ class Xla(MpiProcessGroup):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether XLA starts collectives, and loops that contain some, in one order on all ranks: not on CPUs."""
+        """Return whether XLA starts collectives, and loops that contain some, in one order on all ranks: not on CPUs."""
         return jax.default_backend() != "cpu"
 
     def messages(self, call: Collective, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[int]:

@@ -155,17 +155,18 @@ def _dtypes() -> dict[str, object]:
     """Return the dtypes whose sums are wrong on what JAX computes on."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from jaxmpi._backends.native import TYPES
-
+    names = (
+        *("float32", "float64", "bfloat16", "float16", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
     jax.config.update("jax_enable_x64", True)
     wrong = []
-    for dtype in TYPES:
-        sums = jax.jit(lambda x: x + x)(jnp.ones(3, dtype))
+    for name in names:
+        sums = jax.jit(lambda x: x + x)(jnp.ones(3, name))
         if (sums != 2).any():
-            wrong.append(np.dtype(dtype).name)
-    return {"count": len(TYPES), "wrong": wrong}
+            wrong.append(name)
+    return {"count": len(names), "wrong": wrong}
 
 
 def _cuda_in_mpi(path: str) -> bool | None:

@@ -9,26 +9,28 @@
 
 namespace jaxmpi {
 
-// It spins at first: a thread that yields is put behind all others of its core, and then it comes
-// too late to the next message. Where ranks share cores, it yields soon, as the one it waits for
-// may need its core. At last it sleeps for a share of the time that it has waited.
-class Patience {
+// Backs off in three steps. It spins at first: a thread that yields is put behind all others of its
+// core, and comes too late to the next message. Where ranks share cores, it yields soon, because
+// the rank that it waits for may need the core. At last it sleeps for a share of the time that it
+// has waited.
+class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
-  // What it waits for. Messages of another node may take milliseconds, and it looks at what arrives
-  // between any two turns; while it waits for one short message it sleeps late, as the rank would
-  // wake up too late.
-  enum class For { kRank, kMessages, kShortMessage };
-  explicit Patience(bool crowded, For what = For::kRank)
+  // What is awaited: a rank of this node, any of many messages of other nodes, or one short
+  // message. Messages may take milliseconds, and MPI must be called between any two turns. For one
+  // short message it sleeps late, because the rank would wake up too late.
+  enum class Awaited { kRank, kMessages, kShortMessage };
+  explicit Backoff(bool crowded, Awaited what = Awaited::kRank)
       : crowded_(crowded),
-        network_(what != For::kRank),
-        polling_(what == For::kShortMessage ? kPollingShort : kPolling) {}
+        network_(what != Awaited::kRank),
+        polling_(what == Awaited::kShortMessage ? kPollingShort : kPolling) {}
 
-  // What was waited for has come.
+  // Begin anew, because what was awaited has come.
   void reset() { turns_ = 0; }
 
-  // Returns whether it is time to look whether the others still live.
+  // Wait for one turn; return whether it is time to check that the other ranks still live.
   bool pause() {
+    // Only every kSpins turns look at the clock, which costs as much as many turns.
     if (++turns_ % kSpins != 0 && !((crowded_ || network_) && turns_ > kSpins)) {
       relax();
       return false;
@@ -48,7 +50,7 @@ class Patience {
     return true;
   }
 
-  // Between two looks of a thread that spins.
+  // Tell the processor that this thread spins.
   static void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
