@@ -23,6 +23,7 @@ collect_ignore = [
     "tests/pmap_programs",
     "tests/job/process/exit_script.py",
     "tests/smoke.py",
+    "tests/world/jax_processes_script.py",
 ]
 COMPILED = Path(__file__).parent / "build" / "compiled"
 
