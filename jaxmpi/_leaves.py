@@ -153,8 +153,7 @@ def check_fits(function: str, path: KeyPath, leaf: object) -> None:
     remedy = "pass a float, or " if np.issubdtype(kind, np.integer) else ""
     raise OverflowError(
         f"{function}: leaf {leaf_name(path)} is {wrong}, which {kind} cannot hold. To keep it, "
-        f"{remedy}set the option "
-        "jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
+        f"{remedy}set the option jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
     )
 
 
@@ -172,6 +171,5 @@ def check_rows(function: str, path: KeyPath, x: jax.Array, size: int) -> None:
     if x.ndim == 0 or x.shape[0] != size:
         raise (RankCountError if x.ndim else ValueError)(
             f"{function}: leaf {leaf_name(path)} has shape {list(x.shape)}, and its first axis "
-            f"must be the {size} ranks. "
-            f"Reshape it to [{size}, ...]."
+            f"must be the {size} ranks. Reshape it to [{size}, ...]."
         )

@@ -236,8 +236,7 @@ def per_rank_batches(
     if isinstance(read_ahead.reading.feed, BatchesFeed):
         raise TypeError(
             "per_rank_batches: the loader is jaxmpi.batches, which gives all ranks the same number "
-            "of steps already. Use it "
-            "as it is."
+            "of steps already. Use it as it is."
         )
 
     def check(arguments: Mapping[str, object]) -> None:

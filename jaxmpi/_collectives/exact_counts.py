@@ -118,6 +118,6 @@ def _stack(leaf: ArrayLike | PerRank) -> ArrayLike:
 def _too_large(function: str, path: KeyPath, number: int, dtype: np.dtype) -> str:
     return (
         f"{function}: the sum of leaf {leaf_name(path)} over the ranks is {number}, which "
-        f"{np.dtype(dtype)} cannot hold. Pass "
-        "floats, or set the option jax_enable_x64 (JAX_ENABLE_X64=1) on every rank."
+        f"{np.dtype(dtype)} cannot hold. Pass floats, or set the option jax_enable_x64 "
+        "(JAX_ENABLE_X64=1) on every rank."
     )

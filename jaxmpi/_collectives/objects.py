@@ -90,8 +90,7 @@ def preempted() -> bool:
 
     **Collective:** every rank calls it equally often.
     **Communication:** none until there was a signal, and three short messages between threads then.
-    Where MPI allows no
-      threads, an allgather of a flag at each call.
+    Where MPI allows no threads, an allgather of a flag at each call.
 
     Raises:
       RuntimeError: called in traced code.

@@ -220,8 +220,7 @@ class LoaderFeed(Feed):
         if missing and not self.may_end:
             raise ValueError(
                 f"prefetch: the state is behind {self._count} batches, {missing} more than the "
-                "loader has in "
-                "this epoch. Pass the state of a run with the same loader."
+                "loader has in this epoch. Pass the state of a run with the same loader."
             )
 
     def end(self) -> None:
@@ -249,8 +248,7 @@ class LoaderFeed(Feed):
         if not isinstance(state, Mapping) or set(state) != keys:
             raise ValueError(
                 f"prefetch: the state is {state!r}, and one of this loader has the keys "
-                f"{sorted(keys)}. "
-                "Pass the state of a run with the same loader."
+                f"{sorted(keys)}. Pass the state of a run with the same loader."
             )
         for key in ("epoch", "batches"):
             if int(state[key]) < 0:
@@ -264,8 +262,7 @@ class LoaderFeed(Feed):
         if not isinstance(source, str | None):
             raise ValueError(
                 f"prefetch: 'source' of the state is a {type(source).__name__}, and not the text "
-                "that this loader gave. "
-                "Pass `state` as it was."
+                "that this loader gave. Pass `state` as it was."
             )
         if not self.stream or source is not None:
             self._to(epoch, count, source)
@@ -274,8 +271,7 @@ class LoaderFeed(Feed):
         if count < used:
             raise ValueError(
                 f"prefetch: the state is behind {count} batches, and {used} were used of an "
-                "iterator, which "
-                "cannot go back. Make a new iterator before you set the state."
+                "iterator, which cannot go back. Make a new iterator before you set the state."
             )
         self._epoch = epoch
         return count - used
@@ -386,8 +382,7 @@ def _encoded(x: object, path: str) -> Any:
         return {"$tensor": _array(x.detach().cpu().numpy())}
     raise TypeError(
         f"prefetch: {path} is a {type(x).__name__}, and a state that goes into a checkpoint holds "
-        "numbers, text, "
-        "bytes, arrays, lists and dicts. Have the loader's state hold these."
+        "numbers, text, bytes, arrays, lists and dicts. Have the loader's state hold these."
     )
 
 

@@ -220,8 +220,7 @@ class Reading:
                     return
                 raise ValueError(
                     f"prefetch: the state is behind {state['batches']} batches, more than the "
-                    "iterator has. "
-                    "Pass the state of a run over the same data."
+                    "iterator has. Pass the state of a run over the same data."
                 ) from None
 
     def end_epoch(self) -> None:
@@ -340,8 +339,7 @@ def _reading(batches: Iterable[PyTree], ahead: int, read: Read | None) -> Readin
     if read is not None:
         raise TypeError(
             f"prefetch: read needs jaxmpi.batches, and batches is a {type(batches).__name__}. Pass "
-            "the batches, or leave "
-            "read out."
+            "the batches, or leave read out."
         )
     reading = _streams.get(id(batches))
     if reading is None:

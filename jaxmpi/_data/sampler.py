@@ -147,9 +147,8 @@ class Batches(Iterable[PyTree]):
         if state["order"] != self._order_name():
             raise ValueError(
                 f"batches: the state belongs to {state['order']}, and this is "
-                f"{self._order_name()}, "
-                "where its position means other samples. Use the data and the seed of that run, "
-                "or begin an epoch with epoch=."
+                f"{self._order_name()}, where its position means other samples. Use the data and "
+                "the seed of that run, or begin an epoch with epoch=."
             )
         epoch = _int(
             "the state's epoch", state["epoch"], 0, "Pass the state of a run over this data."

@@ -48,9 +48,8 @@ class Arrays:
             if not isinstance(leaf, np.ndarray | jax.Array) or leaf.ndim == 0:
                 raise TypeError(
                     f"{function}: leaf {name} is of type {type(leaf).__name__} and shape "
-                    f"{np.shape(leaf)}, "
-                    "not an array of samples. Pass a NumPy or JAX array there, or a list of "
-                    "samples as the data."
+                    f"{np.shape(leaf)}, not an array of samples. Pass a NumPy or JAX array there, "
+                    "or a list of samples as the data."
                 )
             if len(leaf) != len(leaves[0][1]):
                 raise ValueError(
@@ -114,9 +113,8 @@ class Samples:
             if _layout(sample) != layout:
                 raise ValueError(
                     f"{self._function}: sample {row} has the shapes "
-                    f"{jax.tree.map(np.shape, sample)}, and sample "
-                    f"{rows[0]} has {jax.tree.map(np.shape, samples[0])}. Pad or crop the samples "
-                    "to one shape."
+                    f"{jax.tree.map(np.shape, sample)}, and sample {rows[0]} has "
+                    f"{jax.tree.map(np.shape, samples[0])}. Pad or crop the samples to one shape."
                 )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
 
@@ -135,13 +133,13 @@ def open_source(function: str, data: PyTree | RandomAccess) -> Arrays | Samples:
     if isinstance(data, list) and _is_columns(data):
         raise TypeError(
             f"{function}: data is a list of {len(data)} arrays with {len(data[0])} rows each, and "
-            "a list is one of samples. "
-            "Pass a tuple of the arrays; or, where each array is one sample, np.stack(data)."
+            "a list is one of samples. Pass a tuple of the arrays; or, where each array is one "
+            "sample, np.stack(data)."
         )
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, RandomAccess):
         raise TypeError(
-            f"{function}: data is of type {type(data).__name__}. "
-            "Pass arrays that share their leading axis, or anything with __len__ and __getitem__."
+            f"{function}: data is of type {type(data).__name__}. Pass arrays that share their "
+            "leading axis, or anything with __len__ and __getitem__."
         )
     return Samples(function, data)
 

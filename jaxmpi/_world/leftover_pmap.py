@@ -23,10 +23,9 @@ def _warn() -> None:
     if here.place.rank or not session.is_first_pmap(f"{file}:{line}"):
         return
     warnings.warn_explicit(
-        f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank alone: "
-        f"its collectives do not reach the others of {here.place.size} ranks. Use jaxmpi.pmap, or, "
-        "where that is meant, "
-        "warnings.filterwarnings('ignore', 'jax.pmap').",
+        f"jax.pmap, called at {_jaxcompat.caller_line()}, maps over the device of this rank "
+        f"alone: its collectives do not reach the others of {here.place.size} ranks. Use "
+        "jaxmpi.pmap, or, where that is meant, warnings.filterwarnings('ignore', 'jax.pmap').",
         UserWarning,
         file,
         line,

@@ -107,8 +107,7 @@ def sized_axes(function: str, axes: Mapping[str, int], size: int) -> dict[str, i
         if size == 1 and function == "init":
             advice += (
                 ". On one rank, give every axis the size 1, or run the program on simulated ranks, "
-                "under "
-                f"`with jaxmpi.simulate({known}, axes={dict(axes)}):`"
+                f"under `with jaxmpi.simulate({known}, axes={dict(axes)}):`"
             )
         raise RankCountError(
             f"{function}: axes are {dict(axes)}, which are {kind}{known} ranks together, and "

@@ -181,10 +181,11 @@ def test_a_name_that_is_not_ours_is_not_followed(directory, tmp_path):
 
 
 def test_without_shared_memory_the_error_says_so(directory, monkeypatch):
-    monkeypatch.setattr(memory, "MEMORY", Path("/nowhere"))
+    missing = directory.parent / "no-memory"
+    monkeypatch.setattr(memory, "MEMORY", missing)
     with pytest.raises(
         jaxmpi.CheckpointError,
-        match=r"there can be no folder in /nowhere for .*Save without in_memory=True",
+        match=rf"there can be no folder in {missing} for .*Save without in_memory=True",
     ):
         saved(directory, 1, in_memory=True)
     saved(directory, 1)
