@@ -80,9 +80,7 @@ def why_not_native() -> MPIError | None:
     if not on_cpu:
         version = jax.local_devices()[0].client.platform_version
         if "cuda" not in version.lower():
-            return MPIError(
-                f"it supports arrays on CPUs and CUDA GPUs, and these are on {version}"
-            )
+            return MPIError(f"it supports arrays on CPUs and CUDA GPUs, and these are on {version}")
         try:
             native.use_cuda(CUDA_DRIVER)
         except RuntimeError as error:
