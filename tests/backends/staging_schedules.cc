@@ -139,7 +139,7 @@ Outcome schedule(const char* library, void* opened, uint64_t seed, bool fails) {
         std::exception_ptr failure;
         std::thread communication([&] {
           try {
-            staging.run_beside(ready, operation, ranks, arrays, begin, carry);
+            staging.run_overlapped(ready, operation, ranks, arrays, begin, carry);
           } catch (...) {
             failure = std::current_exception();
           }
