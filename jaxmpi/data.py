@@ -29,7 +29,7 @@ from jaxmpi._consistency import compare
 from jaxmpi._consistency.mismatch import Call
 from jaxmpi._data.feeds import BatchesFeed
 from jaxmpi._data.per_rank import Layout, PerRankBatches, Ranks
-from jaxmpi._data.prefetch import Prefetched, prefetch
+from jaxmpi._data.prefetch import AHEAD_BATCHES, Prefetched, prefetch
 from jaxmpi._data.sampler import Batches, Cursor, Shard
 from jaxmpi._data.sources import RandomAccess
 from jaxmpi._leaves import PyTree
@@ -174,7 +174,10 @@ def batches(
 
 
 def per_rank_batches(
-    loader: Iterable[PyTree], *, remainder: Literal["drop", "mask"] = "drop", ahead: int = 2
+    loader: Iterable[PyTree],
+    *,
+    remainder: Literal["drop", "mask"] = "drop",
+    ahead: int = AHEAD_BATCHES,
 ) -> PerRankBatches:
     """Return an iterator over this rank's own batches that ends on all ranks together.
 

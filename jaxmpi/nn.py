@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmpi._jit.api import describe
 from jaxmpi._jit.nnx import InPlace
-from jaxmpi._nn.batch_stats import average_batch_stats
+from jaxmpi._nn.running_stats import average_batch_stats
 
 if TYPE_CHECKING:
     from jaxmpi._nn import linen

@@ -25,9 +25,9 @@ votes            yes or no of each rank, received later, within a node without a
 Native transport:
 native           the backend: shared memory within a node, MPI between nodes
 native_calls     its calls in a program: at once, or a start and a wait
-native_transports  its shared memory and its connections to other nodes
+native_transports  opens its shared memory and its connections to other nodes
 shared_memory    memory that the ranks of a node share
-tuning           sizes and algorithms of messages between nodes
+tuning           chunk sizes within a node and between nodes, and thresholds between algorithms
 
 Other transports:
 mpi              mpi4jax

@@ -14,13 +14,20 @@ from jaxmpi._backends.base import Place
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._backends.mpi_library import libmpi
 from jaxmpi._backends.shared_memory import SHARED_MEMORY, shared_memory
-from jaxmpi._backends.tuning import Network, Tuning, free_bytes, probe, tuned
+from jaxmpi._backends.tuning import (
+    NODE_CHUNK_BYTES,
+    NODE_CHUNKS,
+    Network,
+    Tuning,
+    free_bytes,
+    probe,
+    tuned,
+)
 from jaxmpi._job.process import settings
 from jaxmpi._job.process.processor import quota
 
 __all__ = ["Transports"]
 
-SLOTS, SLOT_BYTES = 4, 1 << 18  # of each thread of a rank, in a job on one node
 MOST_THREADS = 4  # of a rank
 
 
@@ -65,7 +72,7 @@ class Transports:
         if not self.members:
             self._measure(node, [places[sum(ranks[:each])][2] for each in range(len(ranks))])
         several = len(ranks) > 1
-        slots, slot_bytes = SLOTS, SLOT_BYTES
+        slots, slot_bytes = NODE_CHUNKS, NODE_CHUNK_BYTES
         if several:
             slots, slot_bytes = self.tuning.chunks, self.tuning.chunk_bytes
         size = self._threads * self._native.layout_bytes(node.size, slot_bytes, slots)
@@ -123,7 +130,9 @@ class Transports:
     def _threads_for(self, cores: float) -> int:
         """Return how many threads of a rank share a large message, the same on all ranks."""
         # each thread has slots of its own; at most an eighth of the room, as groups need some, too
-        room = free_bytes(SHARED_MEMORY, self._place.local_size) // (8 * SLOTS * SLOT_BYTES)
+        room = free_bytes(SHARED_MEMORY, self._place.local_size) // (
+            8 * NODE_CHUNKS * NODE_CHUNK_BYTES
+        )
         threads = max(1, min(MOST_THREADS, int(cores / 2), room))
         return int(self._mpi.COMM_WORLD.allreduce(threads, self._mpi.MIN))
 

@@ -6,6 +6,7 @@ import uuid
 
 from jaxmpi._backends.communicator import Communicator
 from jaxmpi._errors import MPIError
+from jaxmpi._job.process.run_dir import SEGMENT_PREFIX
 
 __all__ = ["SHARED_MEMORY", "shared_memory"]
 
@@ -16,7 +17,7 @@ def shared_memory(world: Communicator, node: Communicator, size: int) -> tuple[i
     """A file of zeros that all ranks of `node` map, and that has no name any more once they do; on all ranks, or on none."""
     path, mapped, failure = "", None, ""
     if node.rank == 0:  # it makes the file, then the others open it
-        path = f"{SHARED_MEMORY}/jaxmpi-{uuid.uuid4().hex}"
+        path = f"{SHARED_MEMORY}/{SEGMENT_PREFIX}{uuid.uuid4().hex}"
         mapped, failure = _mapped(path, os.O_CREAT | os.O_EXCL, size)
     path, failure = node.bcast((path, failure))
     if node.rank and not failure:

@@ -17,8 +17,14 @@ import numpy as np
 
 from jaxmpi._backends.communicator import Communicator
 
-__all__ = ["Network", "Tuning", "free_bytes", "probe", "tuned"]
+__all__ = [
+    *("NODE_CHUNKS", "NODE_CHUNK_BYTES", "Network", "Tuning"),
+    *("free_bytes", "probe", "tuned"),
+]
 
+# Within a node: chunks of shared memory of each thread of a rank, in a job on one node
+NODE_CHUNKS, NODE_CHUNK_BYTES = 4, 1 << 18
+# Between nodes
 MOST_CHUNK_BYTES = 1 << 19
 LEAST_CHUNKS = 8
 MOST_TRANSIT_BYTES = 1 << 25  # of all chunks in transit

@@ -8,7 +8,7 @@
 | folders | the folder of a checkpoint: unfinished and locked, whole and checked, removed |
 | memory | the folder in a host's memory that belongs to a folder of checkpoints |
 | agreement | what the ranks compare, and errors that all of them raise |
-| saving | a save: what is written, and the thread that writes it |
+| saving | a save: the arrays and the manifest of each rank, and the thread that writes them |
 | restoring | a restore: the newest whole checkpoint, does it fit, and what each rank gets of it |
 
 How a save becomes visible:

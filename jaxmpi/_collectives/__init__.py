@@ -1,7 +1,7 @@
 """Collectives that users call, on pytrees and on Python objects, and metrics over all ranks.
 
 trees          `tree_allreduce` and its relatives: the public functions
-tree_calls     one call of these: eager, under `simulate`, or in traced code
+tree_calls     the reduce operations, and one call: eager, under `simulate`, or in traced code
 arrays         the same collectives on lists of arrays, in traced code
 exact_counts   sums of Python and NumPy integers that are exact or an error
 objects        broadcast_object, allgather_object, barrier, preempted

@@ -20,11 +20,13 @@ from jaxmpi._data.per_rank import PerRankBatches
 from jaxmpi._job.process.at_exit import start_thread
 from jaxmpi._leaves import PyTree, check_fits, leaf_name
 
-__all__ = ["Prefetched", "Reading", "prefetch"]
+__all__ = ["AHEAD_BATCHES", "Prefetched", "Reading", "prefetch"]
+
+AHEAD_BATCHES = 2  # read ahead by default
 
 
 def prefetch(
-    batches: Iterable[PyTree], ahead: int = 2, *, read: Read | None = None
+    batches: Iterable[PyTree], ahead: int = AHEAD_BATCHES, *, read: Read | None = None
 ) -> "Prefetched | PerRankBatches":
     """Return an iterator over the same batches, each on this rank's device before it is asked for.
 

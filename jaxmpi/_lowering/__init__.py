@@ -5,7 +5,7 @@ trace           trace the function once, with the axis bound, and open calls wit
 exact_updates   updates that lead to a given value, bit by bit
 named_axes      equations over named axes, as equations over all ranks in groups
 batched_while   loops under vmap, in which each lane ends by itself
-classify        the kind of an equation: local, collective, a loop or call with one
+classify        JAX's collectives, calls and loops, by the name of the primitive
 refuse          errors for collectives that are not supported
 translate       the collective of an equation
 
@@ -28,7 +28,7 @@ summary         the collectives of a program, for `explain`
 costs           their bytes and seconds, and the table of `explain`
 control_slice   the computations that control messages, and must be equal on all ranks
 text            equations as text
-signature       the facts that the ranks compare
+signature       the facts that the ranks compare, for `_consistency/mismatch`
 
 Compile:
 order_loops     loops with collectives, in one order with other messages

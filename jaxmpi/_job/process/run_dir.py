@@ -23,6 +23,7 @@ from jaxmpi._job.process import launchers
 from jaxmpi._job.process.failure import Failure, from_json, to_json
 
 __all__ = [
+    "SEGMENT_PREFIX",
     "Member",
     "join",
     "leave",
@@ -46,11 +47,13 @@ FAILURES, RATES, REFUSED = "failures.json", "rates", "refused.json"
 FOLDER = "/dev/shm"  # which a container may lack
 MAP_SECONDS = 0.2  # for a process to map a file of shared memory that it has just made
 
+# How the names of jaxmpi's own files of shared memory begin
+SEGMENT_PREFIX = "jaxmpi-"
 # The names of MPI's and jaxmpi's own files. A rank may map others (a data set in /dev/shm), and
 # those must survive the job.
 _SEGMENT = re.compile(
-    rf"/dev/shm/(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))}|jaxmpi)"
-    r"[._-][^\s/]+"
+    rf"/dev/shm/(?:(?:{'|'.join(launchers.names(lambda launcher: launcher.segments))})[._-]"
+    rf"|{SEGMENT_PREFIX})[^\s/]+"
 )
 
 
