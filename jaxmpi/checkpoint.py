@@ -49,14 +49,14 @@ def save(
     must then be one that all ranks share.
 
     **Collective:** every rank calls it, with the same structure, shapes and dtypes.
-    **Communication:** two rounds before it is written. All ranks compare one fingerprint, 16 bytes,
-    of the call, of the leaves, of checksums of what is equal on all ranks, and of how the last save
-    has ended; only where it differs do they send more. Then rank 0 sends the path of the folder
-    that it has made, and every rank the Python numbers in its `PerRankState`s. The first save of
-    a session into a directory in which several ranks write takes a third round: whether all see
-    the folder. With `background=False` the ranks tell each other how it has ended, one round. Where
-    MPI cannot be called from threads, they write before `save` returns, and tell rank 0 what, one
-    round; elsewhere the monitor's thread does, beside the training.
+    **Communication:** two exchanges before it is written. All ranks compare one fingerprint, 16
+    bytes, of the call, of the leaves, of checksums of what is equal on all ranks, and of how the
+    last save has ended; only where it differs do they send more. Then rank 0 sends the path of the
+    folder that it has made, and every rank the Python numbers in its `PerRankState`s. The first
+    save of a session into a directory in which several ranks write takes a third one: whether all
+    see the folder. With `background=False` the ranks tell each other how it has ended, one round.
+    Where MPI cannot be called from threads, they write before `save` returns, and tell rank 0 what,
+    one round; elsewhere the monitor's thread does, beside the training.
 
     Args:
       directory: holds the checkpoints of one run; made if it is not there. The same on all ranks,

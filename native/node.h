@@ -32,7 +32,8 @@
 
 namespace jaxmpi {
 
-// A rank ended while others wait for it.
+// A rank ended while others wait for it. XLA makes it a JaxRuntimeError; if the program does not
+// handle it, the rank's monitor ends the job (jaxmpi/_job/monitor/monitor.py).
 struct RankLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

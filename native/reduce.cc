@@ -11,8 +11,8 @@ namespace {
 
 #if defined(__x86_64__)
 // Whether the processor has AVX2 and F16C, and AVX-512 with F, DQ, CD, BW and VL, and the system
-// saves their registers. Not by
-// __builtin_cpu_supports, whose table not every compiler's runtime fills in.
+// saves their registers. __builtin_cpu_supports is no help: not every compiler's runtime fills in
+// its table.
 struct Processor {
   bool avx2 = false, avx512 = false;
 

@@ -196,7 +196,10 @@ class Backend(Protocol):
         """This rank's number, an int32, in traced code: a value of the running program, which is the same on all ranks."""
 
     def carries(self, call: Collective) -> bool:
-        """Return whether the ranks compare what they send when they carry it out."""
+        """Return whether the message of a collective goes to all ranks, with the program's fingerprint.
+
+        No separate comparison is needed then.
+        """
 
     def connects(self, call: Collective) -> bool:
         """Return whether it carries a collective within its groups, and not through all ranks."""

@@ -16,8 +16,9 @@ How a save becomes visible:
 1. `jaxmpi.save` copies the arrays (`saving.prepare`), and compares the call and the values on all
    ranks (`agreement.agree`).
 2. Rank 0 makes an unfinished folder, which has a lock (`folders.begin`), and tells the others.
-3. A thread on each rank writes its file (`array_files.write`), and tells rank 0 what is in it
-   through the monitor (`saving.Saves`).
+3. A thread on each rank that has arrays to write (rank 0 alone where all leaves are replicated)
+   writes its file (`array_files.write`), and tells rank 0 what is in it through the monitor
+   (`saving.Saves`).
 4. Rank 0's thread writes the manifest, and renames the folder (`folders.commit`): from then on
    `latest` and `restore` find it.
 """

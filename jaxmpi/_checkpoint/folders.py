@@ -46,9 +46,9 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 28  # at most; about 100 for each array
-ABANDONED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
+UNTOUCHED_SECONDS = 3600.0  # since the last change, where no lock tells whether a job still writes
 
-_UNFINISHED, _REMOVED, _ABANDONED, _LOCK = "unfinished-", "removed-", "abandoned-", "lock"
+_UNFINISHED, _REMOVED, _SET_ASIDE, _LOCK = "unfinished-", "removed-", "abandoned-", "lock"
 _NAME = re.compile(r"step-(\d{12,})(?:\.(\d+))?")  # the second number: a step that was saved again
 _FIRST_LINE = re.compile(rb'\{"checksum": (\d{1,10}),\n')
 
@@ -313,7 +313,7 @@ def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: 
     abandoned = of_another_run(directory, now)
     for checkpoint in abandoned:
         with contextlib.suppress(OSError):  # another job has removed it
-            name = f"{_ABANDONED}{checkpoint.name}"
+            name = f"{_SET_ASIDE}{checkpoint.name}"
             while os.path.lexists(directory / name):
                 name += f"-{uuid.uuid4().hex[:8]}"
             checkpoint.rename(directory / name)
@@ -322,7 +322,7 @@ def set_aside(lineage: Lineage, directory: Path, folder: Path, step: int, base: 
         steps = ", ".join(str(step_of(checkpoint)) for checkpoint in reversed(abandoned))
         stderr.say(
             f"jaxmpi: save: the checkpoints of steps {steps} in {directory} are of another run "
-            f"than step {step}{origin}. They are called {_ABANDONED}step-... from now on, and not "
+            f"than step {step}{origin}. They are called {_SET_ASIDE}step-... from now on, and not "
             "restored; remove them, or rename them to go on from them.\n"
         )
 
@@ -372,11 +372,11 @@ def _remove_left(directory: Path) -> None:
     for left in directory.glob(f"{_REMOVED}*"):
         _delete(left)
     for left in directory.glob(f"{_UNFINISHED}*"):
-        if _abandoned(left):
+        if _writer_is_gone(left):
             _delete(left)
 
 
-def _abandoned(folder: Path) -> bool:
+def _writer_is_gone(folder: Path) -> bool:
     """Return whether the job that wrote into an unfinished folder has ended."""
     try:
         with open_regular(folder / _LOCK) as lock:
@@ -391,7 +391,7 @@ def _abandoned(folder: Path) -> bool:
     _, _, machine, pid = (*folder.name.split("-"), "", "")[:4]
     if machine == _machine() and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
         return True
-    return time.time() - max(_changes(folder), default=math.inf) > ABANDONED_SECONDS
+    return time.time() - max(_changes(folder), default=math.inf) > UNTOUCHED_SECONDS
 
 
 def _machine() -> str:

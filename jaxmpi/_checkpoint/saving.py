@@ -362,9 +362,11 @@ class _Save:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        if self._monitor is None and len(self._arrays) < len(self._plan.writers):
-            # MPI allows no threads: the ranks write, and tell each other, here
+        """Write in a thread, or here where MPI allows no threads and several ranks write."""
+        writers = len(self._plan.writers)
+        if self._monitor is None and writers > 1 and len(self._arrays) < writers:
+            # MPI allows no threads, so the ranks write, and tell each other, here. A single writer
+            # needs no answer from the others, and simulated ranks write in one process.
             outcomes = self._backend.allgather_object(self._write())
             if self._backend.place.rank == 0:
                 for rank, outcome in enumerate(outcomes[1:], 1):

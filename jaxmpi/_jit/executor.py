@@ -89,7 +89,10 @@ class Executor(ABC):
         """Return the result of `call`, which starts the program without an output to wait for."""
 
     def _first(self, program: Program, leaves: Sequence[Leaf]) -> None:
-        """Before the first call of a program that communicates, and before each one that does not until then."""
+        """Compare arguments before the first call of a communicating program.
+
+        Until one comes, before every call.
+        """
         if program.statement and get_ident() != self._turn.thread:
             self._turn.take()
         first_call.compare(self._backend, program, leaves)
@@ -97,7 +100,7 @@ class Executor(ABC):
         self._new = not program.statement  # at last: what is above may raise
 
     def _is_unseen(self, program: Program) -> bool:
-        """Return whether the ranks come to such a program for the first time, all of them, and share what is compiled."""
+        """Return whether ranks share executables and have not yet agreed on this fingerprint."""
         statement = program.statement
         return bool(
             self._jitted.shares

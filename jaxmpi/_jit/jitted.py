@@ -121,7 +121,7 @@ class Jitted:
                 refuse_nan_search(self._function.title)
             program = self.build(args, kwargs, hide=hide)
             new = self.shares and program.statement and not program.compiled_once
-            # which compiles nothing, and runs this at every call
+            # jax.disable_jit compiles nothing, and runs this body at every call
             if end and new and not jax.config.jax_disable_jit:
                 raise NewProgramError(program)
             self.announce(program, show=self._alone or end)

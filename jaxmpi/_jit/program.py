@@ -52,7 +52,8 @@ class Program:
     # arrays of the arguments that must not all be equal, as all ranks would do the same
     fed: Sequence[int] = ()
     announced: bool = False
-    compiled_once: bool = False  # or left to JAX, as the ranks don't share it
+    # whether `compile_once` or `compile_alone` has handled it; False where JAX compiles it at its call
+    compiled_once: bool = False
     # of the arguments' arrays; `compiled` sets it
     lower: Callable[[Sequence[Leaf]], Lowered] = field(init=False, repr=False)
 

@@ -44,7 +44,7 @@ def schedule(jaxpr: AnyJaxpr, size: int, combine: bool) -> list[Level]:
     A collective is carried out whether its result is used or not: another rank may use it.
 
     Args:
-      jaxpr: of `trace.opened`.
+      jaxpr: of `trace.prepared`, after `fuse_mean.fold` where the program is final.
       size: the number of ranks.
       combine: False where every collective is to stay a call of its own.
     """

@@ -3,7 +3,7 @@
 | backend | the program becomes |
 |---|---|
 | single | itself: collectives over one rank are the identity |
-| mpi | a program of MPI calls, in an order that tokens in its module keep, with no JAX effect outside |
+| mpi | FFI calls of the native extension or of mpi4jax, which tokens in its module keep in order |
 | xla | a `shard_map` over one device a rank, with XLA's collectives |
 | simulate | a `vmap` over the ranks, with JAX's reductions in one process |
 """

@@ -112,7 +112,7 @@ def is_local(jaxpr: ClosedJaxpr) -> bool:
 
 @_jaxcompat.kept_with_jaxpr
 def _needs_opening(jaxpr: AnyJaxpr) -> bool:
-    """Return whether it has calls with a collective, or what only stands for something, in its loops, too."""
+    """Return whether a call with a collective, a broadcast or a note is left to open, in loops too."""
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
         what = kind(eqn)
         if what in ("call", "bcast") or is_note(eqn) or batched_predicate(eqn):

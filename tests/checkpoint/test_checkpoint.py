@@ -925,7 +925,7 @@ def test_a_folder_that_another_job_renames_is_no_error(tmp_path, monkeypatch):
     folder.mkdir()
     listed = os.listdir
     monkeypatch.setattr(folders.os, "listdir", lambda path: shutil.rmtree(path) or listed(path))
-    assert not folders._abandoned(folder)
+    assert not folders._writer_is_gone(folder)
 
 
 BESIDE = """

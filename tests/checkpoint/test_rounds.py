@@ -197,6 +197,11 @@ for step in (1, 2):
 # the first save: the folder, whether it is seen, and what was written; the second lacks "seen"
 assert len(count) == 3 + 2, count
 assert jaxmpi.restore(sys.argv[1], own(0)).per_rank.tolist() == [rank + 2] * 2
+# rank 0 alone writes what is equal on all ranks, and the others have nothing to tell it
+count.clear()
+jaxmpi.save(sys.argv[1] + "-equal", 1, {"w": jnp.ones(3)})
+assert len(count) == 1, count
+assert jaxmpi.latest(sys.argv[1] + "-equal") == 1
 write = array_files.write
 if rank == 1:
     array_files.write = lambda *_: 1 / 0

@@ -35,7 +35,8 @@ class HostRanks:
         self.preemptible: set[int] = set()
         self.failures: list[Failure] = []  # that ranks have reported
         self.refused_count = ""  # why the program does not run on this number of ranks
-        self._members: dict[int, Member] = {}  # of all hosts, by rank
+        # by rank; ranks of other hosts are among them where the temporary folder is shared
+        self._members: dict[int, Member] = {}
         # by file descriptor: of the rank's pipe, and of the process
         self._open: dict[int, Member] = {}
         self._process: dict[Member, int] = {}

@@ -131,7 +131,8 @@ def supervise(
         failure = find_failure(text, joined, ended)
         failures = ranks.failures or daemons.find_lost(text) or [failure]
         say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
-        host = failure.lost_host or failures[0].host or failure.host
+        # A launcher that has lost a host kills the ranks of the others, which may be named first.
+        host = failure.lost_host or failures[0].failed_host or failure.host
         return Outcome(failure.exit_code(code), failed=True, host=host)
     # The ranks have done their work, so a restart would not help where a disk is full.
     lost = [relay.missing() for relay in relays if relay.lost]

@@ -51,7 +51,7 @@ class Failure:
 
     @property
     def failed_host(self) -> str:
-        """The host that a restart counts the failure for.
+        """Host that a restart counts the failure for.
 
         A launcher that has lost a host kills the ranks of the others.
         """

@@ -72,7 +72,7 @@ class Member:
 
 
 def join(directory: str, rank: int) -> None:
-    """Enter this process as a rank of the job; again, to record shared memory mapped since.
+    """Enter this process as a rank of the job, with the shared memory that it maps now.
 
     Does nothing where the directory does not exist, which is the case on hosts other than the
     launcher's, and where another user could have made it.
@@ -84,7 +84,7 @@ def join(directory: str, rank: int) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(pipe, 0o600, dir_fd=folder)
             # Held until the process ends. The kernel closes the files of a process last opened
-            # first, so the launcher sees this one close before MPI's daemon misses the rank and
+            # first, so `jaxmpi run` sees this one close before MPI's daemon misses the rank and
             # kills the others.
             os.open(pipe, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
         _write(folder, Member(rank, os.getpid(), os.uname().nodename, segments()))
