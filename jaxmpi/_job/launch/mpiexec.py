@@ -100,6 +100,7 @@ def identify(path: str) -> Mpiexec:
             env=environ,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=60,
             check=False,
         )
@@ -167,6 +168,7 @@ def _has_scratch(mpiexec: Mpiexec, environ: Mapping[str, str], options: Sequence
             env=dict(environ),
             capture_output=True,
             text=True,
+            errors="replace",  # its texts have dashes that a locale of ASCII does not know
             timeout=60,
             check=False,
         )
