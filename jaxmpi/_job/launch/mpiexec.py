@@ -109,6 +109,7 @@ def identify(path: str) -> Mpiexec:
             env=environ,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=60,
             check=False,
         )
@@ -177,6 +178,7 @@ def _has_scratch(mpiexec: Mpiexec, environ: Mapping[str, str], options: Sequence
             env=dict(environ),
             capture_output=True,
             text=True,
+            errors="replace",  # its texts have dashes that a locale of ASCII does not know
             timeout=60,
             check=False,
         )
