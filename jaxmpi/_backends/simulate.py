@@ -128,6 +128,6 @@ class Simulated(OneProcess):
     def run(self, call: Collective, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Raise an error: outside of `jaxmpi.jit` it is unknown whose array this is."""
         raise RuntimeError(
-            "A collective was called outside of jaxmpi.jit, and simulated ranks communicate only "
-            "inside of it. Use jaxmpi.jit instead of jax.jit."
+            "A collective was called outside of a step, and simulated ranks communicate only "
+            "inside of jaxmpi.jit. Use jaxmpi.jit instead of jax.jit."
         )

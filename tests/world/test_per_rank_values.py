@@ -48,7 +48,7 @@ def test_per_rank_is_no_number(use):
 
 
 def test_per_rank_has_no_methods_of_arrays():
-    with pytest.raises(AttributeError, match=r"^PerRank: .item is not defined .*average_metrics"):
+    with pytest.raises(AttributeError, match=r"^PerRank: .item is not defined.*average_metrics"):
         jaxmpi.PerRank(jnp.arange(3.0)).item()
     assert not hasattr(jaxmpi.PerRank(jnp.arange(3.0)), "shape")
 
