@@ -8,7 +8,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._job.launch.pool import Task, pool
-from jaxmpi.testing import IDLE_SECONDS
+from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 GRID = {"island": 2, "member": 2}
 OTHERS = [
@@ -143,7 +143,7 @@ def check_on_ranks(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", pytest.param("xla", marks=pytest.mark.exhaustive)])
 def test_on_ranks(tmp_path, backend):
-    pool(4, backend, IDLE_SECONDS, GRID).run(
+    pool(4, backend, IDLE_RANKS_SECONDS, GRID).run(
         Task(__file__, "check_on_ranks", {"directory": str(tmp_path)}, 120.0)
     )
 

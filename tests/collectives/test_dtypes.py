@@ -27,7 +27,7 @@ from jax import lax
 import jaxmpi
 from jaxmpi._backends.groups import groups_along
 from jaxmpi._job.launch.pool import Pool, Task, pool
-from jaxmpi.testing import IDLE_SECONDS, run_ranks
+from jaxmpi.testing import IDLE_RANKS_SECONDS, run_ranks
 
 LENGTHS = {"jit": (0, 7), "eager": (0, 1, 3)}
 QUICKLY = {"xla_backend_optimization_level": 0}  # is how these programs are to be compiled
@@ -544,7 +544,7 @@ def run_on(row, check, jobs, **kwargs):
     job = (
         jobs[n]
         if transport == "mpi4jax"
-        else pool(n, "xla" if transport == "xla" else "auto", IDLE_SECONDS, axes)
+        else pool(n, "xla" if transport == "xla" else "auto", IDLE_RANKS_SECONDS, axes)
     )
     job.run(Task(__file__, check.__name__, kwargs, 300.0))
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxmpi
 from jaxmpi._job.launch.pool import Pool, Task, pool
-from jaxmpi.testing import IDLE_SECONDS
+from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 R = jaxmpi.AXIS
 AXES = {"island": 2, "member": 2}
@@ -210,7 +210,7 @@ def test_all_collectives(row, request):
     ranks = (
         request.getfixturevalue("mpi4jax_ranks")
         if row == "mpi4jax"
-        else pool(4, "xla" if row == "xla" else "auto", IDLE_SECONDS, AXES)
+        else pool(4, "xla" if row == "xla" else "auto", IDLE_RANKS_SECONDS, AXES)
     )
     ranks.run(
         Task(__file__, "check_on_ranks", {"axes": AXES, "weights": weights, "want": want}, 120.0)
@@ -345,7 +345,7 @@ def test_functions_with_an_axis(row, check, request):
     ranks = (
         request.getfixturevalue("mpi4jax_ranks")
         if row == "mpi4jax"
-        else pool(4, "xla" if row == "xla" else "auto", IDLE_SECONDS, AXES)
+        else pool(4, "xla" if row == "xla" else "auto", IDLE_RANKS_SECONDS, AXES)
     )
     ranks.run(Task(__file__, check, {}, 120.0))
 
@@ -510,7 +510,7 @@ def check_mismatch():
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["check_data", "check_costs", "check_mismatch"])
 def test_on_the_native_transport(check):
-    pool(4, "auto", IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
+    pool(4, "auto", IDLE_RANKS_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
 
 
 def test_batches_along_an_axis_simulated():
@@ -563,7 +563,7 @@ def check_later_calls_are_compared_by_all():
 )
 @pytest.mark.parametrize("row", ["auto", "xla"])
 def test_programs_are_compared_by_all(row, check):
-    pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
+    pool(4, row, IDLE_RANKS_SECONDS, AXES).run(Task(__file__, check, {}, 120.0))
 
 
 def test_batch_norm_over_an_axis():

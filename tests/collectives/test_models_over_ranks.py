@@ -12,7 +12,7 @@ from jax.scipy.sparse import linalg
 
 import jaxmpi
 from jaxmpi._job.launch.pool import Task, pool
-from jaxmpi.testing import IDLE_SECONDS
+from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 AXES = {"data": 2, "model": 2}
 XLA = pytest.param("xla", marks=pytest.mark.exhaustive)
@@ -101,7 +101,7 @@ def check_tensor_parallel():
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["auto", XLA])
 def test_a_tensor_parallel_mlp_is_that_of_one_rank(row):
-    pool(4, row, IDLE_SECONDS, AXES).run(Task(__file__, "check_tensor_parallel", {}, 120.0))
+    pool(4, row, IDLE_RANKS_SECONDS, AXES).run(Task(__file__, "check_tensor_parallel", {}, 120.0))
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def check_laplace():
 @pytest.mark.parametrize("row", ["auto", XLA])
 @pytest.mark.parametrize("n", [2, 3])
 def test_solvers_over_the_laplace_operator_are_the_dense_solve(n, row):
-    pool(n, row, IDLE_SECONDS).run(Task(__file__, "check_laplace", {}, 120.0))
+    pool(n, row, IDLE_RANKS_SECONDS).run(Task(__file__, "check_laplace", {}, 120.0))
 
 
 @pytest.mark.slow

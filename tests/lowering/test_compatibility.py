@@ -17,7 +17,7 @@ from lax_cases import GROUPS, ROWS, R, cases_here
 
 import jaxmpi
 from jaxmpi._job.launch.pool import Pool, Task, pool
-from jaxmpi.testing import IDLE_SECONDS
+from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "tables" / "compatibility.md"
 START, END = "<!-- made by tests/lowering/test_compatibility.py -->\n", "<!-- end -->\n"
@@ -128,7 +128,7 @@ def test_what_the_table_says(name, row, request):
     ranks = (
         request.getfixturevalue("mpi4jax_ranks")
         if row == "mpi4jax"
-        else pool(n, "xla" if row == "xla" else "auto", IDLE_SECONDS)
+        else pool(n, "xla" if row == "xla" else "auto", IDLE_RANKS_SECONDS)
     )
     ranks.run(Task(__file__, "check_group", {"name": name, "row": row, "wanted": wanted}, 120.0))
 

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi._job.launch.pool import Task, pool
-from jaxmpi.testing import IDLE_SECONDS
+from jaxmpi.testing import IDLE_RANKS_SECONDS
 
 GRID = {"island": 2, "member": 2, "solo": 1}
 SHAPES = {"w": (5, 3), "b": (7,), "scale": (), "one": (1,)}  # no number of ranks divides them all
@@ -307,7 +307,9 @@ def check_named(names):
     ids=["hybrid", "sharded", "codecs", "xla", "codecs on xla"],
 )
 def test_as_distributed(backend, names):
-    pool(4, backend, IDLE_SECONDS, GRID).run(Task(__file__, "check_named", {"names": names}, 240.0))
+    pool(4, backend, IDLE_RANKS_SECONDS, GRID).run(
+        Task(__file__, "check_named", {"names": names}, 240.0)
+    )
 
 
 # what is refused
@@ -435,7 +437,9 @@ def check_refused_on_all_ranks():
 
 @pytest.mark.slow
 def test_refused_on_all_ranks():
-    pool(4, "auto", IDLE_SECONDS, GRID).run(Task(__file__, "check_refused_on_all_ranks", {}, 120.0))
+    pool(4, "auto", IDLE_RANKS_SECONDS, GRID).run(
+        Task(__file__, "check_refused_on_all_ranks", {}, 120.0)
+    )
 
 
 def test_shards_and_states_of_other_axes_are_refused():
