@@ -76,7 +76,7 @@ def test_ranks_without_a_test_end(monkeypatch):
     job = pool(2)
     alone(ranks=1)
     assert job.alive()
-    monkeypatch.setattr(jaxmpi.testing, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(jaxmpi.testing, "IDLE_RANKS_SECONDS", 0.0)
     fine(ranks=2, word="not its own")
     assert job.alive()
     alone(ranks=1)
