@@ -192,8 +192,8 @@ def _check(
         )
     if axis_size not in (None, size, jax.device_count()):
         raise ValueError(
-            f"pmap: axis_size is {axis_size}, but there are {size} ranks. Leave axis_size out, or "
-            "pass jaxmpi.size()."
+            f"pmap: axis_size is {axis_size}, and the number of ranks is {size}. Leave axis_size "
+            "out, or pass jaxmpi.size()."
         )
     if devices is not None and {*devices} not in ({*jax.devices()}, {*jax.local_devices()}):
         raise ValueError(

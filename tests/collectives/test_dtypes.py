@@ -260,7 +260,7 @@ def refusal(dtype, name):
         return (
             TypeError,
             function,
-            "zero, which float8_e8m0fnu does not have",
+            "zero, which float8_e8m0fnu cannot represent",
             "Name a source for every rank",
         )
     if dtype in KEYS and op:
