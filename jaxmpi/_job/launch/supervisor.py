@@ -25,7 +25,7 @@ from jaxmpi._job.launch.find_failure import find_failure
 from jaxmpi._job.launch.host_ranks import HostRanks, MpiDaemons, children
 from jaxmpi._job.process import run_dir as registry
 from jaxmpi._job.process import settings
-from jaxmpi._job.process.failure import MARK
+from jaxmpi._job.process.failure import MARK, find_stalled
 from jaxmpi._job.process.launchers import Launcher
 
 __all__ = ["Outcome", "Relay", "open_streams", "say", "supervise"]
@@ -129,7 +129,7 @@ def supervise(
         # The ranks know best. A daemon that ended first took its ranks with it. Otherwise it is
         # the rank that the launcher names, or that was seen to end first.
         failure = find_failure(text, joined, ended)
-        failures = ranks.failures or daemons.find_lost(text) or [failure]
+        failures = ranks.failures or daemons.find_lost(text) or find_stalled(text) or [failure]
         say(f"the job failed: {'; '.join(each.describe(code) for each in failures)}")
         # A launcher that has lost a host kills the ranks of the others, which may be named first.
         host = failure.lost_host or failures[0].failed_host or failure.host

@@ -24,8 +24,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._consistency.mismatch import in_words
 from jaxmpi._job.monitor.flight_recorder import Recorder
 from jaxmpi._job.monitor.monitor import Doing, Monitor, doing
-from jaxmpi._job.process import run_dir, settings
+from jaxmpi._job.process import run_dir, settings, stderr
 from jaxmpi._job.process.busy import work, work_of
+from jaxmpi._job.process.failure import MARK, Cause, Failure, to_json
 
 __all__ = ["Answer", "MissingRank", "StallReport", "Watchdog", "describe"]
 
@@ -224,6 +225,7 @@ class Watchdog:
                 )
         if hopeless and left_seconds < 0:
             time.sleep(OTHER_DUMPS_SECONDS)
+            _report_to_launcher(missing)
             self._monitor.end(1, _why_ended(report))
 
     def _missing_rank(self, rank: int, answer: Answer | None) -> tuple[MissingRank, float]:
@@ -242,6 +244,13 @@ class Watchdog:
         theirs = work_of(pid)
         at_work = str(theirs.block) if theirs.counts else ""
         return MissingRank(rank, pid, host, at_work, state=state), theirs.idle_seconds
+
+
+def _report_to_launcher(missing: list[MissingRank]) -> None:
+    """Name the ranks that have failed to `jaxmpi run`, which else blames the one that aborts."""
+    if missing and "JAXMPI_RUN_DIR" in os.environ:
+        failures = [Failure(m.rank, m.pid, m.host, Cause.STALLED, joined=True) for m in missing]
+        stderr.say(f"{MARK}{to_json(failures)}\n")
 
 
 def _stack(thread: int) -> list[str]:

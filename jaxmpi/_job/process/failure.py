@@ -1,6 +1,7 @@
 """The record of a failure: which rank ended the job, where and how; and the sentence about it.
 
-A rank that waits in `init`, the death reporter and MPI's launcher all report a failure. Each report
+A rank that waits in `init`, the watchdog, the death reporter and MPI's launcher all report a
+failure. Each report
 becomes a `Failure` once. Restarts read the record, users read `describe`.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from jaxmpi._job.process import launchers
 
-__all__ = ["MARK", "Cause", "Failure", "find_marked", "from_json", "to_json"]
+__all__ = ["MARK", "Cause", "Failure", "find_marked", "find_stalled", "from_json", "to_json"]
 
 # Begins a line of output that is a record in JSON, for `jaxmpi run`: on hosts other than its own,
 # a process has no other way to it than the output of the job.
@@ -29,6 +30,7 @@ class Cause(enum.StrEnum):
     ABORT = "abort"  # the rank called MPI_Abort
     ENDED = "ended"  # the rank ended after `init`; how is not known
     ABSENT = "absent"  # the rank has not called `init`
+    STALLED = "stalled"  # the rank did not enter a collective in which others waited
     DAEMON = "daemon"  # MPI's daemon on the host ended
     UNKNOWN = "unknown"
 
@@ -112,6 +114,8 @@ class Failure:
             return f"exited with code {self.code}" + ("" if self.code else ", and not in order")
         if self.cause is Cause.ENDED:
             return "ended first, and not in order"
+        if self.cause is Cause.STALLED:
+            return "did not enter a collective in which others waited"
         if self.work:
             return f"is {self.work}"
         state = {
@@ -137,6 +141,13 @@ def from_json(text: str) -> list[Failure]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"no record of a failure: {text[:200]}") from error
     return failures
+
+
+def find_stalled(text: str) -> list[Failure]:
+    """Return the ranks for which others have waited in vain, by the records in lines of output."""
+    # Several ranks may have reported the same one.
+    stalled = [failure for failure in find_marked(text) if failure.cause is Cause.STALLED]
+    return list(dict.fromkeys(stalled))
 
 
 def find_marked(text: str) -> list[Failure]:

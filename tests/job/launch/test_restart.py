@@ -18,7 +18,7 @@ from jaxmpi._job.launch.options import parse
 from jaxmpi._job.launch.placement import named_hosts, same_host, with_hosts
 from jaxmpi._job.launch.run import Restarts
 from jaxmpi._job.process import run_dir
-from jaxmpi._job.process.failure import MARK, Cause, Failure, find_marked
+from jaxmpi._job.process.failure import MARK, Cause, Failure, find_marked, find_stalled, to_json
 from jaxmpi._job.process.launchers import MPICH
 from jaxmpi._job.process.run_dir import Member
 
@@ -314,6 +314,16 @@ def test_a_failure_that_ranks_report_is_read_as_it_was_written(tmp_path):
 def test_a_record_that_others_have_written_into_is_left_out(text):
     whole = '[{"rank": 2, "cause": "ended"}]'
     assert find_marked(f"{MARK}{text}\n{MARK}{whole}\n") == [Failure(2, cause=Cause.ENDED)]
+
+
+def test_ranks_for_which_others_have_waited_are_named_once():
+    stalled = Failure(2, 17, "node3", Cause.STALLED, joined=True)
+    ended = Failure(1, 16, "node2", Cause.ENDED, joined=True)
+    text = f"{MARK}{to_json([ended])}\n{MARK}{to_json([stalled])}\n" * 2
+    assert find_stalled(text) == [stalled] and stalled.failed_host == "node3"
+    assert stalled.describe(1) == (
+        "rank 2 (pid 17 on node3) did not enter a collective in which others waited"
+    )
 
 
 def test_the_first_daemon_of_mpich_that_ended():

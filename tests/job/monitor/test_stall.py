@@ -101,6 +101,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(
     assert f"arrived: rank{'s' if ranks > 2 else ''} 0" in output
     assert re.search(r"the job ends in [123] s", output)
     assert re.search(r"stalled for [45] s: rank 1 on", output), output
+    # `jaxmpi run` names the rank that was waited for, and not the one that ended the job.
+    last = r"jaxmpi run: the job failed: rank 1 \(pid \d+ on \S+\) did not enter a collective"
+    assert re.search(last, output) and "jaxmpi-failure" not in output, output
     went_on = output.count("resumed after")  # the first call, where the machine is busy
     assert (
         len(re.findall(r"\] stalled: has waited [12] s in .*train_step", output)) - went_on == 1
