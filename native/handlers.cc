@@ -70,16 +70,44 @@ struct xla::ffi::AttrDecoding<jaxmpi::Op> : jaxmpi::handlers::EnumDecoding<jaxmp
     return decode(jaxmpi::kOps, "reduce operation", type, attr, diagnostic);
   }
 };
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxmpi::handlers::CallAttributes,
-                                      ::xla::ffi::StructMember<int32_t>("group"),
-                                      ::xla::ffi::StructMember<jaxmpi::Kind>("kind"),
-                                      ::xla::ffi::StructMember<jaxmpi::Op>("op"),
-                                      ::xla::ffi::StructMember<int32_t>("divisor"),
-                                      ::xla::ffi::StructMember<jaxmpi::handlers::Ranks>("sources"),
-                                      ::xla::ffi::StructMember<jaxmpi::handlers::Ranks>("dests"),
-                                      ::xla::ffi::StructMember<int64_t>("fingerprint"),
-                                      ::xla::ffi::StructMember<bool>("bucket"),
-                                      ::xla::ffi::StructMember<bool>("first"));
+
+// Decodes the attributes of a call. XLA keeps them sorted by name, so one walk finds them all. The
+// decoding that XLA_FFI_REGISTER_STRUCT_ATTR_DECODING makes searches each by its name, at every
+// call.
+template <>
+struct xla::ffi::AttrsBinding<jaxmpi::handlers::CallAttributes> {
+  using Attrs = jaxmpi::handlers::CallAttributes;
+};
+template <>
+struct xla::ffi::AttrDecoding<jaxmpi::handlers::CallAttributes> {
+  using Type = jaxmpi::handlers::CallAttributes;
+
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* dictionary,
+                                    DiagnosticEngine& diagnostic) {
+    const auto* attrs = static_cast<const XLA_FFI_Attrs*>(dictionary);
+    Type call{};
+    int64_t i = 0;
+    const auto next = [&](std::string_view name, auto& value) {
+      using Value = std::remove_reference_t<decltype(value)>;
+      if (i >= attrs->size ||
+          std::string_view(attrs->names[i]->ptr, attrs->names[i]->len) != name) {
+        diagnostic.Emit("jaxmpi: a call lacks the attribute ") << name;
+        return false;
+      }
+      const auto decoded =
+          AttrDecoding<Value>::Decode(attrs->types[i], attrs->attrs[i], diagnostic);
+      ++i;
+      if (decoded) value = *decoded;
+      return decoded.has_value();
+    };
+    const bool complete = next("bucket", call.bucket) && next("dests", call.dests) &&
+                          next("divisor", call.divisor) && next("fingerprint", call.fingerprint) &&
+                          next("first", call.first) && next("group", call.group) &&
+                          next("kind", call.kind) && next("op", call.op) &&
+                          next("sources", call.sources);
+    return complete ? std::optional(call) : std::nullopt;
+  }
+};
 
 namespace jaxmpi::handlers {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "loops.h"
+#include "reduce_loops.h"
 
 namespace {
 

@@ -31,7 +31,7 @@ def digests(tmp_path, compiler, level, flags, run=()):
         ("-std=c++17", "-O3", "-ffp-contract=off", f"-I{ROOT}/native", f"-DLEVEL={level}"),
     )
     loops = subprocess.run(
-        [*compiler, *strict, *flags, "-c", ROOT / "native/loops.cc", "-o", f"{program}.o"],
+        [*compiler, *strict, *flags, "-c", ROOT / "native/reduce_loops.cc", "-o", f"{program}.o"],
         text=True,
     )
     main = [*compiler, *strict, SOURCE, f"{program}.o", "-o", program]

@@ -1,4 +1,5 @@
-// One set of loops for each kind of processor.
+// The arithmetic of reductions (sum, divide, round to 16 bits): one set of loops for each kind of
+// processor.
 #pragma once
 
 #include "reduce.h"

@@ -1,10 +1,11 @@
+// The functions of reduce.h, by the loops for the processor that this process runs on.
 #include "reduce.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
-#include "loops.h"
+#include "reduce_loops.h"
 
 namespace jaxmpi {
 namespace {

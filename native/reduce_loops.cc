@@ -1,8 +1,9 @@
-// The loops of reduce.h, compiled once for each kind of processor, in the namespace LEVEL. Nothing
-// here may become a function that the linker shares with another file: it might keep the copy
-// compiled for a processor that this one is not.
+// The arithmetic of reductions (sum, divide, round to 16 bits), as reduce.h declares it, compiled
+// once for each kind of processor, in the namespace LEVEL. Nothing here may become a function that
+// the linker shares with another file: it might keep the copy compiled for a processor that this
+// one is not.
 
-#include "loops.h"
+#include "reduce_loops.h"
 
 #include <algorithm>
 #include <complex>
