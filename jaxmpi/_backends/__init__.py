@@ -26,7 +26,7 @@ Native transport:
 native           the backend: shared memory within a node, MPI between nodes
 native_calls     its calls in a program: at once, or a start and a wait
 native_transports  opens its shared memory and its connections to other nodes
-shared_memory    memory that the ranks of a node share
+shared_memory    memory that the ranks of a node share; `_job/process/run_dir` removes it after a kill
 tuning           chunk sizes within a node and between nodes, and thresholds between algorithms
 
 Other transports:

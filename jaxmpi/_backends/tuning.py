@@ -1,4 +1,4 @@
-"""Sizes and algorithms of the messages between nodes, and a probe of the network.
+"""Chunk sizes within a node and between nodes, algorithms between nodes, a probe of the network.
 
 The probe chooses how many chunks are in transit at once and, up to `direct_nodes`, the size of
 buckets. It chooses nothing else: the size of a chunk and the rest decide in which order sums are

@@ -58,7 +58,7 @@ def pmap(
     Inside of `jaxmpi.jit` it maps over the ranks, too; inside of another `jaxmpi.pmap` it maps over
     this rank's one device, because nested pmaps divide the devices.
 
-    **Collective:** as in `jaxmpi.jit`.
+    **Collective:** as `jaxmpi.jit`.
     **Communication:** as in `jaxmpi.jit`.
 
     Args:
