@@ -162,8 +162,16 @@ void MessagesAhead::forget() {
 }
 
 void MessagesAhead::forget(Lock& lock) {
-  // First what is not begun, so that nothing else begins while this waits.
-  if (!queue_.empty()) queue_.erase(queue_.begin() + carrying_, queue_.end());
+  // First what is not begun, so that nothing else begins while this waits. A `take` may wait for
+  // one of them already.
+  const auto dropped =
+      std::make_exception_ptr(std::runtime_error("this message is of a job that has ended"));
+  while (queue_.size() > carrying_) {
+    queue_.back()->failure = dropped;
+    queue_.back()->done = true;
+    queue_.pop_back();
+  }
+  ended_.notify_all();
   ended_.wait(lock, [this] { return !carrying_; });
   queue_.clear();
   messages_.clear();
