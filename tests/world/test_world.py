@@ -623,7 +623,7 @@ def test_an_array_before_init_on_xla_is_an_error_that_says_so():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert re.search(
-        "init: JAX has started already.* before anything that makes an array",
+        "init: JAX has started already.* before any code that makes an array",
         done.stdout + done.stderr,
     )
 
