@@ -85,12 +85,15 @@ struct xla::ffi::AttrDecoding<jaxmpi::handlers::CallAttributes> {
   static std::optional<Type> Decode(XLA_FFI_AttrType, void* dictionary,
                                     DiagnosticEngine& diagnostic) {
     const auto* attrs = static_cast<const XLA_FFI_Attrs*>(dictionary);
+    constexpr int64_t kAttributes = 9;
+    if (attrs->size != kAttributes)
+      return diagnostic.Emit("Wrong number of attributes: expected ")
+             << kAttributes << " attributes but got " << attrs->size;
     Type call{};
     int64_t i = 0;
     const auto next = [&](std::string_view name, auto& value) {
       using Value = std::remove_reference_t<decltype(value)>;
-      if (i >= attrs->size ||
-          std::string_view(attrs->names[i]->ptr, attrs->names[i]->len) != name) {
+      if (std::string_view(attrs->names[i]->ptr, attrs->names[i]->len) != name) {
         diagnostic.Emit("jaxmpi: a call lacks the attribute ") << name;
         return false;
       }
