@@ -126,7 +126,7 @@ class Native(Mpi):
 
     @property
     def overlap(self) -> Overlap | None:
-        """Settings of the thread that sends messages while a program computes; by default between nodes only."""
+        """Settings of the thread that sends while a program computes; by default between nodes only."""
         asked, tuning, host = settings.get("JAXMPI_OVERLAP"), self._opened.tuning, on_host()
         # its gain on GPUs has not been measured yet
         if asked == "0" or (asked == "auto" and (self._opened.nodes == 1 or not host)):
