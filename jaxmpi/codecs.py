@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmpi._axis import AXIS, Axis, with_parameters
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
+from jaxmpi._marks import with_parameters
 from jaxmpi._optim.codec import Codec, OneMessage, check_codec
 from jaxmpi._optim.float_leaves import floats
 from jaxmpi._world import session

@@ -11,6 +11,7 @@ import jaxmpi
 PACKAGE = Path(jaxmpi.__file__).parent
 FOUNDATION = {
     "_axis",
+    "_marks",
     "_errors",
     "_leaves",
     "_per_rank_state",

@@ -24,6 +24,7 @@ from jaxmpi._consistency.identity import without_addresses
 from jaxmpi._jit.api import eager
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, check_fits, check_rows, is_key, leaf_name
+from jaxmpi._marks import with_parameters
 from jaxmpi._per_rank_state import shard_axis
 from jaxmpi._world import session
 
@@ -185,7 +186,7 @@ def _traced(operation: Operation, tree: PyTree) -> PyTree:
     ranks = arrays.along(operation.axis, backend)
     sent = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
     text = _parameters_text(operation, [leaf_name(path) for path, _ in paths])
-    xs = _axis.with_parameters([leaves[i] for i in sent], text)
+    xs = with_parameters([leaves[i] for i in sent], text)
     outs = operation.work(xs, ranks, **dict(operation.options))
     for i, out in zip(sent, outs, strict=True):
         # `lax.psum` drops the weak type of Python numbers.

@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-from jax._src import ad_checkpoint, core, source_info_util
+from jax._src import core, source_info_util
 from jax._src.lax.lax import _convert_element_type
 from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
-from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jaxmpi._jaxcompat.jaxprs import AnyJaxpr, parts
@@ -19,11 +18,6 @@ try:
     _ = DynamicJaxprTrace.emit_eqn, DynamicJaxprTrace.to_jaxpr_tracer, core.trace_ctx
 except (ImportError, AttributeError):  # equations are traced again, which takes longer
     DynamicJaxprTrace = DynamicJaxprTracer = None  # type: ignore[assignment, misc]
-
-
-# The identities of `_axis` may stand in a linear function, such as the derivative of a mean; JAX
-# has no rule for that.
-ad.primitive_transposes.setdefault(ad_checkpoint.name_p, lambda cotangent, x, *, name: [cotangent])
 
 
 def can_keep() -> bool:

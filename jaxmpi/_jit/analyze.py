@@ -21,10 +21,13 @@ from jaxmpi._jit.arguments import positions
 from jaxmpi._jit.function import Function
 from jaxmpi._leaves import leaf_name, output_name
 from jaxmpi._lowering.across_elements import check_shards
-from jaxmpi._lowering.classify import communicates, equations, held
+from jaxmpi._lowering.classify import communicates
 from jaxmpi._lowering.control_slice import Line, control_equations
 from jaxmpi._lowering.forgotten_mean import Carried, pairs
 from jaxmpi._lowering.fuse_mean import fold
+from jaxmpi._lowering.inner_jaxprs import constants as constants_of
+from jaxmpi._lowering.inner_jaxprs import equations
+from jaxmpi._lowering.primitives import Op, op_of
 from jaxmpi._lowering.replication import varying
 from jaxmpi._lowering.summary import Entry, summary
 from jaxmpi._per_rank_state import STATISTIC, flatten_with_path, is_per_rank_leaf, marks_of
@@ -91,7 +94,7 @@ def analyze(
     check_shards(title, jaxpr, ins, outs, len(captured), backend.axes, function.api)
     looks = function.calls is None and not backend.simulates
     carried = Carried.find(title, jaxpr, ins, outs, len(captured)) if looks else None
-    constants = [*captured, *held(jaxpr)]
+    constants = [*captured, *constants_of(jaxpr)]
     if hide:
         jaxpr = fold(jaxpr, backend.place.size, fuses_mean=backend.fuses_mean)
     entries = [
@@ -121,7 +124,7 @@ def _fed(
     There are none if it is no train step, or asks for its rank's number: it may select its rows by
     that.
     """
-    if any(eqn.primitive.name == "axis_index" for eqn in equations(jaxpr)):
+    if any(op_of(eqn) is Op.AXIS_INDEX for eqn in equations(jaxpr)):
         return ()
     kept = {pair.source - captured for pair in pairs(jaxpr, ins, outs, captured)}
     return [i for i in range(len(ins)) if i not in kept] if kept else ()
@@ -152,7 +155,7 @@ def _varying_outputs(
     except ValueError as error:
         # Would it be right if the arrays from outside were equal on all ranks? They are compared
         # with what is sent.
-        constants = [*captured, *held(jaxpr)]
+        constants = [*captured, *constants_of(jaxpr)]
         if not any(map(communicates, _jaxcompat.parts(jaxpr)[0].eqns)) and constants:
             raise ValueError(
                 f"{error} Or the function uses an array from outside, which counts as different "

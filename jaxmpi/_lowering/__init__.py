@@ -5,12 +5,14 @@ trace           trace the function once, with the axis bound, and open calls wit
 exact_updates   updates that lead to a given value, bit by bit
 named_axes      equations over named axes, as equations over all ranks in groups
 batched_while   loops under vmap, in which each lane ends by itself
-classify        JAX's collectives, calls and loops, by the name of the primitive
+primitives      the table of primitives that are known by name, with their properties
+inner_jaxprs    jaxprs of calls, loops and branches
+classify        equations that communicate, or contain one that does
 refuse          errors for collectives that are not supported
 translate       the collective of an equation
 
 Analyze:
-rank_classes    classes of ranks on which a value is equal
+dataflow        facts propagated through a program, and slices of it, for any analysis
 replication     values that may differ between the ranks
 forgotten_mean  train state that starts to differ because a mean was forgotten
 across_elements optimizers that combine several elements of a shard

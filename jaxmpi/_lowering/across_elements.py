@@ -10,47 +10,21 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
-from jax.core import Atom
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS, EQUAL, WHOLE, Axis, names, sharded_axis
+from jaxmpi._axis import AXIS, Axis, names
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import output_name
-from jaxmpi._lowering.classify import CALLS, callee, kind, subjaxprs
+from jaxmpi._lowering.classify import COLLECTIVES, kind
+from jaxmpi._lowering.dataflow import Analysis, propagate
+from jaxmpi._lowering.primitives import Op, Trait, has
+from jaxmpi._marks import Equal, Shard, Whole, mark_of
 from jaxmpi._per_rank_state import in_shard, shard_axis
 
-__all__ = ["ELEMENTWISE", "check_shards"]
-
-# fmt: off
-ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p",
-    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
-    "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-    "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-}
-# fmt: on
-MOVES = {
-    "broadcast_in_dim",
-    "concatenate",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "expand_dims",
-    "gather",
-    "optimization_barrier",
-    "pad",
-    "reshape",
-    "rev",
-    "slice",
-    "split",
-    "squeeze",
-    "transpose",
-}
+__all__ = ["check_shards"]
 
 
 class Value(NamedTuple):
@@ -92,7 +66,7 @@ def check_shards(
     given = [
         NOTHING if (axis := shard_axis(path)) is None else _of_shard(axis, sizes) for path in ins
     ]
-    values = _follow(jaxpr, [NOTHING] * captured + given, sizes)
+    values = propagate(_analysis(sizes), jaxpr, [NOTHING] * captured + given)
     for path, value in zip(outs, values, strict=True):
         if in_shard(path) and value.mixed:
             where = next(
@@ -139,86 +113,58 @@ def _name(eqns: Sequence[JaxprEqn]) -> str:
     return next(names, "a function").split(".<locals>")[0]
 
 
-def _follow(jaxpr: AnyJaxpr, ins: Sequence[Value], sizes: Sizes) -> list[Value]:
-    inner, _ = _jaxcompat.parts(jaxpr)
-    known = dict(zip(inner.invars, ins, strict=True))
-
-    def read(v: Atom) -> Value:
-        return NOTHING if isinstance(v, Literal) else known.get(v, NOTHING)
-
-    for eqn in inner.eqns:
-        xs = [read(v) for v in eqn.invars]
-        makes_shards = eqn.primitive.name == "name" or any(True for _ in subjaxprs(eqn))
-        if makes_shards or any(x != NOTHING for x in xs):
-            known.update(zip(eqn.outvars, _outs(eqn, xs, sizes), strict=True))
-    return [read(v) for v in inner.outvars]
+# The lattice and the rules
 
 
-def _outs(eqn: JaxprEqn, xs: list[Value], sizes: Sizes) -> list[Value]:
-    name = eqn.primitive.name
-    if name == "name" and eqn.params["name"] in (EQUAL, WHOLE):
-        return [NOTHING] * len(eqn.outvars)
-    if name == "name" and (axis := sharded_axis(eqn.params["name"])) is not None:
-        made = _of_shard(axis, sizes)
-        return [Value(True, xs[0].mixed, made.over | xs[0].over)]
-    if kind(eqn) == "collective":
-        left = _joined(xs)
-        over = frozenset(
-            parts for parts in left.over if not _covers(eqn.params.get("axis_index_groups"), parts)
-        )
-        return [left._replace(over=over) if over else NOTHING] * len(eqn.outvars)
-    if name in CALLS:
-        return _called(eqn, xs, _follow(*callee(eqn, xs), sizes))
-    if name == "cond":
-        branches = [_follow(branch, xs[1:], sizes) for branch in eqn.params["branches"]]
-        outs = [
-            _joined([xs[0]._replace(shard=False), *outs]) for outs in zip(*branches, strict=True)
-        ]
-        return _called(eqn, xs, outs)
-    if name == "scan":
-        consts, carry = _jaxcompat.scan_counts(eqn)
-        outs = _loop(
-            eqn.params["jaxpr"],
-            xs[:consts],
-            xs[consts : consts + carry],
-            xs[consts + carry :],
-            sizes,
-        )
-        return _called(eqn, xs, outs)
-    if name == "while":
-        first, last = (
-            eqn.params["cond_nconsts"],
-            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
-        )
-        return _called(
-            eqn, xs, _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:], [], sizes)
-        )
-    value = _joined(xs)
-    if name not in ELEMENTWISE and name not in MOVES and value.shard:
+def _join(values: Sequence[Value]) -> Value:
+    """Return the facts about a value that is computed from these, element by element."""
+    known = [x for x in values if x is not NOTHING]
+    if len(known) < 2:
+        return known[0] if known else NOTHING
+    over = frozenset[Groups]().union(*(x.over for x in known))
+    mixed = next((x.mixed for x in known if x.mixed), ())
+    return Value(any(x.shard for x in known), mixed, over)
+
+
+def _local(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    value = _join(operands)
+    if value.shard and not has(eqn, Trait.ELEMENTWISE) and not has(eqn, Trait.REARRANGES):
         value = Value(False, value.mixed or (eqn,), value.over)
     return [value] * len(eqn.outvars)
 
 
-def _called(eqn: JaxprEqn, xs: list[Value], outs: list[Value]) -> list[Value]:
-    """Return the results of an equation's inner program, with the equation as the caller."""
-    before = [x.mixed for x in xs]
+def _collective(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Return the facts after a collective: nothing, where it is over all ranks of each shard."""
+    if kind(eqn) != "collective":
+        return _local(eqn, operands)
+    left, over = _join(operands), set()
+    for group in left.over:
+        if not _covers(eqn.params.get("axis_index_groups"), group):
+            over.add(group)
+    return [left._replace(over=frozenset(over)) if over else NOTHING] * len(eqn.outvars)
+
+
+def _returned(eqn: JaxprEqn, operands: list[Value], results: list[Value]) -> list[Value]:
+    """Add an equation to the callers of those that have mixed elements inside of it."""
+    before = [x.mixed for x in operands]
     return [
-        y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn)) for y in outs
+        y if not y.mixed or y.mixed in before else y._replace(mixed=(*y.mixed, eqn))
+        for y in results
     ]
 
 
-def _loop(
-    body: AnyJaxpr, consts: list[Value], state: list[Value], scanned: list[Value], sizes: Sizes
-) -> list[Value]:
-    while True:
-        outs = _follow(body, [*consts, *state, *scanned], sizes)
-        after = [_joined([a, b]) for a, b in zip(state, outs[: len(state)], strict=True)]
-        if after == state:
-            return outs
-        state = after
+@cache
+def _analysis(sizes: Sizes) -> Analysis[Value]:
+    """Return the analysis for ranks with axes of these sizes."""
 
+    def mark(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        match mark_of(eqn):
+            case Equal() | Whole():
+                return [NOTHING]
+            case Shard(axis):
+                made, x = _of_shard(axis, sizes), operands[0]
+                return [Value(True, x.mixed, made.over | x.over)]
+        return operands
 
-def _joined(values: Sequence[Value]) -> Value:
-    """Return the facts about a value that is computed from these, element by element."""
-    over = frozenset[Groups]().union(*(x.over for x in values))
-    return Value(any(x.shard for x in values), next((x.mixed for x in values if x.mixed), ()), over)
+    rules = dict.fromkeys(COLLECTIVES, _collective)
+    return Analysis(NOTHING, _join, {**rules, Op.MARK: mark}, _local, returned=_returned)

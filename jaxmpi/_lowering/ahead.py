@@ -6,9 +6,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective
-from jaxmpi._backends.sent_ahead import SENT
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.combine import Group
+from jaxmpi._lowering.primitives import Op, op_of
 
 __all__ = ["call_of", "number_of"]
 
@@ -33,7 +33,7 @@ def number_of(group: Group, jaxpr: AnyJaxpr) -> Var | None:
 def _sent(jaxpr: AnyJaxpr) -> Mapping[int, JaxprEqn]:
     """The equations of what was sent ahead, by the ids of their results."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    return {id(v): eqn for eqn in inner.eqns if eqn.primitive.name == SENT for v in eqn.outvars}
+    return {id(v): eqn for eqn in inner.eqns if op_of(eqn) is Op.SENT_AHEAD for v in eqn.outvars}
 
 
 def _operand(eqn: JaxprEqn) -> int:

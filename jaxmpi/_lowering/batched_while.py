@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.classify import has_collective
+from jaxmpi._lowering.primitives import Op, op_of
 
 __all__ = ["batched_predicate", "with_scalar_predicate"]
 
@@ -25,7 +26,7 @@ Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # the predicate alon
 
 def batched_predicate(eqn: JaxprEqn) -> bool:
     """Return whether it is a while_loop that communicates, with a predicate for each lane of a vmap."""
-    if eqn.primitive.name != "while":
+    if op_of(eqn) is not Op.WHILE:
         return False
     inner, _ = _jaxcompat.parts(eqn.params["cond_jaxpr"])
     return bool(inner.outvars[0].aval.shape) and any(

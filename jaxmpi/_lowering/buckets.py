@@ -9,6 +9,7 @@ next to nothing.
 """
 
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,21 +20,13 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import number_of
-from jaxmpi._lowering.classify import LOOPS, subjaxprs
 from jaxmpi._lowering.combine import Group, Level
+from jaxmpi._lowering.inner_jaxprs import subjaxprs
+from jaxmpi._lowering.primitives import Trait, has
 
 __all__ = ["Bucket", "Messages", "messages_of"]
 
 WORTH = 8  # arrays so much larger than a message take about as long to make
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ffi_call", "pallas_call")
-# What only places numbers: XLA rounds a sum in the same way whether it is computed in one loop with
-# these or by itself.
-PLACES = ("concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n")
-# What may end with a multiplication, which XLA rounds in another way in one loop with a sum.
-SCALED = (
-    *("mul", "neg", "integer_pow", "square", "convert_element_type", "copy", "copy_p"),
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice"),
-)
 
 
 class Bucket(NamedTuple):
@@ -69,6 +62,14 @@ class Messages(NamedTuple):
         """Return how many messages of a group are started, and how many overlap with computation."""
         mine = [bucket for bucket in self.started if bucket.group is group]
         return len(mine), sum(bucket.ready < self.busy_until for bucket in mine)
+
+
+class Takers(IntEnum):
+    """Equations that take a value: none but the program's results, those that place numbers, or any."""
+
+    NOTHING = 0
+    PLACES_NUMBERS = 1
+    COMPUTES = 2
 
 
 class _Beside(NamedTuple):
@@ -155,29 +156,31 @@ def _ready(local: Iterable[JaxprEqn]) -> dict[Var, int]:
 
 
 def _takes_time(eqn: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    return (
-        name in PRODUCTS
-        or name in LOOPS
-        or any(_takes_time(inner) for part in subjaxprs(eqn) for inner in part.eqns)
-    )
+    return has(eqn, Trait.TAKES_TIME) or any(map(_takes_time_inside, subjaxprs(eqn)))
 
 
 @_jaxcompat.kept_with_jaxpr
-def _takers(jaxpr: AnyJaxpr) -> dict[Var, set[str]]:
-    """The names of the primitives that take each value of a program; "" for the program's results."""
+def _takes_time_inside(jaxpr: AnyJaxpr) -> bool:
+    return any(map(_takes_time, _jaxcompat.parts(jaxpr)[0].eqns))
+
+
+@_jaxcompat.kept_with_jaxpr
+def _takers(jaxpr: AnyJaxpr) -> dict[Var, Takers]:
+    """Return what takes each value of a program, its results included."""
     inner, _ = _jaxcompat.parts(jaxpr)
-    takers: dict[Var, set[str]] = {v: {""} for v in inner.outvars if _is_value(v)}
+    takers = {v: Takers.NOTHING for v in inner.outvars if _is_value(v)}
     for eqn in inner.eqns:
+        places = has(eqn, Trait.PLACES_NUMBERS)
         for v in filter(_is_value, eqn.invars):
-            takers.setdefault(v, set()).add(eqn.primitive.name)
+            known = takers.get(v, Takers.NOTHING)
+            takers[v] = max(known, Takers.PLACES_NUMBERS if places else Takers.COMPUTES)
     return takers
 
 
 def _beside(
     local: list[JaxprEqn],
     buckets: Iterable[Bucket],
-    takers: Mapping[Var, set[str]],
+    takers: Mapping[Var, Takers],
     overlap: Overlap,
 ) -> _Beside:
     """Return the computation of a round that the buckets do not need.
@@ -213,7 +216,7 @@ def _beside(
     placed = [
         v
         for v, eqn in left
-        if takers[v] <= ({""} if eqn.primitive.name in SCALED else {"", *PLACES})
+        if takers[v] <= (Takers.NOTHING if has(eqn, Trait.MAY_SCALE) else Takers.PLACES_NUMBERS)
     ]
     worth = sum(map(_bytes_of, placed)) > WORTH * max(sent_bytes, overlap.small_bytes)
     return _Beside(worth, placed if worth else [], beside)

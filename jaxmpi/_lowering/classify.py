@@ -1,104 +1,35 @@
 """Classify the equations of a traced function: local, collective, a loop or call with one."""
 
-from collections.abc import Callable, Container, Iterator
-from functools import cache
-from typing import TypeVar
+from collections.abc import Container
 
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
-from jaxmpi._backends.sent_ahead import SEND
 from jaxmpi._jaxcompat import AnyJaxpr
+from jaxmpi._lowering.inner_jaxprs import line, subjaxprs
+from jaxmpi._lowering.primitives import PRIMITIVES, Op, Trait, has, op_of
 
 __all__ = [
-    "BROADCASTS",
-    "CALLS",
-    "LOOPS",
-    "MOVE",
-    "REDUCE",
+    "ABOUT_RANKS",
+    "BRANCHES_AND_LOOPS",
+    "COLLECTIVES",
     "axis_names",
-    "callee",
     "calls_python",
     "communicates",
-    "equations",
     "follows_from",
     "has_collective",
     "kind",
     "kinds",
-    "line",
-    "map_subjaxprs",
     "other_effects",
-    "subjaxprs",
 ]
 
-T = TypeVar("T")
-
-# Primitives that contain jaxprs, by the parameter that holds the one to open.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # jax 0.12
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_linear_solve": "jaxprs",
-}
-LOOPS = ("scan", "while", "cond")
-REDUCE = {"psum": "sum", "pmax": "max", "pmin": "min"}
-MOVE = ("all_gather", "reduce_scatter", "all_to_all", "ppermute")
-# by the parameter that holds the rank; `trace` opens them
-BROADCASTS = {"jaxmpi_bcast": "root", "pbroadcast": "source"}
-MESHES = ("shard_map", "xla_pmap")  # with devices, and names of axes, of their own
-
-
-def subjaxprs(eqn: JaxprEqn) -> Iterator[AnyJaxpr]:
-    """The jaxprs among the parameters of an equation."""
-    for value in eqn.params.values():
-        if isinstance(value, tuple):
-            yield from (item for item in value if hasattr(item, "eqns"))
-        elif hasattr(value, "eqns"):
-            yield value
-
-
-def held(jaxpr: AnyJaxpr) -> Iterator[ArrayLike]:
-    """The arrays that a jaxpr holds itself, in its loops and calls, too."""
-    inner, constants = _jaxcompat.parts(jaxpr)
-    yield from constants
-    for eqn in inner.eqns:
-        for part in subjaxprs(eqn):
-            yield from held(part)
-
-
-def callee(eqn: JaxprEqn, operands: list[T]) -> tuple[AnyJaxpr, list[T]]:
-    """The jaxpr that one of `CALLS` runs, and those of the operands that it takes."""
-    jaxpr = eqn.params[CALLS[eqn.primitive.name]]
-    if eqn.primitive.name != "custom_linear_solve":
-        return jaxpr, operands
-    # of the constants of matvec, vecmat, solve, transpose_solve
-    *counts, of_solve, of_transpose = eqn.params["const_lengths"]
-    first = sum(counts)
-    return jaxpr.solve, [
-        *operands[first : first + of_solve],
-        *operands[first + of_solve + of_transpose :],
-    ]
-
-
-def map_subjaxprs(
-    eqn: JaxprEqn, function: Callable[[AnyJaxpr], AnyJaxpr]
-) -> dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]]:
-    """Return the parameters that hold jaxprs, with `function` applied to each jaxpr."""
-    changed: dict[str, AnyJaxpr | tuple[AnyJaxpr, ...]] = {}
-    for name, value in eqn.params.items():
-        if hasattr(value, "eqns"):
-            changed[name] = function(value)
-        elif isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
-            changed[name] = tuple(function(item) for item in value)
-    return changed
+COLLECTIVES = (Op.ALLREDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.PERMUTE)
+BRANCHES_AND_LOOPS = (Op.SCAN, Op.WHILE, Op.COND)
+# What may have to do with the ranks: all else is local, whatever its parameters are.
+ABOUT_RANKS = frozenset(
+    {*COLLECTIVES, *BRANCHES_AND_LOOPS, Op.AXIS_INDEX, Op.SEND_AHEAD, Op.BROADCAST, Op.CALL}
+)
 
 
 def kind(eqn: JaxprEqn) -> str:
@@ -112,28 +43,29 @@ def kind(eqn: JaxprEqn) -> str:
     """
     if not eqn.params and not eqn.effects:
         return ""
-    name, inside = eqn.primitive.name, list(subjaxprs(eqn))
-    if not inside:
+    op = op_of(eqn)
+    if not subjaxprs(eqn):
         if not _over_ranks(eqn):
             return ""
-        if name == "axis_index":
+        if op is Op.AXIS_INDEX:
             return "index"
-        if name in REDUCE or name in MOVE:
+        if op in COLLECTIVES:
             return "collective"
-        if name == SEND:
+        if op is Op.SEND_AHEAD:
             return "ahead"
-        if name in BROADCASTS:
+        if op is Op.BROADCAST:
             return "bcast"
     elif not _names_inside(eqn):
         return ""
-    elif name in CALLS:
+    elif op in (Op.CALL, Op.LINEAR_SOLVE):
         return "call"
-    elif name in LOOPS:
+    elif op in BRANCHES_AND_LOOPS:
         return "loop"
     over = ", ".join(map(repr, sorted({*axis_names(eqn), *_names_inside(eqn)}))) or repr(AXIS)
+    known = [name for name, properties in PRIMITIVES.items() if properties.op in COLLECTIVES]
     raise NotImplementedError(
-        f"{name} at {line(eqn)} communicates over {over}, which is not supported. Move the "
-        f"collective out of it, or use one of {', '.join((*REDUCE, *MOVE))}."
+        f"{eqn.primitive.name} at {line(eqn)} communicates over {over}, which is not supported. "
+        f"Move the collective out of it, or use one of {', '.join(known)}."
     )
 
 
@@ -155,12 +87,7 @@ def communicates(eqn: JaxprEqn) -> bool:
 
 def calls_python(eqn: JaxprEqn) -> bool:
     """Return whether it asks the host, or contains what does."""
-    return _is_of_host(eqn.primitive.name) or any(map(_asks_host, subjaxprs(eqn)))
-
-
-@cache
-def _is_of_host(name: str) -> bool:
-    return "callback" in name or "ffi" in name
+    return has(eqn, Trait.CALLS_PYTHON) or any(map(_asks_host, subjaxprs(eqn)))
 
 
 # A jaxpr does not change. What is known of one is kept as long as it lives: it is asked for by
@@ -180,7 +107,7 @@ def _names(jaxpr: AnyJaxpr) -> frozenset[str]:
 def _names_inside(eqn: JaxprEqn) -> frozenset[str]:
     """Return the names of the axes used inside an equation; a mesh binds its axes itself."""
     names = frozenset[str]().union(*map(_names, subjaxprs(eqn)))
-    return names & {AXIS} if eqn.primitive.name in MESHES else names
+    return names & {AXIS} if op_of(eqn) is Op.MESH else names
 
 
 @_jaxcompat.kept_with_jaxpr
@@ -193,20 +120,12 @@ def _asks_host(jaxpr: AnyJaxpr) -> bool:
     return any(map(calls_python, _jaxcompat.parts(jaxpr)[0].eqns))
 
 
-def equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
-    """All equations, inner ones included."""
-    for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        yield eqn
-        for inner in subjaxprs(eqn):
-            yield from equations(inner)
-
-
 def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
     """Return the named axes that an equation is over, in its order.
 
     They are axes of the ranks: an axis of a `vmap` inside is a number.
     """
-    if eqn.primitive.name in MESHES:
+    if op_of(eqn) is Op.MESH:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(
@@ -218,11 +137,6 @@ def axis_names(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _over_ranks(eqn: JaxprEqn) -> bool:
     return bool(axis_names(eqn)) or any(map(_jaxcompat.is_axis_effect, eqn.effects))
-
-
-def line(eqn: JaxprEqn) -> str:
-    """The user's line that an equation comes from, in words."""
-    return _jaxcompat.source_place(eqn) or "a line of a library"
 
 
 def follows_from(known: Container[Var], eqn: JaxprEqn) -> bool:

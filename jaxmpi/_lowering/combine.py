@@ -17,15 +17,10 @@ from jaxmpi._backends.base import Collective
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.classify import communicates, follows_from, kind, kinds, other_effects
 from jaxmpi._lowering.piggyback import share_messages
+from jaxmpi._lowering.primitives import Op, Trait, has, is_sum, op_of
 from jaxmpi._lowering.translate import Group, translate
 
 __all__ = ["Group", "Level", "folded", "schedule"]
-
-# what makes constants of constants, of any shape
-UNIFORM = (
-    *("mul", "div", "neg", "add", "add_any", "sub", "convert_element_type", "copy", "copy_p"),
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"),
-)
 
 
 class Level(NamedTuple):
@@ -111,15 +106,14 @@ def folded(jaxpr: AnyJaxpr) -> set[int]:
     quotients: set[int] = set()  # these, by id
     found = set()
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        name = eqn.primitive.name
         if not follows_from(constant, eqn):
             continue
-        if name in UNIFORM:
+        if has(eqn, Trait.KEEPS_CONSTANTS):
             constant.update(eqn.outvars)
-            if name == "div" or not quotients.isdisjoint(map(id, eqn.invars)):
+            if op_of(eqn) is Op.DIVIDE or not quotients.isdisjoint(map(id, eqn.invars)):
                 quotients.update(map(id, eqn.outvars))
         elif (
-            name == "psum"
+            is_sum(eqn)
             and kind(eqn) == "collective"
             and not quotients.isdisjoint(map(id, eqn.invars))
         ):

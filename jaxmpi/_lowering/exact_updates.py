@@ -34,11 +34,10 @@ from jax.typing import ArrayLike
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import widest
-from jaxmpi._lowering.classify import map_subjaxprs, subjaxprs
+from jaxmpi._lowering.inner_jaxprs import map_subjaxprs, subjaxprs
+from jaxmpi._lowering.primitives import Op, Trait, has, op_of
 
 __all__ = ["apply_exactly", "has_updates", "is_update", "update_to"]
-
-IDENTITIES = ("name", "copy", "copy_p", "optimization_barrier")  # operand i is result i
 
 
 @jax.jit
@@ -111,7 +110,7 @@ def apply_exactly(jaxpr: AnyJaxpr) -> AnyJaxpr:
     inner, _ = _jaxcompat.parts(jaxpr)
     edited = _Edited(inner)
     for eqn in inner.eqns:
-        total = edited.exact_sum(eqn) if eqn.primitive.name == "add" else None
+        total = edited.exact_sum(eqn) if op_of(eqn) is Op.ADD else None
         if total is not None:
             edited.stands[eqn.outvars[0]] = total
             continue
@@ -180,9 +179,9 @@ class _Edited:
         if is_update(eqn):
             start, to = eqn.invars[:2]
             return self.replaced([to])[0] if start.aval == x.aval and self._same(x, start) else None
-        if eqn.primitive.name == "select_n":
+        if op_of(eqn) is Op.SELECT:
             return self._selected(add, x, eqn)
-        if eqn.primitive.name == "cond" and any(map(has_updates, subjaxprs(eqn))):
+        if op_of(eqn) is Op.COND and any(map(has_updates, subjaxprs(eqn))):
             return self._from_branches(add, x, u, eqn)
         return None
 
@@ -239,7 +238,7 @@ class _Edited:
         maker = self._made_by.get(_origin(v, self._made_by))
         return (
             maker is not None
-            and maker.primitive.name == "broadcast_in_dim"
+            and op_of(maker) is Op.BROADCAST_SHAPE
             and self._is_zero(maker.invars[0])
         )
 
@@ -251,9 +250,7 @@ class _Edited:
 def _origin(v: Var, made_by: Mapping[Var, JaxprEqn]) -> Var:
     """Return the variable whose value v has, before identities and conversions to floats of as many bits or more."""
     while (eqn := made_by.get(v)) is not None:
-        if eqn.primitive.name not in IDENTITIES and not (
-            eqn.primitive.name == "convert_element_type" and _loses_nothing(eqn)
-        ):
+        if not has(eqn, Trait.IDENTITY) and not (op_of(eqn) is Op.CONVERT and _loses_nothing(eqn)):
             break
         before = eqn.invars[eqn.outvars.index(v)]
         if isinstance(before, Literal):

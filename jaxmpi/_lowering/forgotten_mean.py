@@ -7,37 +7,26 @@ known when the program runs.
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
-from jax.core import Atom
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 from jax.tree_util import KeyPath
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import DIFFERS, EQUAL
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import leaf_name
-from jaxmpi._lowering.classify import CALLS, callee, kind
-from jaxmpi._lowering.replication import varying
+from jaxmpi._lowering.dataflow import Analysis, propagate
+from jaxmpi._lowering.primitives import Op, Trait, has
+from jaxmpi._lowering.replication import may_vary
 from jaxmpi._lowering.text import Text
 from jaxmpi._per_rank_state import is_per_rank_leaf
 
 __all__ = ["Carried", "pairs"]
 
 SHOWN = 3  # outputs
-# operand i is result i
-SAME = (
-    "convert_element_type",
-    "copy",
-    "optimization_barrier",
-    "reshape",
-    "reduce_precision",
-    "name",
-)
-SUMS = ("add", "add_any", "max", "min")
-Sources = frozenset[int]  # numbers of inputs
-NONE: Sources = frozenset()
+Sources: TypeAlias = frozenset[int]  # numbers of inputs
+NO_INPUT: Sources = frozenset()
 
 
 class Pair(NamedTuple):
@@ -77,10 +66,12 @@ class Carried:
             return None
         count = len(_jaxcompat.parts(jaxpr)[0].invars)
         equal = {pair.source for pair in found}
-        varies = _may_differ(jaxpr, [i not in equal for i in range(count)])
+        varies = may_vary(
+            jaxpr, [i not in equal for i in range(count)], constants=False, deliberately=False
+        )
         if not any(varies[pair.output] for pair in found):
             return None
-        added = _added(jaxpr, [frozenset({i}) for i in range(count)])
+        added = propagate(ADDED, jaxpr, [frozenset({i}) for i in range(count)])
         found = [
             pair for pair in found if varies[pair.output] and pair.source in added[pair.output]
         ]
@@ -99,7 +90,9 @@ class Carried:
         Args:
           equal: which inputs, arrays from outside first, were equal on all ranks.
         """
-        varies = _may_differ(self._jaxpr, [not same for same in equal])
+        varies = may_vary(
+            self._jaxpr, [not same for same in equal], constants=False, deliberately=False
+        )
         names = list(
             dict.fromkeys(
                 pair.name for pair in self._pairs if equal[pair.source] and varies[pair.output]
@@ -156,61 +149,32 @@ def _names(path: KeyPath) -> list[Hashable]:
     return [alone, tuple(map(str, path[1:])) or path[0]] if path else [alone]
 
 
-def _may_differ(jaxpr: AnyJaxpr, ins: Sequence[bool]) -> list[bool]:
-    return varying(jaxpr, ins, constants=False, check=False, equal_names=(EQUAL, DIFFERS))
+# Which inputs are added into a value
 
 
-def _added(jaxpr: AnyJaxpr, ins: Sequence[Sources]) -> list[Sources]:
-    """For each output, return the inputs that are added into it."""
-    inner, _ = _jaxcompat.parts(jaxpr)
-    known: dict[Var, Sources] = dict(zip(inner.invars, ins, strict=True))
-
-    def read(v: Atom) -> Sources:
-        return NONE if isinstance(v, Literal) else known.get(v, NONE)
-
-    for eqn in inner.eqns:
-        xs = [read(v) for v in eqn.invars]
-        if any(xs):
-            known.update(zip(eqn.outvars, _outs(eqn, xs), strict=False))
-    return [read(v) for v in inner.outvars]
+def _union(values: Sequence[Sources]) -> Sources:
+    return NO_INPUT.union(*values)
 
 
-def _outs(eqn: JaxprEqn, xs: list[Sources]) -> list[Sources]:
-    name = eqn.primitive.name
-    if name in SAME:
-        return xs
-    if name in SUMS:
-        return [NONE.union(*xs)]
-    if name == "sub":
-        return [xs[0]]
-    if name == "select_n":
-        return [NONE.union(*xs[1:])]
-    if name == "clamp":
-        return [xs[1]]
-    if name in CALLS and kind(eqn) != "collective":
-        return _added(*callee(eqn, xs))
-    if name == "cond":
-        branches = [_added(branch, xs[1:]) for branch in eqn.params["branches"]]
-        return [NONE.union(*outs) for outs in zip(*branches, strict=True)]
-    if name == "scan":
-        consts, carry = _jaxcompat.scan_counts(eqn)
-        return _loop(eqn.params["jaxpr"], xs[:consts], xs[consts : consts + carry])
-    if name == "while":
-        first, last = (
-            eqn.params["cond_nconsts"],
-            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"],
-        )
-        return _loop(eqn.params["body_jaxpr"], xs[first:last], xs[last:])
-    return []
+def _nothing(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
+    return [NO_INPUT] * len(eqn.outvars)
 
 
-def _loop(body: AnyJaxpr, consts: list[Sources], state: list[Sources]) -> list[Sources]:
-    """For each carry of a loop, return the inputs that every iteration adds to."""
-    count = len(_jaxcompat.parts(body)[0].invars)  # what is scanned over, too
-    while True:
-        outs = _added(body, [*consts, *state, *[NONE] * (count - len(consts) - len(state))])[
-            : len(state)
-        ]
-        if (after := [a & b for a, b in zip(state, outs, strict=True)]) == state:
-            return state
-        state = after
+def _local(eqn: JaxprEqn, operands: list[Sources]) -> list[Sources]:
+    if has(eqn, Trait.KEEPS_VALUE):
+        return operands
+    return [_union(operands)] if has(eqn, Trait.ADDS_UP) else _nothing(eqn, operands)
+
+
+ADDED = Analysis(
+    bottom=NO_INPUT,
+    join=_union,
+    rules={
+        Op.SUBTRACT: lambda eqn, operands: operands[:1],
+        Op.SELECT: lambda eqn, operands: [_union(operands[1:])],
+        Op.CLAMP: lambda eqn, operands: operands[1:2],
+        Op.GET: lambda eqn, operands: operands[:1],
+        Op.SWAP: lambda eqn, operands: operands[:1],
+    },
+    otherwise=_local,
+)

@@ -16,12 +16,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import kinds, map_subjaxprs
+from jaxmpi._lowering.classify import kinds
 from jaxmpi._lowering.combine import folded
+from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
+from jaxmpi._lowering.primitives import Op, op_of, reduction_of
 
 __all__ = ["fold"]
 
-SUMS = ("psum", "reduce_scatter")
 SHORT = (jnp.bfloat16, jnp.float16)
 J = TypeVar("J", bound=AnyJaxpr)
 
@@ -45,7 +46,7 @@ def fold(jaxpr: J, size: int, *, fuses_mean: bool) -> J:
             eqns.append(eqn.replace(params={**eqn.params, **inside}))
         elif (
             what.get(id(eqn)) == "collective"
-            and eqn.primitive.name in SUMS
+            and reduction_of(eqn) == "sum"
             and id(eqn) not in known
         ):
             eqns.append(around.take_in(eqn))
@@ -101,7 +102,7 @@ def _is_short(y: Var) -> bool:
 def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
     """Return whether it divides a float y by the number of ranks."""
     if (
-        eqn.primitive.name != "div"
+        op_of(eqn) is not Op.DIVIDE
         or eqn.invars[0] is not y
         or not jnp.issubdtype(y.aval.dtype, jnp.floating)
     ):
@@ -112,10 +113,10 @@ def _divides(eqn: JaxprEqn, y: Var, size: int) -> bool:
 
 def _widens(eqn: JaxprEqn) -> bool:
     """Return whether it makes float32 of a short float."""
-    return eqn.primitive.name == "convert_element_type" and (
+    return op_of(eqn) is Op.CONVERT and (
         eqn.invars[0].aval.dtype in SHORT and eqn.outvars[0].aval.dtype == jnp.float32
     )
 
 
 def _converts(eqn: JaxprEqn, dtype: np.dtype) -> bool:
-    return eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == dtype
+    return op_of(eqn) is Op.CONVERT and eqn.outvars[0].aval.dtype == dtype

@@ -29,7 +29,7 @@ from jaxmpi._backends.simulate import PerRank
 from jaxmpi._backends.single import Single
 from jaxmpi._backends.within_groups import through_all
 from jaxmpi._lowering.classify import has_collective
-from jaxmpi._lowering.replication import varying
+from jaxmpi._lowering.replication import may_vary
 from jaxmpi._lowering.rewrite import Target, rewrite
 from jaxmpi._lowering.summary import Entry
 from jaxmpi._lowering.trace import make_jaxpr
@@ -72,7 +72,7 @@ def build(
       The program, and what is done to its outputs.
     """
     if backend.simulates:
-        differ = varying(jaxpr, stacked, check=False)
+        differ = may_vary(jaxpr, stacked)
         return _simulated(jaxpr, backend, stacked), partial(
             _marked, [own and backend.place.size > 1 for own in differ]
         )

@@ -17,9 +17,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._axis import AXIS
 from jaxmpi._backends.groups import Groups, groups_along
 from jaxmpi._backends.lax_collectives import from_root
-from jaxmpi._backends.sent_ahead import SEND
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
-from jaxmpi._lowering.classify import BROADCASTS, REDUCE, axis_names
+from jaxmpi._lowering.classify import axis_names
+from jaxmpi._lowering.primitives import Op, op_of, properties, reduction_of
 from jaxmpi._lowering.refuse import refuse_dtype, refuse_groups, refuse_names, refuse_pairs
 
 __all__ = ["broadcast", "collective", "has_groups", "index"]
@@ -50,7 +50,7 @@ def index(eqn: JaxprEqn, axes: Axes) -> jax.Array:
 def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
     """The array of a root, within each group."""
     refuse_dtype(eqn)
-    root, groups = eqn.params[BROADCASTS[eqn.primitive.name]], _groups(eqn, axes)
+    root, groups = eqn.params[properties(eqn.primitive.name).root], _groups(eqn, axes)
     if len(groups[0]) == 1:
         return x
     roots = [group[root] for group in groups]
@@ -65,19 +65,19 @@ def broadcast(eqn: JaxprEqn, x: jax.Array, axes: Axes) -> jax.Array:
 
 def collective(eqn: JaxprEqn, xs: Sequence[ArrayLike], axes: Axes) -> list[jax.Array]:
     """A collective over all ranks, within groups where it is one of some."""
-    name, groups = eqn.primitive.name, _groups(eqn, axes)
-    if name == "ppermute":
+    op, groups = op_of(eqn), _groups(eqn, axes)
+    if op is Op.PERMUTE:
         pairs = [(int(p), int(q)) for p, q in eqn.params["perm"]]
         refuse_pairs(eqn, len(groups[0]))
         perm = tuple((group[p], group[q]) for group in groups for p, q in pairs)
         return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), perm=perm)
-    if name == SEND:  # of which there is none within groups of one rank
+    if op is Op.SEND_AHEAD:  # of which there is none within groups of one rank
         given = _given(_any_order(groups) if eqn.params["op"] else groups)
         return _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=given)
     if len(groups[0]) == 1:
         with _jaxcompat.at_source(eqn):
             return [_alone(eqn, xs[0])]
-    if name not in REDUCE:
+    if op is not Op.ALLREDUCE:
         bound = _jaxcompat.bind(eqn, xs, axis_name=(AXIS,), axis_index_groups=_given(groups))
     else:
         with _jaxcompat.at_source(eqn):
@@ -111,16 +111,16 @@ def _groups(eqn: JaxprEqn, axes: Axes) -> Groups:
 def _reduced(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """Over the axes of a `vmap` inside, by their numbers."""
     dims = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
-    return LOCAL_REDUCE[REDUCE[eqn.primitive.name]](x, dims).astype(x.dtype) if dims else x
+    return LOCAL_REDUCE[reduction_of(eqn)](x, dims).astype(x.dtype) if dims else x
 
 
 def _alone(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """A collective of groups of one rank."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in REDUCE:
+    op, params = op_of(eqn), eqn.params
+    if op is Op.ALLREDUCE:
         return _reduced(eqn, x)
-    if name == "all_gather" and not params["tiled"]:
+    if op is Op.ALL_GATHER and not params["tiled"]:
         return lax.expand_dims(x, (params["all_gather_dimension"],))
-    if name == "reduce_scatter" and not params["tiled"]:
+    if op is Op.REDUCE_SCATTER and not params["tiled"]:
         return lax.squeeze(x, (params["scatter_dimension"],))
     return x

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
 from jaxmpi._lowering.dependency import depending_on, token_of
+from jaxmpi._lowering.primitives import Op, op_of
 
 __all__ = ["Order", "in_order"]
 
@@ -62,7 +63,7 @@ def in_order(
 ) -> tuple[jax.Array, list[ArrayLike]]:
     """Carry out a loop that communicates, with a token in its state."""
     with _jaxcompat.at_source(eqn):
-        return _IN_ORDER[eqn.primitive.name](eqn, xs, token, evaluate)
+        return _IN_ORDER[op_of(eqn)](eqn, xs, token, evaluate)
 
 
 def _scan(
@@ -119,4 +120,4 @@ def _cond(
     return lax.switch(index, branches, token, *operands)
 
 
-_IN_ORDER = {"scan": _scan, "while": _while, "cond": _cond}
+_IN_ORDER = {Op.SCAN: _scan, Op.WHILE: _while, Op.COND: _cond}

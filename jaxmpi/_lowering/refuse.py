@@ -14,7 +14,14 @@ from jaxmpi._axis import AXIS
 from jaxmpi._errors import RankCountError
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.classify import MESHES, REDUCE, equations, line, subjaxprs
+from jaxmpi._lowering.inner_jaxprs import equations, line, subjaxprs
+from jaxmpi._lowering.primitives import (
+    Op,
+    Properties,
+    function_of,
+    op_of,
+    properties_of_function,
+)
 
 __all__ = [
     "explained",
@@ -30,20 +37,17 @@ __all__ = [
 
 T = TypeVar("T")
 
-PUBLIC = {"reduce_scatter": "psum_scatter"}  # the function of a primitive
-REDUCTIONS = (*REDUCE, "reduce_scatter", "pmean")
 AXES = ("scatter_dimension", "split_axis", "concat_axis")
 ONE_AXIS = (
     "Use one axis at a time: only psum, pmean, pmax, pmin and tiled all_to_all go over the ranks "
     "and an axis of vmap together."
 )
 IN_GROUPS = "Use an axis of jaxmpi.init(axes=...) instead of axis_index_groups."
-ADVICE = {
-    "pmax": "Use jaxmpi.tree_allreduce(x, 'max'), which has a derivative, or lax.stop_gradient.",
-    "pmin": "Use jaxmpi.tree_allreduce(x, 'min'), which has a derivative, or lax.stop_gradient.",
-    "pcast": "Leave it out: jaxmpi.jit has no replication types.",
-    "pbroadcast": "Use jaxmpi.tree_bcast(x, root).",
-}
+REPLICATION_TYPES = "Leave it out: jaxmpi.jit has no replication types."
+DIFFERENTIABLE = (
+    "Use jaxmpi.tree_allreduce(x, {op!r}), which has a derivative, or lax.stop_gradient."
+)
+BROADCAST = "Use jaxmpi.tree_bcast(x, root)."
 
 
 def refuse(eqn: JaxprEqn, size: int) -> None:
@@ -54,11 +58,10 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
       TypeError: it would reduce keys or booleans, or is of a dtype that cannot hold what it gives.
       ValueError: the pairs of a ppermute are no permutation of some ranks.
     """
-    name, params = eqn.primitive.name, eqn.params
-    where = _where(eqn)
+    params, where = eqn.params, _where(eqn)
     _refuse_axes(where, params)
     refuse_dtype(eqn)
-    if name == "ppermute":
+    if op_of(eqn) is Op.PERMUTE:
         refuse_pairs(eqn, size)
         dtype = eqn.invars[0].aval.dtype
         if dtype == jnp.float8_e8m0fnu and len(params["perm"]) < size:
@@ -76,7 +79,7 @@ def refuse_dtype(eqn: JaxprEqn) -> None:
 
 def _where(eqn: JaxprEqn) -> str:
     """Return the function that the user called and its line: "psum at train.py:12"."""
-    return f"{PUBLIC.get(eqn.primitive.name, eqn.primitive.name)} at {line(eqn)}"
+    return f"{function_of(eqn.primitive.name)} at {line(eqn)}"
 
 
 def refuse_names(eqn: JaxprEqn, names: Sequence[str], axes: Mapping[str, int]) -> None:
@@ -142,12 +145,13 @@ def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
             f"{where} has an array of float0, the gradient of integers, which holds no numbers. "
             "Take it out of the tree, or use jaxmpi.tree_*, which return float0 as it is."
         )
-    if name in REDUCTIONS and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    known = properties_of_function(name)
+    if known.reduction and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which "
             "move them."
         )
-    if name == "reduce_scatter" and dtype == jnp.bool_:
+    if known.op is Op.REDUCE_SCATTER and dtype == jnp.bool_:
         raise TypeError(
             f"{where} is of booleans, which cannot be summed. Convert them to integers first."
         )
@@ -172,7 +176,7 @@ def refuse_references(jaxpr: AnyJaxpr, backend: str) -> None:
             continue
         if outside.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
             what = "A reference from outside is used"
-        elif backend == "simulate" and eqn.primitive.name == "cond":
+        elif backend == "simulate" and op_of(eqn) is Op.COND:
             what = "A branch uses a reference"
         else:
             continue
@@ -196,7 +200,7 @@ def refuse_ordered_effects(jaxpr: AnyJaxpr, backend: str) -> None:
 def refuse_meshes(jaxpr: AnyJaxpr) -> None:
     """Raise a NotImplementedError if a program maps over devices of its own."""
     for eqn in equations(jaxpr):
-        if eqn.primitive.name in MESHES:
+        if op_of(eqn) is Op.MESH:
             raise NotImplementedError(
                 f"This program contains a pmap or shard_map at {line(eqn)}, and each rank has one "
                 "device. Use jax.vmap instead, or call its function directly."
@@ -237,7 +241,8 @@ def _explain(
 ) -> None:
     """Raise an error that says what to do, if JAX's own error does not."""
     # which reads the letters of the name as names
-    if isinstance(error, NameError) and name != "pbroadcast":
+    known = properties_of_function(name)
+    if isinstance(error, NameError) and known.op is not Op.BROADCAST:
         axis = str(error).partition("axis name: ")[2].partition(". ")[0]
         raise NameError(
             f"{where} is over the axis {axis!r}, which nothing binds. Name jaxmpi.AXIS, {AXIS!r}, "
@@ -256,5 +261,16 @@ def _explain(
         reason = (
             f": {str(error)[:100]}" if str(error) and not isinstance(error, AssertionError) else ""
         )
-        advice = IN_GROUPS if params.get("axis_index_groups") else ADVICE.get(name, ONE_AXIS)
+        advice = IN_GROUPS if params.get("axis_index_groups") else _advice(known)
         raise NotImplementedError(f"{where} is not supported{reason}. {advice}") from error
+
+
+def _advice(known: Properties) -> str:
+    """Return what to do about a collective that JAX does not support."""
+    if known.op is Op.REPLICATION_TYPE:
+        return REPLICATION_TYPES
+    if known.op is Op.BROADCAST:
+        return BROADCAST
+    if known.op is Op.ALLREDUCE and known.reduction != "sum":
+        return DIFFERENTIABLE.format(op=known.reduction)
+    return ONE_AXIS

@@ -14,10 +14,12 @@ from jaxmpi._backends.sent_ahead import none
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.ahead import call_of, number_of
 from jaxmpi._lowering.buckets import Bucket, messages_of
-from jaxmpi._lowering.classify import kind, kinds, map_subjaxprs
+from jaxmpi._lowering.classify import kind, kinds
 from jaxmpi._lowering.combine import Group, schedule
 from jaxmpi._lowering.dependency import inputs_depending_on, token_of
+from jaxmpi._lowering.inner_jaxprs import map_subjaxprs
 from jaxmpi._lowering.order_loops import Order, in_order
+from jaxmpi._lowering.primitives import is_sum
 from jaxmpi._lowering.trace import Env, make_jaxpr
 from jaxmpi._lowering.translate import translate
 
@@ -114,7 +116,7 @@ def _local(eqn: JaxprEqn, target: Target, xs: list[ArrayLike]) -> list[ArrayLike
         case _:  # a collective of what all ranks know
             translation = translate(eqn, target.size)
             x = translation.before(xs[0])
-            return [x * translation.call.count(target.size) if eqn.primitive.name == "psum" else x]
+            return [x * translation.call.count(target.size) if is_sum(eqn) else x]
 
 
 def _start(

@@ -9,8 +9,9 @@ from jaxmpi import _jaxcompat
 from jaxmpi._backends.base import Collective, Overlap
 from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._lowering.buckets import messages_of
-from jaxmpi._lowering.classify import subjaxprs
 from jaxmpi._lowering.combine import schedule
+from jaxmpi._lowering.inner_jaxprs import subjaxprs
+from jaxmpi._lowering.primitives import Op, op_of
 
 __all__ = ["Entry", "summary"]
 
@@ -126,10 +127,10 @@ def _params(eqn: JaxprEqn) -> str:
 def _inside(
     eqn: JaxprEqn, size: int, combine: bool, overlap: Overlap | None, around: Around
 ) -> Iterator[Entry]:
-    name = eqn.primitive.name
+    name, op = eqn.primitive.name, op_of(eqn)
     for i, inner in enumerate(subjaxprs(eqn)):
-        step, times = f"{name}:{i}" if name == "cond" else name, None
-        if name == "scan":
+        step, times = f"{name}:{i}" if op is Op.COND else name, None
+        if op is Op.SCAN:
             step, times = (
                 f"scan[{eqn.params['length']}]",
                 around.times and around.times * eqn.params["length"],

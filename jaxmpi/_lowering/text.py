@@ -7,9 +7,9 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import parameters_in
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import subjaxprs
+from jaxmpi._lowering.inner_jaxprs import subjaxprs
+from jaxmpi._marks import Parameters, mark_of
 
 __all__ = ["Text", "equations", "is_note", "parameters"]
 
@@ -31,11 +31,13 @@ class Text:
             else self._names.setdefault(v, f"v{len(self._names)}")
         )
 
-    def equation(self, eqn: JaxprEqn, *, shapes: bool) -> str:
+    def equation(self, eqn: JaxprEqn, *, shapes: bool = False, operands: str | None = None) -> str:
         """Return an equation as text: "v3 = mul(in0, 2.0)".
 
         With `shapes` it is "v3: float32[4] = ...", with the parameters that may follow from shapes.
+        With `operands` that text stands in the place of the operands.
         """
+        given = [*map(self.atom, eqn.invars)] if operands is None else [operands]
         outs = ", ".join(
             self.atom(v) + (f": {v.aval.str_short()}" if shapes else "") for v in eqn.outvars
         )
@@ -44,7 +46,7 @@ class Text:
             for name, value in sorted(eqn.params.items())
             if _is_plain(name, value, shapes)
         ]
-        return f"{outs} = {eqn.primitive.name}({', '.join([*map(self.atom, eqn.invars), *params])})"
+        return f"{outs} = {eqn.primitive.name}({', '.join([*given, *params])})"
 
 
 def equations(jaxpr: AnyJaxpr) -> Iterator[str]:
@@ -64,10 +66,9 @@ def parameters(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
     if not _has_notes(jaxpr):
         return
     for eqn in _jaxcompat.parts(jaxpr)[0].eqns:
-        if eqn.primitive.name == "name":
-            text = parameters_in(eqn.params["name"])
-            if text is not None:
-                yield text, _jaxcompat.source_line(eqn)
+        mark = mark_of(eqn)
+        if isinstance(mark, Parameters):
+            yield mark.text, _jaxcompat.source_line(eqn)
         for inner in subjaxprs(eqn):
             yield from parameters(inner)
 
@@ -82,7 +83,7 @@ def _has_notes(jaxpr: AnyJaxpr) -> bool:
 
 def is_note(eqn: JaxprEqn) -> bool:
     """Return whether it is an identity of `with_parameters`."""
-    return eqn.primitive.name == "name" and parameters_in(eqn.params["name"]) is not None
+    return isinstance(mark_of(eqn), Parameters)
 
 
 def _is_plain(name: str, value: object, shapes: bool) -> bool:

@@ -15,8 +15,10 @@ from jaxmpi._jaxcompat import AnyJaxpr
 from jaxmpi._job.process.garbage import collection_paused
 from jaxmpi._lowering import named_axes
 from jaxmpi._lowering.batched_while import batched_predicate, with_scalar_predicate
-from jaxmpi._lowering.classify import LOOPS, callee, has_collective, kind, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.classify import BRANCHES_AND_LOOPS, has_collective, kind
 from jaxmpi._lowering.exact_updates import apply_exactly, has_updates, is_update
+from jaxmpi._lowering.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.primitives import op_of, properties
 from jaxmpi._lowering.refuse import explained, refuse_meshes
 from jaxmpi._lowering.text import is_note, parameters
 
@@ -154,11 +156,11 @@ def _open(
                     return [named_axes.index(eqn, axes)]
             case "collective" | "ahead" if named_axes.has_groups(eqn):
                 return named_axes.collective(eqn, xs, axes)
-            case "" if jits and eqn.primitive.name in ("jit", "pjit") and not is_update(eqn):
+            case "" if jits and _is_jit(eqn) and not is_update(eqn):
                 with _jaxcompat.at_source(eqn):
                     return _open(eqn.params["jaxpr"], axes, *xs, jits=jits)
             case "" if (
-                jits and eqn.primitive.name in LOOPS and any(map(has_updates, subjaxprs(eqn)))
+                jits and op_of(eqn) in BRANCHES_AND_LOOPS and any(map(has_updates, subjaxprs(eqn)))
             ):
                 return _jaxcompat.bind(
                     eqn, xs, **map_subjaxprs(eqn, lambda inner: opened(inner, axes, jits=jits))
@@ -167,6 +169,10 @@ def _open(
                 return xs if is_note(eqn) else _jaxcompat.keep(eqn, xs)
 
     return evaluate(jaxpr, step, *args)
+
+
+def _is_jit(eqn: JaxprEqn) -> bool:
+    return properties(eqn.primitive.name).is_jit
 
 
 class Env:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxmpi._backends.base import Collective
 from jaxmpi._backends.wire_dtypes import LOCAL_REDUCE
-from jaxmpi._lowering.classify import REDUCE
+from jaxmpi._lowering.primitives import Op, op_of, reduction_of
 from jaxmpi._lowering.refuse import refuse
 
 __all__ = ["Group", "Translation", "translate"]
@@ -70,28 +70,31 @@ def translate(eqn: JaxprEqn, size: int) -> Translation:
 def _translate(eqn: JaxprEqn, size: int) -> Translation:
     params = eqn.params
     refuse(eqn, size)
-    name, groups = eqn.primitive.name, params.get("axis_index_groups") or ()
+    op, groups = op_of(eqn), params.get("axis_index_groups") or ()
+    reduction = reduction_of(eqn)
     size = len(groups[0]) if groups else size
-    if name in REDUCE:
+    if op is Op.ALLREDUCE:
         # axes of a vmap inside, over the same name
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
-        before = partial(_reduce, name, dims) if dims else _same
+        before = partial(_reduce, reduction, dims) if dims else _same
         # which no transport orders
-        if name != "psum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
+        if reduction != "sum" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating):
             return Translation(
-                Collective("allgather", groups=groups), before, lambda y: _reduce(name, (0,), y)
+                Collective("allgather", groups=groups),
+                before,
+                lambda y: _reduce(reduction, (0,), y),
             )
         return Translation(
-            Collective("allreduce", op=params.get("op", REDUCE[name]), groups=groups), before, _same
+            Collective("allreduce", op=params.get("op", reduction), groups=groups), before, _same
         )
-    if name == "ppermute":
+    if op is Op.PERMUTE:
         pairs = tuple((int(p), int(q)) for p, q in params["perm"])
         return Translation(Collective("permute", pairs=pairs), _same, _same)
-    tiled = params["tiled"] if name != "all_to_all" else True  # the primitive itself always is
-    if name == "all_gather":
+    tiled = params["tiled"] if op is not Op.ALL_TO_ALL else True  # the primitive itself always is
+    if op is Op.ALL_GATHER:
         call = Collective("allgather", groups=groups)
         return Translation(call, _same, lambda y: _merge(y, params["all_gather_dimension"], tiled))
-    if name == "reduce_scatter":
+    if op is Op.REDUCE_SCATTER:
         call = Collective("reduce_scatter", op=params.get("op", "sum"), groups=groups)
         return Translation(
             call, lambda x: _split(x, params["scatter_dimension"], tiled, size), _same
@@ -107,8 +110,8 @@ def _same(x: Array) -> Array:
     return x
 
 
-def _reduce(name: str, dims: tuple[int, ...], x: Array) -> Array:
-    return LOCAL_REDUCE[REDUCE[name]](x, dims).astype(x.dtype)
+def _reduce(reduction: str, dims: tuple[int, ...], x: Array) -> Array:
+    return LOCAL_REDUCE[reduction](x, dims).astype(x.dtype)
 
 
 def _split(x: Array, axis: int, tiled: bool, size: int) -> Array:

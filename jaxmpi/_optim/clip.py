@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import Axis, as_whole, with_parameters
+from jaxmpi._axis import Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
+from jaxmpi._marks import as_whole, with_parameters
 from jaxmpi._optim.float_leaves import map_floats, sum_of, wide
 from jaxmpi._optim.sharded_array import check_sharded_arrays, is_sharded_array, mask_padding
 

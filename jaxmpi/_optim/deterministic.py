@@ -29,46 +29,21 @@ from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS, Axis, with_parameters
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankCountError
 from jaxmpi._jit.api import compiled
 from jaxmpi._leaves import PyTree, leaf_name
-from jaxmpi._lowering.classify import (
-    BROADCASTS,
-    CALLS,
-    LOOPS,
-    callee,
-    communicates,
-    map_subjaxprs,
-    subjaxprs,
-)
+from jaxmpi._lowering.classify import BRANCHES_AND_LOOPS, communicates
+from jaxmpi._lowering.inner_jaxprs import callee, map_subjaxprs, subjaxprs
+from jaxmpi._lowering.primitives import Op, Trait, has, op_of, reduction_of
 from jaxmpi._lowering.trace import evaluate
+from jaxmpi._marks import with_parameters
 from jaxmpi._optim.float_leaves import map_floats, wide
 from jaxmpi._world import session
 
 __all__ = ["canonical_mean", "invariant_update", "micro_batch_grads"]
-
-# the order of the sums in these depends on the number of threads
-MATRIX_PRODUCTS = (
-    "dot_general",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "cholesky",
-    "eig",
-    "eigh",
-    "geqrf",
-    "hessenberg",
-    "householder_product",
-    "lu",
-    "qr",
-    "schur",
-    "svd",
-    "triangular_solve",
-    "tridiagonal",
-    "tridiagonal_solve",
-)
 
 
 # --- gradients of micro-batches ------------------------------------------------------------------
@@ -136,8 +111,8 @@ def micro_batch_grads(
 def _check_silent(jaxpr: ClosedJaxpr) -> None:
     """Raise a ValueError if a function of micro-batches communicates."""
     for *callers, eqn in _equations(jaxpr):
-        is_collective = eqn.primitive.name in ("jaxmpi_collective", *BROADCASTS) or (
-            not list(subjaxprs(eqn)) and communicates(eqn)
+        is_collective = op_of(eqn) in (Op.TRACED_COLLECTIVE, Op.BROADCAST) or (
+            not subjaxprs(eqn) and communicates(eqn)
         )
         if not is_collective:
             continue
@@ -269,7 +244,7 @@ def _check_orderable(jaxpr: ClosedJaxpr) -> None:
     """Raise a ValueError if an optimizer multiplies matrices."""
     for path in _equations(jaxpr):
         product = path[-1].primitive.name
-        if product not in MATRIX_PRODUCTS:
+        if not has(path[-1], Trait.MATRIX_PRODUCT):
             continue
         # the innermost function `<transform>.<locals>.update` around the product
         names: list[str] = []
@@ -323,10 +298,10 @@ class _InOrder:
         if _is_float_sum(eqn):
             return _jaxcompat.bind(eqn, [xs[0] * _one(xs[0], next(self._numbers))])
         # A loop or a call with a sum in it is evaluated by the same rule; all else as it is.
-        name = eqn.primitive.name
-        if name not in (*CALLS, *LOOPS) or not _contains_sum(eqn):
+        op = op_of(eqn)
+        if op not in (Op.CALL, Op.LINEAR_SOLVE, *BRANCHES_AND_LOOPS) or not _contains_sum(eqn):
             return _jaxcompat.bind(eqn, xs)
-        if name in LOOPS:
+        if op in BRANCHES_AND_LOOPS:
             return _jaxcompat.bind(eqn, xs, **map_subjaxprs(eqn, self._inner))
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             xs = lax.optimization_barrier(xs)  # or XLA would undo the rematerialization
@@ -341,16 +316,20 @@ class _InOrder:
 
 
 def _is_float_sum(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "reduce_sum":
+    if not _is_sum_over_elements(eqn):
         return False
     operand = eqn.invars[0].aval
     return jnp.issubdtype(operand.dtype, jnp.inexact) and bool(operand.size)
 
 
+def _is_sum_over_elements(eqn: JaxprEqn) -> bool:
+    return op_of(eqn) is Op.REDUCE and reduction_of(eqn) == "sum"
+
+
 def _contains_sum(eqn: JaxprEqn) -> bool:
     for jaxpr in subjaxprs(eqn):
         for path in _equations(jaxpr):
-            if path[-1].primitive.name == "reduce_sum":
+            if _is_sum_over_elements(path[-1]):
                 return True
     return False
 

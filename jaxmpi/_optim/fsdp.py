@@ -19,11 +19,12 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmpi._axis import AXIS, Axis, as_shard, as_whole
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._jit.function import is_per_rank
 from jaxmpi._leaves import PyTree, as_array, leaf_name
+from jaxmpi._marks import as_shard, as_whole
 from jaxmpi._optim.sharded_array import (
     ShardedArray,
     all_shards,

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.arrays import axis_size, check_axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.exact_updates import update_to
+from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._optim.codec import Codec, check_codec
 from jaxmpi._optim.float_leaves import check_transform, either, equal_types, made_of, map_floats
 from jaxmpi._optim.streaming_diloco import Streaming, StreamingState, no_negative_zeros

@@ -10,10 +10,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmpi._axis import with_parameters
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree
+from jaxmpi._marks import with_parameters
 from jaxmpi._optim.float_leaves import check_transform, equal_types, map_floats, wide
 from jaxmpi._optim.weights import Weight, as_weight
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
+from jaxmpi._marks import equal_on_all_ranks
 from jaxmpi._optim.float_leaves import map_floats
 from jaxmpi._optim.sharded_array import Shard, is_shard
 from jaxmpi._world import session

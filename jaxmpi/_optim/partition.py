@@ -26,11 +26,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
-from jaxmpi._axis import AXIS, EQUAL, Axis, equal_on_all_ranks
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
-from jaxmpi._lowering.across_elements import ELEMENTWISE
-from jaxmpi._lowering.classify import CALLS, callee
+from jaxmpi._lowering.inner_jaxprs import callee
+from jaxmpi._lowering.primitives import Op, Trait, has, op_of, reduction_of
+from jaxmpi._marks import Equal, equal_on_all_ranks, mark_of
 from jaxmpi._optim.sharded_array import (
     Shard,
     gather_shards,
@@ -42,16 +43,6 @@ from jaxmpi._optim.sharded_array import (
 )
 
 __all__ = ["on_shards"]
-
-RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
-REDUCTIONS = {
-    "reduce_sum": "sum",
-    "reduce_prod": "prod",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_or": "max",
-    "reduce_and": "min",
-}
 
 
 class _Splat:
@@ -104,29 +95,29 @@ def _run(jaxpr: Jaxpr | ClosedJaxpr, *args: Operand) -> list[Operand]:
 
 def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     """Evaluate one equation, by the rows of the table in the module's docstring."""
-    name, shape = eqn.primitive.name, _shape(eqn.outvars[0].aval) if eqn.outvars else ()
-    if name == "broadcast_in_dim" and shape and _shape(xs[0]) == ():
+    op, shape = op_of(eqn), _shape(eqn.outvars[0].aval) if eqn.outvars else ()
+    if op is Op.BROADCAST_SHAPE and shape and _shape(xs[0]) == ():
         return [_Splat(xs[0], shape)]
     shards = [x for x in xs if is_shard(x)]
     if not shards:
         return _on_whole_arrays(eqn, xs)
     axis = shards[0].axis
     # calls, branches and identities
-    if name in CALLS:
+    if op in (Op.CALL, Op.LINEAR_SOLVE):
         jaxpr, operands = callee(eqn, xs)
         return _run(jaxpr, *operands)
-    if name == "cond":
+    if op is Op.COND:
         return _cond(eqn, xs, axis)
-    if name == "optimization_barrier":
+    if op is Op.BARRIER:
         return _barrier(eqn, xs)
-    if name == "name" and eqn.params["name"] == EQUAL:
+    if isinstance(mark_of(eqn), Equal):
         # `value_fn` or another function of the user's: it needs whole parameters
         return _on_whole_arrays(eqn, xs)
     # on this rank's shards
-    if name in ELEMENTWISE and all(_shape(x) in ((), shape) for x in xs):
+    if has(eqn, Trait.ELEMENTWISE) and all(_shape(x) in ((), shape) for x in xs):
         value = _jaxcompat.bind(eqn, [_shard_value(x, axis) for x in xs])[0]
         return [Shard(value, shape, _known_whole(eqn, xs), axis=axis)]
-    keeps_order = name in RESHAPES and not eqn.params.get("dimensions")
+    keeps_order = has(eqn, Trait.RESHAPES) and not eqn.params.get("dimensions")
     if keeps_order and shape and prod(shape) == prod(shards[0].shape):
         value = shards[0].value.reshape(shard_shape(shape, size_along(axis)))
         return [Shard(value, shape, _known_whole(eqn, xs), axis=axis)]
@@ -134,9 +125,9 @@ def _equation(eqn: JaxprEqn, xs: list[Operand]) -> list[Operand]:
     if all(x.whole is not None for x in shards):
         return _on_whole_arrays(eqn, xs)
     # on this rank's shards, and an allreduce
-    if name in REDUCTIONS and prod(shape) == 1:
+    if op is Op.REDUCE and prod(shape) == 1:
         return [_reduced(eqn, shards[0]).reshape(shape)]
-    if name == "dot_general" and _is_inner_product(eqn, xs):
+    if op is Op.INNER_PRODUCT and _is_inner_product(eqn, xs):
         return [_inner_product(eqn, xs, axis)]
     return _on_whole_arrays(eqn, xs)
 
@@ -156,22 +147,22 @@ def _known_whole(eqn: JaxprEqn, xs: list[Operand]) -> jax.Array | None:
 
 def _reduced(eqn: JaxprEqn, x: Shard) -> jax.Array:
     """Reduce all numbers of an array, those in other ranks' shards included."""
-    name = eqn.primitive.name
-    numbers = mask_padding(x.value, x.shape, _neutral(name, x.dtype), axis=x.axis)
+    op = reduction_of(eqn)
+    numbers = mask_padding(x.value, x.shape, _neutral(op, x.dtype), axis=x.axis)
     (here,) = _jaxcompat.bind(eqn, [numbers], axes=tuple(range(len(x.shape))))
-    return Caller("sharded").allreduce(here, op=REDUCTIONS[name], axis=x.axis)
+    return Caller("sharded").allreduce(here, op=op, axis=x.axis)
 
 
-def _neutral(name: str, dtype: np.dtype) -> float:
+def _neutral(op: str, dtype: np.dtype) -> float:
     """Return the number that does not change the result of a reduction, for the padding."""
-    if name in ("reduce_max", "reduce_min"):
-        is_max = name == "reduce_max"
+    if op in ("max", "min"):
+        is_max = op == "max"
         if jnp.issubdtype(dtype, jnp.floating):
             return -jnp.inf if is_max else jnp.inf
         if dtype == jnp.bool_:
             return not is_max
         return jnp.iinfo(dtype).min if is_max else jnp.iinfo(dtype).max
-    return name in ("reduce_prod", "reduce_and")
+    return op == "prod"
 
 
 def _is_inner_product(eqn: JaxprEqn, xs: list[Operand]) -> bool:

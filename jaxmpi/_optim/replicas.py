@@ -9,11 +9,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jaxmpi._axis import equal_on_all_ranks
 from jaxmpi._backends.wire_dtypes import bits_of, is_sub_byte
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._errors import RankMismatchError
 from jaxmpi._leaves import PyTree, leaf_name
+from jaxmpi._marks import equal_on_all_ranks
 from jaxmpi._optim.float_leaves import check_transform, either
 from jaxmpi._per_rank_state import flatten_with_path, is_per_rank_leaf
 

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi._axis import Axis, bound, equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._axis import Axis, bound
 from jaxmpi._backends import sent_ahead
 from jaxmpi._backends.base import Collective
 from jaxmpi._collectives.arrays import axis_size
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._leaves import PyTree
 from jaxmpi._lowering.exact_updates import update_to
+from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._optim.codec import Codec, OneMessage
 from jaxmpi._optim.float_leaves import either, equal_types, floats, made_of
 from jaxmpi._per_rank_state import PerRankState

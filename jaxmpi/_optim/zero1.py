@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxmpi._axis import AXIS, Axis, equal_on_all_ranks, may_differ, with_parameters
+from jaxmpi._axis import AXIS, Axis
 from jaxmpi._collectives.trees import Caller
 from jaxmpi._jit.api import anywhere
 from jaxmpi._leaves import PyTree, widest
 from jaxmpi._lowering.exact_updates import update_to
+from jaxmpi._marks import equal_on_all_ranks, may_differ, with_parameters
 from jaxmpi._optim.average import mean, mean_of_all
 from jaxmpi._optim.float_leaves import check_in_step, check_shapes, check_transform, map_floats
 from jaxmpi._optim.objective import ExtraArgs

@@ -1,0 +1,350 @@
+"""Every primitive that jaxmpi knows by name, with its properties.
+
+All other code asks for properties, so that a JAX release which renames a primitive is one line
+here. A primitive that is not in the table has no property: it is local, and its results depend on
+all of its operands.
+"""
+
+from enum import Enum, Flag, auto
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+__all__ = [
+    "PRIMITIVES",
+    "Op",
+    "Properties",
+    "Trait",
+    "function_of",
+    "has",
+    "is_sum",
+    "op_of",
+    "properties",
+    "properties_of_function",
+    "reduction_of",
+]
+
+
+class Op(Enum):
+    """Operation of a primitive, where rules treat it by itself."""
+
+    OTHER = auto()
+    # contain jaxprs
+    CALL = auto()
+    LINEAR_SOLVE = auto()  # a call with several jaxprs
+    SCAN = auto()
+    WHILE = auto()
+    COND = auto()
+    MESH = auto()  # a program over devices, with names of axes, of its own
+    # over named axes
+    ALLREDUCE = auto()
+    ALL_GATHER = auto()
+    REDUCE_SCATTER = auto()
+    ALL_TO_ALL = auto()
+    PERMUTE = auto()
+    BROADCAST = auto()
+    SEND_AHEAD = auto()
+    SENT_AHEAD = auto()
+    AXIS_INDEX = auto()
+    REPLICATION_TYPE = auto()  # changes the replication type of `shard_map`, and no number
+    TRACED_COLLECTIVE = auto()  # a collective of the backend, in a function for `jax.jit`
+    # references
+    NEW_REFERENCE = auto()
+    GET = auto()
+    SWAP = auto()
+    ADD_UPDATE = auto()
+    FREEZE = auto()
+    # arithmetic
+    MARK = auto()
+    ADD = auto()
+    SUBTRACT = auto()
+    DIVIDE = auto()
+    CONVERT = auto()
+    SELECT = auto()
+    CLAMP = auto()
+    BROADCAST_SHAPE = auto()
+    BARRIER = auto()
+    INNER_PRODUCT = auto()
+    REDUCE = auto()
+
+
+class Trait(Flag):
+    """A property that some primitives share."""
+
+    NONE = 0
+    ELEMENTWISE = auto()  # element i of the result depends on element i of each operand
+    REARRANGES = auto()  # the elements of the result are elements of the operands
+    RESHAPES = auto()  # the same, all of them in their order
+    IDENTITY = auto()  # operand i is result i
+    KEEPS_VALUE = auto()  # result i is operand i, up to its shape and dtype
+    KEEPS_CONSTANTS = auto()  # of operands that have one number everywhere, so has the result
+    ADDS_UP = auto()  # a sum, or a maximum, of its operands
+    # XLA rounds a sum in the same way whether it is computed in one loop with these or by itself
+    PLACES_NUMBERS = auto()
+    # may end with a multiplication, which XLA rounds in another way in one loop with a sum
+    MAY_SCALE = auto()
+    TAKES_TIME = auto()  # enough of it to send a message meanwhile
+    MATRIX_PRODUCT = auto()  # the order of its sums depends on the number of threads
+    CALLS_PYTHON = auto()
+
+
+class Properties(NamedTuple):
+    """Properties of a primitive."""
+
+    op: Op = Op.OTHER
+    traits: Trait = Trait.NONE
+    reduction: str = ""  # "sum", "max", "min" or "prod", of a reduction over ranks or elements
+    jaxpr: str = ""  # the parameter that holds the jaxpr of a call
+    is_jit: bool = False  # whether it is the call of a `jax.jit`
+    root: str = ""  # the parameter that holds the root of a broadcast
+
+
+ELEMENTWISE = Trait.ELEMENTWISE
+REARRANGES = Trait.REARRANGES
+IDENTITY = Trait.IDENTITY
+KEEPS_VALUE = Trait.KEEPS_VALUE
+KEEPS_CONSTANTS = Trait.KEEPS_CONSTANTS
+ADDS_UP = Trait.ADDS_UP
+PLACES_NUMBERS = Trait.PLACES_NUMBERS
+MAY_SCALE = Trait.MAY_SCALE
+TAKES_TIME = Trait.TAKES_TIME
+MATRIX_PRODUCT = Trait.MATRIX_PRODUCT
+CALLS_PYTHON = Trait.CALLS_PYTHON
+RESHAPES = Trait.RESHAPES
+
+
+def _plain(traits: Trait) -> Properties:
+    return Properties(traits=traits)
+
+
+def _call(jaxpr: str) -> Properties:
+    return Properties(Op.CALL, jaxpr=jaxpr)
+
+
+def _elements(reduction: str) -> Properties:
+    return Properties(Op.REDUCE, reduction=reduction)
+
+
+PRIMITIVES: dict[str, Properties] = {
+    # calls
+    "jit": _call("jaxpr")._replace(is_jit=True),
+    "pjit": _call("jaxpr")._replace(is_jit=True),
+    "call": _call("call_jaxpr"),
+    "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"),
+    "eval_jaxpr": _call("call_jaxpr"),  # jax 0.12
+    "remat2": _call("jaxpr"),
+    "checkpoint": _call("jaxpr"),
+    "custom_jvp_call": _call("call_jaxpr"),
+    "custom_vjp_call": _call("call_jaxpr"),
+    "custom_linear_solve": Properties(Op.LINEAR_SOLVE, jaxpr="jaxprs"),
+    # loops and branches
+    "scan": Properties(Op.SCAN, TAKES_TIME),
+    "while": Properties(Op.WHILE, TAKES_TIME),
+    "cond": Properties(Op.COND, TAKES_TIME),
+    # programs over devices of their own
+    "shard_map": Properties(Op.MESH),
+    "xla_pmap": Properties(Op.MESH),
+    # collectives
+    "psum": Properties(Op.ALLREDUCE, reduction="sum"),
+    "pmax": Properties(Op.ALLREDUCE, reduction="max"),
+    "pmin": Properties(Op.ALLREDUCE, reduction="min"),
+    "all_gather": Properties(Op.ALL_GATHER),
+    "reduce_scatter": Properties(Op.REDUCE_SCATTER, reduction="sum"),
+    "all_to_all": Properties(Op.ALL_TO_ALL),
+    "ppermute": Properties(Op.PERMUTE),
+    "pbroadcast": Properties(Op.BROADCAST, root="source"),
+    "jaxmpi_bcast": Properties(Op.BROADCAST, root="root"),
+    "axis_index": Properties(Op.AXIS_INDEX),
+    "pcast": Properties(Op.REPLICATION_TYPE),
+    "jaxmpi_send_ahead": Properties(Op.SEND_AHEAD),
+    "jaxmpi_sent_ahead": Properties(Op.SENT_AHEAD),
+    "jaxmpi_collective": Properties(Op.TRACED_COLLECTIVE),
+    # references
+    "new_ref": Properties(Op.NEW_REFERENCE),
+    "get": Properties(Op.GET),
+    "swap": Properties(Op.SWAP),
+    "addupdate": Properties(Op.ADD_UPDATE),
+    "freeze": Properties(Op.FREEZE),
+    # Python functions that a program calls
+    "pure_callback": _plain(CALLS_PYTHON),
+    "io_callback": _plain(CALLS_PYTHON),
+    "debug_callback": _plain(CALLS_PYTHON),
+    "debug_print": _plain(CALLS_PYTHON),
+    "ffi_call": _plain(CALLS_PYTHON | TAKES_TIME),
+    # identities
+    "jaxmpi_mark": Properties(Op.MARK, ELEMENTWISE | IDENTITY | KEEPS_VALUE),
+    "name": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE),
+    "copy": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
+    "copy_p": _plain(ELEMENTWISE | IDENTITY | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
+    "optimization_barrier": Properties(Op.BARRIER, REARRANGES | IDENTITY | KEEPS_VALUE),
+    "convert_element_type": Properties(
+        Op.CONVERT, ELEMENTWISE | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE
+    ),
+    "reduce_precision": _plain(ELEMENTWISE | KEEPS_VALUE),
+    "stop_gradient": _plain(ELEMENTWISE),
+    # arithmetic, element by element
+    "add": Properties(Op.ADD, ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
+    "add_any": _plain(ELEMENTWISE | KEEPS_CONSTANTS | ADDS_UP),
+    "sub": Properties(Op.SUBTRACT, ELEMENTWISE | KEEPS_CONSTANTS),
+    "mul": _plain(ELEMENTWISE | KEEPS_CONSTANTS | MAY_SCALE),
+    "div": Properties(Op.DIVIDE, ELEMENTWISE | KEEPS_CONSTANTS),
+    "neg": _plain(ELEMENTWISE | KEEPS_CONSTANTS | MAY_SCALE),
+    "max": _plain(ELEMENTWISE | ADDS_UP),
+    "min": _plain(ELEMENTWISE | ADDS_UP),
+    "clamp": Properties(Op.CLAMP, ELEMENTWISE),
+    "select_n": Properties(Op.SELECT, ELEMENTWISE | PLACES_NUMBERS),
+    "integer_pow": _plain(ELEMENTWISE | MAY_SCALE),
+    "square": _plain(ELEMENTWISE | MAY_SCALE),
+    "abs": _plain(ELEMENTWISE),
+    "acos": _plain(ELEMENTWISE),
+    "acosh": _plain(ELEMENTWISE),
+    "and": _plain(ELEMENTWISE),
+    "asin": _plain(ELEMENTWISE),
+    "asinh": _plain(ELEMENTWISE),
+    "atan": _plain(ELEMENTWISE),
+    "atan2": _plain(ELEMENTWISE),
+    "atanh": _plain(ELEMENTWISE),
+    "bessel_i0e": _plain(ELEMENTWISE),
+    "bessel_i1e": _plain(ELEMENTWISE),
+    "bitcast_convert_type": _plain(ELEMENTWISE),
+    "cbrt": _plain(ELEMENTWISE),
+    "ceil": _plain(ELEMENTWISE),
+    "clz": _plain(ELEMENTWISE),
+    "complex": _plain(ELEMENTWISE),
+    "conj": _plain(ELEMENTWISE),
+    "cos": _plain(ELEMENTWISE),
+    "cosh": _plain(ELEMENTWISE),
+    "digamma": _plain(ELEMENTWISE),
+    "eq": _plain(ELEMENTWISE),
+    "erf": _plain(ELEMENTWISE),
+    "erf_inv": _plain(ELEMENTWISE),
+    "erfc": _plain(ELEMENTWISE),
+    "exp": _plain(ELEMENTWISE),
+    "exp2": _plain(ELEMENTWISE),
+    "expm1": _plain(ELEMENTWISE),
+    "floor": _plain(ELEMENTWISE),
+    "ge": _plain(ELEMENTWISE),
+    "gt": _plain(ELEMENTWISE),
+    "igamma": _plain(ELEMENTWISE),
+    "igammac": _plain(ELEMENTWISE),
+    "imag": _plain(ELEMENTWISE),
+    "is_finite": _plain(ELEMENTWISE),
+    "le": _plain(ELEMENTWISE),
+    "lgamma": _plain(ELEMENTWISE),
+    "log": _plain(ELEMENTWISE),
+    "log1p": _plain(ELEMENTWISE),
+    "logistic": _plain(ELEMENTWISE),
+    "lt": _plain(ELEMENTWISE),
+    "ne": _plain(ELEMENTWISE),
+    "nextafter": _plain(ELEMENTWISE),
+    "not": _plain(ELEMENTWISE),
+    "or": _plain(ELEMENTWISE),
+    "polygamma": _plain(ELEMENTWISE),
+    "population_count": _plain(ELEMENTWISE),
+    "pow": _plain(ELEMENTWISE),
+    "real": _plain(ELEMENTWISE),
+    "regularized_incomplete_beta": _plain(ELEMENTWISE),
+    "rem": _plain(ELEMENTWISE),
+    "round": _plain(ELEMENTWISE),
+    "rsqrt": _plain(ELEMENTWISE),
+    "shift_left": _plain(ELEMENTWISE),
+    "shift_right_arithmetic": _plain(ELEMENTWISE),
+    "shift_right_logical": _plain(ELEMENTWISE),
+    "sign": _plain(ELEMENTWISE),
+    "sin": _plain(ELEMENTWISE),
+    "sinh": _plain(ELEMENTWISE),
+    "sqrt": _plain(ELEMENTWISE),
+    "tan": _plain(ELEMENTWISE),
+    "tanh": _plain(ELEMENTWISE),
+    "xor": _plain(ELEMENTWISE),
+    # elements in another place
+    "broadcast_in_dim": Properties(
+        Op.BROADCAST_SHAPE, REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE
+    ),
+    "reshape": _plain(REARRANGES | RESHAPES | KEEPS_VALUE | KEEPS_CONSTANTS | MAY_SCALE),
+    "expand_dims": _plain(REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE),
+    "squeeze": _plain(REARRANGES | RESHAPES | KEEPS_CONSTANTS | MAY_SCALE),
+    "transpose": _plain(REARRANGES | KEEPS_CONSTANTS | MAY_SCALE),
+    "slice": _plain(REARRANGES | MAY_SCALE),
+    "concatenate": _plain(REARRANGES | PLACES_NUMBERS),
+    "dynamic_update_slice": _plain(REARRANGES | PLACES_NUMBERS),
+    "pad": _plain(REARRANGES | PLACES_NUMBERS),
+    "dynamic_slice": _plain(REARRANGES),
+    "gather": _plain(REARRANGES),
+    "rev": _plain(REARRANGES),
+    "split": _plain(REARRANGES),
+    "scatter": _plain(PLACES_NUMBERS),
+    "scatter-add": _plain(PLACES_NUMBERS),
+    # reductions over elements
+    "reduce_sum": _elements("sum"),
+    "reduce_prod": _elements("prod"),
+    "reduce_max": _elements("max"),
+    "reduce_min": _elements("min"),
+    "reduce_or": _elements("max"),
+    "reduce_and": _elements("min"),
+    # products and decompositions of matrices
+    "dot_general": Properties(Op.INNER_PRODUCT, TAKES_TIME | MATRIX_PRODUCT),
+    "conv_general_dilated": _plain(TAKES_TIME | MATRIX_PRODUCT),
+    "ragged_dot_general": _plain(TAKES_TIME | MATRIX_PRODUCT),
+    "pallas_call": _plain(TAKES_TIME),
+    "cholesky": _plain(MATRIX_PRODUCT),
+    "eig": _plain(MATRIX_PRODUCT),
+    "eigh": _plain(MATRIX_PRODUCT),
+    "geqrf": _plain(MATRIX_PRODUCT),
+    "hessenberg": _plain(MATRIX_PRODUCT),
+    "householder_product": _plain(MATRIX_PRODUCT),
+    "lu": _plain(MATRIX_PRODUCT),
+    "qr": _plain(MATRIX_PRODUCT),
+    "schur": _plain(MATRIX_PRODUCT),
+    "svd": _plain(MATRIX_PRODUCT),
+    "triangular_solve": _plain(MATRIX_PRODUCT),
+    "tridiagonal": _plain(MATRIX_PRODUCT),
+    "tridiagonal_solve": _plain(MATRIX_PRODUCT),
+}
+# The primitives of functions of `jax.lax` that have other names.
+FUNCTIONS = {"pmean": "psum", "psum_scatter": "reduce_scatter"}
+
+_UNKNOWN, _UNKNOWN_PYTHON = Properties(), _plain(CALLS_PYTHON)
+
+
+def properties(name: str) -> Properties:
+    """Return the properties of the primitive of this name.
+
+    Other libraries have callbacks and calls of foreign functions of their own, which are known by
+    these words in their names.
+    """
+    known = PRIMITIVES.get(name)
+    if known is not None:
+        return known
+    return _UNKNOWN_PYTHON if "callback" in name or "ffi" in name else _UNKNOWN
+
+
+def properties_of_function(name: str) -> Properties:
+    """Return the properties of the primitive behind a collective function of `jax.lax`."""
+    return properties(FUNCTIONS.get(name, name))
+
+
+def function_of(name: str) -> str:
+    """Return the function of `jax.lax` that users call for a primitive of this name."""
+    return "psum_scatter" if properties(name).op is Op.REDUCE_SCATTER else name
+
+
+def op_of(eqn: JaxprEqn) -> Op:
+    """Return the operation of an equation's primitive."""
+    return properties(eqn.primitive.name).op
+
+
+def reduction_of(eqn: JaxprEqn) -> str:
+    """Return "sum", "max", "min" or "prod" for a reduction over ranks or elements; "" for others."""
+    return properties(eqn.primitive.name).reduction
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a sum over named axes."""
+    return op_of(eqn) is Op.ALLREDUCE and reduction_of(eqn) == "sum"
+
+
+def has(eqn: JaxprEqn, trait: Trait) -> bool:
+    """Return whether the primitive of an equation has a property."""
+    return trait in properties(eqn.primitive.name).traits

@@ -1,0 +1,439 @@
+"""Facts are right on every kind of value that a jaxpr can carry."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxmpi
+from jaxmpi._lowering.control_slice import control_equations
+from jaxmpi._lowering.dataflow import Analysis, propagate, slice_of
+from jaxmpi._lowering.primitives import Op
+from jaxmpi._lowering.trace import trace
+from jaxmpi.testing import run_ranks
+
+R = jaxmpi.AXIS
+RANKS = 3
+
+
+# --- values that differ between the ranks, by what carries them -----------------------------------
+# Each takes this rank's x, and a y that is equal on all ranks, and returns an array like x.
+
+
+def plain(x, y):
+    return x * 2 + y
+
+
+def by_rank(x, y):
+    return y + lax.axis_index(R)
+
+
+def scan_carry(x, y):
+    return lax.scan(lambda c, _: (c + y, None), x, None, length=3)[0]
+
+
+def scan_carry_at_the_end(x, y):
+    """The carry differs from the second iteration on."""
+    return lax.scan(lambda c, _: ((x, c[0]), None), (y, y), None, length=3)[0][1]
+
+
+def scan_of_no_iteration(x, y):
+    return lax.scan(lambda c, _: (lax.psum(c, R), None), x, None, length=0)[0]
+
+
+def scan_rows(x, y):
+    return lax.scan(lambda c, row: (c, row + c.sum()), y, x)[1]
+
+
+def scan_constant(x, y):
+    return lax.scan(lambda c, _: (c + x, None), y, None, length=2)[0]
+
+
+def while_state(x, y):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x), (0, y))[1]
+
+
+def while_of_no_iteration(x, y):
+    never = lambda c: c[0] > 100
+    return lax.while_loop(never, lambda c: (c[0] + 1, lax.psum(c[1], R)), (0, x))[1]
+
+
+def while_count(x, y):
+    """Only how often the loop runs differs."""
+    n = jnp.int32(x[0])
+    return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + 1), (0, y))[1]
+
+
+def fori_swaps(x, y):
+    return lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (x, y))[1]
+
+
+def branch(x, y):
+    return lax.cond(y[0] < 100, lambda x: x * 2, lambda x: y, x)
+
+
+def other_branch(x, y):
+    """The branch that is taken is equal, and another one could be taken."""
+    return lax.cond(y[0] < 100, lambda x: x, lambda x: y, x)
+
+
+def predicate(x, y):
+    return lax.cond(x[0] < 2, lambda y: y, lambda y: y * 2, y)
+
+
+def switch(x, y):
+    return lax.switch(jnp.int32(x[0]), [lambda y: y, lambda y: y + 1, lambda y: y + 2], y)
+
+
+def called(x, y):
+    return jax.jit(lambda x: jax.checkpoint(lambda x: jax.nn.relu(x) + y)(x))(x)
+
+
+def custom_derivative(x, y):
+    @jax.custom_vjp
+    def f(x):
+        return x * 2
+
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (ct,))
+    return f(x)
+
+
+def linear_solve(x, y):
+    return lax.custom_linear_solve(lambda v: v * 2, x, lambda _, b: b / 2)
+
+
+def linear_solve_constant(x, y):
+    return lax.custom_linear_solve(lambda v: v * x, y, lambda _, b: b / x)
+
+
+def reference(x, y):
+    ref = jax.new_ref(y)
+    ref[...] = x
+    return ref[...]
+
+
+def reference_of_its_value(x, y):
+    ref = jax.new_ref(x)
+    ref[0] = y[0]
+    return ref[...]
+
+
+def reference_added(x, y):
+    ref = jax.new_ref(y)
+    ref[...] += x
+    return jax.freeze(ref)
+
+
+def reference_at_an_index(x, y):
+    ref = jax.new_ref(y)
+    ref[jnp.int32(x[0]) % 2] = 7.0
+    return ref[...]
+
+
+def reference_in_a_loop(x, y):
+    ref = jax.new_ref(y)
+    lax.fori_loop(0, 2, lambda i, c: (ref.__setitem__(i, x[i]), c)[1], 0)
+    return ref[...]
+
+
+def reference_read_before_it_is_written(x, y):
+    """In the first iteration what is read is equal, in the second it differs."""
+    ref = jax.new_ref(y)
+
+    def body(c, _):
+        before = ref[...]
+        ref[...] = x
+        return before, None
+
+    return lax.scan(body, y, None, length=2)[0]
+
+
+def reference_in_a_called_function(x, y):
+    ref = jax.new_ref(y)
+    jax.jit(lambda ref, x: ref.__setitem__(..., x))(ref, x)
+    return ref[...]
+
+
+DIFFERENT = [
+    plain,
+    by_rank,
+    scan_carry,
+    scan_carry_at_the_end,
+    scan_of_no_iteration,
+    scan_rows,
+    scan_constant,
+    while_state,
+    while_of_no_iteration,
+    while_count,
+    fori_swaps,
+    branch,
+    other_branch,
+    predicate,
+    switch,
+    called,
+    custom_derivative,
+    linear_solve,
+    linear_solve_constant,
+    reference,
+    reference_of_its_value,
+    reference_added,
+    reference_at_an_index,
+    reference_in_a_loop,
+    reference_read_before_it_is_written,
+    reference_in_a_called_function,
+]
+
+
+# --- values that are equal, though they are made of such that differ ------------------------------
+
+
+def mean(x, y):
+    return lax.pmean(x, R)
+
+
+def scan_of_means(x, y):
+    """After one iteration or more, the carry is a mean, whatever it was."""
+    return lax.scan(lambda c, _: (lax.pmean(c, R), None), x, None, length=2)[0]
+
+
+def gathered(x, y):
+    return lax.all_gather(x, R).sum(0)
+
+
+def branch_of_means(x, y):
+    return lax.cond(y[0] < 100, lambda m: m, lambda m: y, lax.pmean(x, R))
+
+
+def overwritten_reference(x, y):
+    ref = jax.new_ref(x)
+    ref[...] = lax.pmean(ref[...], R)
+    return ref[...]
+
+
+def reference_before_it_is_written(x, y):
+    ref = jax.new_ref(y)
+    before = ref[...]
+    ref[...] = x
+    return before
+
+
+def another_reference(x, y):
+    ref, other = jax.new_ref(y), jax.new_ref(y)
+    other[...] = x
+    return ref[...]
+
+
+SAME = [
+    mean,
+    scan_of_means,
+    gathered,
+    branch_of_means,
+    overwritten_reference,
+    reference_before_it_is_written,
+    another_reference,
+]
+
+X = np.arange(2.0 * RANKS, dtype=np.float32).reshape(RANKS, 2) / 2
+Y = np.array([1.0, 5.0], np.float32)
+
+
+@pytest.mark.parametrize("function", [*DIFFERENT, *SAME], ids=lambda f: f.__name__)
+def test_a_simulated_output_is_per_rank_where_it_may_differ(function):
+    want = jax.vmap(function, (0, None), axis_name=R)(X, Y)
+    with jaxmpi.simulate(RANKS):
+        got = jaxmpi.jit(function)(jaxmpi.PerRank(X), Y)
+    if function in SAME:
+        np.testing.assert_array_equal(got, want[0])
+    else:
+        assert not np.array_equal(want, np.broadcast_to(want[:1], want.shape))
+        np.testing.assert_array_equal(got.stack, want)
+
+
+def _branch_on(function):
+    def step(x, y):
+        value = function(x, y).sum()
+        return lax.cond(value > 1.25, lambda x: lax.psum(x, R), lambda x: x * 10, x)
+
+    return step
+
+
+@run_ranks(2, 3)
+def test_a_branch_on_what_may_differ_is_refused_and_no_other():
+    x = X[jaxmpi.rank()]
+    for function in [*DIFFERENT, *SAME]:
+        step = jaxmpi.jit(_branch_on(function), replicated_argnums=1)
+        declared = jaxmpi.jit(function, replicated_argnums=1, replicated_outnums=0)
+        if function in SAME:
+            step(x, Y)
+            declared(x, Y)
+            continue
+        with pytest.raises(ValueError, match="which branch is taken may differ between the ranks"):
+            step(x, Y)
+        with pytest.raises(ValueError, match="declared replicated but may differ"):
+            declared(x, Y)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+SOURCES = Analysis(frozenset(), lambda facts: frozenset().union(*facts))
+
+
+def _sources(function, *args):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(len(jaxpr.jaxpr.invars))])
+
+
+def test_sources_are_followed_through_any_arithmetic():
+    p, g = jnp.ones(3), jnp.ones(3)
+    assert _sources(lambda p, g: 0.999 * p - 0.1 * g, p, g) == [{0, 1}]
+    assert _sources(lambda p, g: (p - g) / jnp.linalg.norm(p - g), p, g) == [{0, 1}]
+    assert _sources(lambda p, g: (p, 2 * g, 1.0), p, g) == [{0}, {1}, set()]
+
+
+def test_every_equation_is_visited_once_with_its_final_facts():
+    def program(x, y):
+        inner = lambda c: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * y), c)
+        return lax.scan(lambda c, _: (inner((0, c))[1], None), x, None, length=3)
+
+    jaxpr, seen = jax.make_jaxpr(program)(1.0, 2.0), []
+    visit = lambda eqn, operands, results, control: seen.append((eqn, results, control))
+    propagate(SOURCES, jaxpr, [frozenset({0}), frozenset({1})], visit)
+    assert len({id(eqn) for eqn, _, _ in seen}) == len(seen)
+    (product,) = [results for eqn, results, _ in seen if eqn.primitive is lax.mul_p]
+    assert product == [{0, 1}]
+
+
+def test_control_has_the_predicates_around_an_equation():
+    def program(p, q, x):
+        inner = lambda x: lax.cond(q, lambda x: x * 2, lambda x: x, x)
+        return lax.cond(p, inner, lambda x: x + 1, x)
+
+    jaxpr, control = jax.make_jaxpr(program)(True, True, 1.0), {}
+
+    def visit(eqn, operands, results, around):
+        control[eqn.primitive] = around
+
+    propagate(SOURCES, jaxpr, [frozenset({i}) for i in range(3)], visit)
+    assert control[lax.mul_p] == {0, 1} and control[lax.add_p] == {0}
+
+
+def test_a_rule_takes_the_place_of_the_join():
+    forget = Analysis(frozenset(), SOURCES.join, {Op.DIVIDE: lambda eqn, xs: [frozenset()]})
+    jaxpr = jax.make_jaxpr(lambda x: (x / 2, x * 2))(1.0)
+    assert propagate(forget, jaxpr, [frozenset({0})]) == [set(), {0}]
+
+
+def _slice(function, *args, output=0):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    found = slice_of(jaxpr, [jaxpr.jaxpr.outvars[output]], lambda jaxpr, eqn: False)
+    return found, [needed.eqn.primitive for needed in found.equations]
+
+
+def test_a_slice_has_what_an_output_depends_on_and_nothing_else():
+    found, primitives = _slice(lambda x, y: (lax.sin(x) * 2, lax.cos(y)), 1.0, 2.0)
+    assert primitives == [lax.sin_p, lax.mul_p] and found.ins == [True, False]
+
+
+def test_a_slice_of_a_carry_follows_the_iterations_before():
+    body = lambda s, _: ((s[1] * 1, s[2] * 1, s[2], s[3]), None)
+
+    def program(times, *state):
+        return lax.scan(body, state, None, length=times)[0][0]
+
+    def found(program):
+        return _slice(program, 1.0, 2.0, 3.0, 4.0)[0].ins
+
+    assert found(partial(program, 3)) == [False, True, True, False]
+    assert found(partial(program, 0)) == [True, True, True, False]
+    loop = lambda *state: lax.while_loop(lambda s: s[2] < 3, lambda s: body(s, None)[0], state)[0]
+    assert found(loop) == [True, True, True, False]
+
+
+def test_a_slice_has_what_is_written_into_a_reference():
+    def program(x, y, z):
+        ref, other = jax.new_ref(jnp.zeros(2)), jax.new_ref(jnp.zeros(2))
+        ref[0] = x
+        other[0] = z
+        lax.fori_loop(0, 2, lambda i, c: (ref.__setitem__(1, y), c)[1], 0)
+        return ref[...]
+
+    assert _slice(program, 1.0, 2.0, 3.0)[0].ins == [True, True, False]
+
+
+@pytest.mark.parametrize("layers", [10, 400])
+def test_a_deep_slice_is_no_deep_recursion(layers):
+    def program(x):
+        for _ in range(5 * layers):
+            x = lax.sin(x) * 2
+        return lax.cond(lax.psum(x, R) > 1, lambda x: lax.psum(x, R), lambda x: x, x)
+
+    jaxpr, _, _ = trace(lambda x: [program(x)], {R: 2}, [jax.ShapeDtypeStruct((), jnp.float32)])
+    assert control_equations(jaxpr)
+
+
+# --- control equations ----------------------------------------------------------------------------
+
+
+def _control(order, factor=1.0, replace=None):
+    """Return the control equations of a program whose independent equations have this order."""
+
+    def program(x, k):
+        parts = {n: jnp.sin(k * (n + factor)) for n in order}
+        if replace is not None:
+            parts[replace] = parts[replace] + 1
+        total = sum(parts[n] for n in range(len(order)))
+        return lax.cond(total > 0, lambda x: lax.psum(x, R), lambda x: x, x)
+
+    avals = [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)]
+    jaxpr, _, _ = trace(lambda x, k: [program(x, k)], {R: 2}, avals)
+    return [line.text for line in control_equations(jaxpr)]
+
+
+def test_the_order_of_independent_equations_is_no_difference():
+    assert _control([0, 1, 2, 3]) == _control([2, 0, 3, 1])
+
+
+def test_another_number_or_another_equation_is_a_difference():
+    right = _control([0, 1, 2])
+    assert right != _control([0, 1, 2], factor=2.0)
+    assert right != _control([0, 1, 2], replace=1)
+
+
+@run_ranks(2, 3)
+def test_a_weight_may_be_the_length_of_an_uneven_batch():
+    ranks = jaxmpi.size()
+    x = np.random.default_rng(0).normal(size=(6 * ranks - 1, 5)).astype(np.float32)
+    mine = np.array_split(x, ranks)[jaxmpi.rank()]
+    loss = lambda w, x: jnp.mean((x @ w - 1) ** 2)
+    w = jnp.zeros(5)
+    want = w - 0.1 * jax.grad(loss)(w, x)
+    for transform in (jaxmpi.distributed, jaxmpi.sharded):
+        tx = transform(optax.sgd(0.1))
+
+        @partial(jaxmpi.jit, replicated_argnums=(0, 1), replicated_outnums=(0, 1))
+        def step(w, state, x, tx=tx):
+            updates, state = tx.update(jax.grad(loss)(w, x), state, w, weight=len(x))
+            return optax.apply_updates(w, updates), state
+
+        got, _ = step(w, tx.init(w), mine)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@run_ranks(2)
+def test_ranks_may_trace_independent_equations_in_two_orders():
+    order = sorted(range(50), key=lambda n: n * (7 + 6 * int(jaxmpi.rank())) % 53)
+
+    @partial(jaxmpi.jit, replicated_argnums=1)
+    def step(x, k):
+        parts = {n: x * (n + 1) for n in order}
+        total = sum(parts[n] for n in range(50))
+        update = lambda t: lax.cond(k > 1, lambda t: lax.psum(t, R), lambda t: t, t)
+        return lax.cond(k > 0, update, lambda t: t, total)
+
+    got = step(jnp.ones(3) + jaxmpi.rank(), jnp.int32(2))
+    np.testing.assert_array_equal(got, np.full(3, 3 * 1275.0))
