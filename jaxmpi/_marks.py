@@ -109,12 +109,12 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     return mark
 
 
-def equal_on_all_ranks(x: jax.Array) -> jax.Array:
-    """Return `x`, marked as equal on all ranks, such as a counter that all increment together.
+def equal_on_all_ranks(tree: PyTree) -> PyTree:
+    """Return arrays, marked as equal on all ranks, such as a counter that all increment together.
 
-    A branch with a collective may depend on it.
+    A branch with a collective may depend on them.
     """
-    return mark_p.bind(x, mark=Equal())
+    return jax.tree.map(lambda x: mark_p.bind(x, mark=Equal()), tree)
 
 
 def may_differ(tree: PyTree) -> PyTree:

@@ -115,7 +115,12 @@ def failed_collective(error: BaseException) -> tuple[str, dict[str, object], str
 
 def in_library(file: str) -> bool:
     """Return whether a file is part of JAX, Flax, optax, jaxmpi or Python itself."""
-    return file.startswith((*_library_folders(), "<frozen", sysconfig.get_path("stdlib") + os.sep))
+    return file.startswith((*_library_folders(), "<frozen", _standard_library()))
+
+
+@cache
+def _standard_library() -> str:
+    return sysconfig.get_path("stdlib") + os.sep
 
 
 @cache  # each eager collective asks about a few files

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxmpi import _jaxcompat
 from jaxmpi._jaxcompat import AnyJaxpr
-from jaxmpi._lowering.classify import communicates, kind
+from jaxmpi._lowering.classify import communicates, kind, kinds
 from jaxmpi._lowering.combine import folded
 from jaxmpi._lowering.dataflow import Needed, Slice, slice_of
 from jaxmpi._lowering.inner_jaxprs import subjaxprs
@@ -49,20 +49,19 @@ def control_equations(jaxpr: AnyJaxpr, outputs: Sequence[bool] = ()) -> list[Lin
     inner, _ = _jaxcompat.parts(jaxpr)
     constant_sums = folded(jaxpr)
     loops = [eqn for eqn in inner.eqns if communicates(eqn) and subjaxprs(eqn)]
-    roots = [atom for eqn in loops for atom in _deciding(eqn)]
+    lines_inside = [_inside(eqn) for eqn in loops]
+    roots: list[Atom] = []
+    for eqn, inside in zip(loops, lines_inside, strict=True):
+        if inside:  # a predicate inside of it may depend on any operand
+            roots += eqn.invars
+        elif op_of(eqn) is Op.COND:
+            roots.append(eqn.invars[0])
     roots += [eqn.invars[0] for eqn in inner.eqns if id(eqn) in constant_sums]
     roots += [v for v, declared in zip(inner.outvars, outputs, strict=False) if declared]
     lines = _lines(slice_of(jaxpr, roots, _is_equal_after))
-    for eqn in loops:
-        lines += _inside(eqn)
+    for inside in lines_inside:
+        lines += inside
     return lines
-
-
-def _deciding(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the operands that a predicate, of the equation or inside of it, may depend on."""
-    if _inside(eqn):
-        return eqn.invars
-    return eqn.invars[:1] if op_of(eqn) is Op.COND else ()
 
 
 def _inside(eqn: JaxprEqn) -> list[Line]:
@@ -99,7 +98,8 @@ def _lines(found: Slice) -> list[Line]:
         return []
     inner, _ = _jaxcompat.parts(found.jaxpr)
     text, lines = Text(found.jaxpr), []
-    collectives = [id(eqn) for eqn in inner.eqns if kind(eqn) == "collective"]
+    what = kinds(found.jaxpr)
+    collectives = [id(eqn) for eqn in inner.eqns if what.get(id(eqn)) == "collective"]
     for needed in _along_the_dataflow(found):
         eqn = needed.eqn
         if _is_equal_after(found.jaxpr, eqn):

@@ -1,7 +1,7 @@
 """Errors for collectives that no backend supports, each with the source line."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import TypeVar
 
 import jax
@@ -58,7 +58,7 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
       TypeError: it would reduce keys or booleans, or is of a dtype that cannot hold what it gives.
       ValueError: the pairs of a ppermute are no permutation of some ranks.
     """
-    params, where = eqn.params, _where(eqn)
+    params, where = eqn.params, partial(_where, eqn)
     _refuse_axes(where, params)
     refuse_dtype(eqn)
     if op_of(eqn) is Op.PERMUTE:
@@ -66,7 +66,7 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
         dtype = eqn.invars[0].aval.dtype
         if dtype == jnp.float8_e8m0fnu and len(params["perm"]) < size:
             raise TypeError(
-                f"{where} has pairs for {len(params['perm'])} of {size} ranks, and the others "
+                f"{where()} has pairs for {len(params['perm'])} of {size} ranks, and the others "
                 f"would get zero, which {dtype} cannot represent. Name a source for every rank, or "
                 "use another dtype."
             )
@@ -74,7 +74,7 @@ def refuse(eqn: JaxprEqn, size: int) -> None:
 
 def refuse_dtype(eqn: JaxprEqn) -> None:
     """Raise a TypeError if a collective, or a broadcast, is of a dtype that it cannot carry."""
-    _refuse_dtype(_where(eqn), eqn.primitive.name, eqn.invars[0].aval.dtype)
+    _refuse_dtype(partial(_where, eqn), eqn.primitive.name, eqn.invars[0].aval.dtype)
 
 
 def _where(eqn: JaxprEqn) -> str:
@@ -125,7 +125,7 @@ def refuse_groups(eqn: JaxprEqn, groups: Sequence[Sequence[int]], size: int) -> 
         )
 
 
-def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
+def _refuse_axes(where: Callable[[], str], params: Mapping[str, object]) -> None:
     """Raise a NotImplementedError for a negative axis.
 
     JAX 0.10 to 0.12 takes it for another axis, under `vmap` without an error; later versions count
@@ -135,25 +135,29 @@ def _refuse_axes(where: str, params: Mapping[str, object]) -> None:
         axis = params.get(parameter)
         if isinstance(axis, int) and axis < 0:
             raise NotImplementedError(
-                f"{where} has {parameter}={axis}, which this JAX misreads. Count the axis from 0."
+                f"{where()} has {parameter}={axis}, which this JAX misreads. Count the axis from 0."
             )
 
 
-def _refuse_dtype(where: str, name: str, dtype: np.dtype) -> None:
+def _refuse_dtype(where: Callable[[], str], name: str, dtype: np.dtype) -> None:
+    """Raise a TypeError if a collective function cannot carry a dtype.
+
+    `where` returns the function and its line, which takes long to find.
+    """
     if dtype == jax.dtypes.float0:
         raise TypeError(
-            f"{where} has an array of float0, the gradient of integers, which holds no numbers. "
+            f"{where()} has an array of float0, the gradient of integers, which holds no numbers. "
             "Take it out of the tree, or use jaxmpi.tree_*, which return float0 as it is."
         )
     known = properties_of_function(name)
     if known.reduction and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{where} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which "
+            f"{where()} is of PRNG keys, which cannot be reduced. Use all_gather or ppermute, which "
             "move them."
         )
     if known.op is Op.REDUCE_SCATTER and dtype == jnp.bool_:
         raise TypeError(
-            f"{where} is of booleans, which cannot be summed. Convert them to integers first."
+            f"{where()} is of booleans, which cannot be summed. Convert them to integers first."
         )
 
 
@@ -249,11 +253,11 @@ def _explain(
             f"as in nnx.BatchNorm(axis_name=jaxmpi.AXIS){_others(axes)}."
         ) from error
     try:
-        _refuse_axes(where, params)
+        _refuse_axes(lambda: where, params)
         # pmean divides keys and float0 while it is traced
         for x in jax.tree.leaves(params.get("x")):
             if hasattr(x, "dtype"):
-                _refuse_dtype(where, name, x.dtype)
+                _refuse_dtype(lambda: where, name, x.dtype)
     except (NotImplementedError, TypeError) as refusal:
         raise refusal from error
     if not isinstance(error, ValueError | TypeError | IndexError):
